@@ -1,20 +1,14 @@
 """The bytes that a training or a run will write, against the room on its disk."""
 
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .errors import InputError, is_full_disk
 
 DEFAULT_SHARD_SIZE = "5GB"
-# Training holds float32 weights; AdamW keeps two float32 moments of each weight that trains.
-_WEIGHT, _MOMENTS = 4, 8
-# The optimizers of transformers that keep both moments in float32; of the others, the state is not counted.
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused")
 
 
 @dataclass(frozen=True)
@@ -30,31 +24,6 @@ class StepOutput:
     output: Path
     size: int
     working: int = 0
-
-
-def saved_at_once(config: Any) -> int:
-    """The most training checkpoints that lie on the disk at once, by a stage's configuration.
-
-    The Trainer removes an old checkpoint after it saved a new one, so one more than `save_total_limit` can be there.
-    Where the number of steps is unknown before the text is read, they are assumed to be enough for that."""
-    strategy, limit = str(getattr(config.save_strategy, "value", config.save_strategy)), config.save_total_limit
-    most = limit + 1 if limit and limit > 0 else None
-    saves = None
-    if strategy == "no":
-        saves = 0
-    elif strategy == "steps" and config.save_steps < 1:  # a share of all steps
-        saves = math.ceil(1 / config.save_steps)
-    elif strategy == "steps" and config.max_steps > 0:
-        saves = math.ceil(config.max_steps / config.save_steps)  # the last step is saved too
-    elif strategy == "epoch" and config.max_steps <= 0:
-        saves = math.ceil(config.num_train_epochs)
-    known = [number for number in (saves, most) if number is not None]
-    return min(known) if known else 2  # without a limit, at least this many
-
-
-def training_checkpoint(parameters: int, trained: int, config: Any) -> int:
-    """Bytes of one training checkpoint: float32 weights, and the optimizer's state of those that train."""
-    return _WEIGHT * parameters + (_MOMENTS * trained if config.optim.value in _ADAMW else 0)
 
 
 def peak(steps: Sequence[StepOutput]) -> int:

@@ -4,25 +4,31 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.local import check_expanded
+from .checkpoint.new_experts import check_kinds, chosen_kind
 from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
-from .checkpoint.source import load_expanded_config, resolve_checkpoint
+from .checkpoint.source import load_base_config, load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
-from .costs import idle_in_mixture, size_of
+from .errors import InputError
+from .forecast import forecast, idle_weights, size_of
 from .languages import in_words
 from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words
-from .memory import gigabytes
 from .modeling import count_layers, decoder_ffns, stack_sizes
 from .modeling.language_gate import TEMPLATE, GateRule
+from .planning.plan import Plan
 from .records import ExpansionRecord, History, StageRecord
 from .rendering import render
 from .scratch import leftovers
-from .stages import training_stages
+from .settings import LORA_ALPHA, LORA_RANK
+from .stages import all_stages, stages_for, training_stages
+from .stages.base import TrainingStage
 from .trainers.freezing import freeze
 
 
@@ -111,7 +117,7 @@ class Inspection:
         }  # fmt: skip
         filters = {
             "layers": lambda layers: layers_in_words(layers, encoder), "stage": _in_words, "count": "{:,}".format,
-            "languages": lambda codes: ", ".join(in_words(codes)), "size": gigabytes,
+            "languages": lambda codes: ", ".join(in_words(codes)),
         }  # fmt: skip
         return render(template, facts, filters)
 
@@ -132,28 +138,59 @@ def inspect_config(config: Any) -> Inspection:
     network = network_of(config)
     kinds = config.expert_kinds
     layers = [(1, False, 0)] * count_layers(config)
-    idle = added = 0
+    added, total = 0, size_of(network)
     for index, ffn in network.expanded_ffns().items():
-        expert = size_of(ffn.experts[0])
         layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
-        sizes = sorted(map(size_of, list(ffn.experts)[1:]), reverse=True)
-        if any(kind.has_ffn for kind in kinds):
-            sizes = sorted([expert, *sizes], reverse=True)[int(ffn.conditional_gate is not None) :]
-        idle += sum(sizes[ffn.top_k :])  # of other kinds a token uses expert 0's weights besides
-        added += size_of(ffn) - expert
-    idle += sum(idle_in_mixture(ffn.module, config) for ffn in decoder_ffns(network) if ffn.is_mixture)
-    total = size_of(network)
+        added += size_of(ffn) - size_of(ffn.experts[0])
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
     trainable = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
     unpacked = getattr(config, "unpacked_from_gguf", None)
     return Inspection(
-        config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
-        History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
+        config.backbone_model_type, config.router_top_k, layers, total, total - idle_weights(network), total - added,
+        trainable, History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         gate=GateRule.of(config), exclusive=config.exclusive_experts, packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
         unpacked=[*map(str, unpacked)] if isinstance(unpacked, list) else [],
     )  # fmt: skip
+
+
+def inspect_plan(
+    base: str | os.PathLike,
+    plan: Plan,
+    revision: str | None = None,
+    tokens: float | None = None,
+    tflops: float = 200.0,
+    *,
+    expert_kind: str = "ffn",
+    lora_rank: int = LORA_RANK,
+    lora_alpha: float = LORA_ALPHA,
+    expert_width: int | None = None,
+) -> list[str]:
+    """The model that `plan` makes of `base` and the forecast of its stages, line by line; reads config.json alone.
+
+    Args:
+        tokens: tokens to train on.
+        tflops: the device's speed in practice, in 10^12 operations a second.
+    """
+    for name, number in (("tokens", tokens), ("tflops", tflops)):
+        if number is not None and not 0 < number < inf:
+            raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
+    if plan.grows_from:
+        raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan for a forecast.")
+    dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
+    check_layers(plan, dense, base)
+    check_kinds("copy", expert_kind)
+    whole = network_of(dense)
+    kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
+    config: Any = planned_config(dense, plan, kind)
+    trained: list[Any] = [stage for stage in stages_for(config.model_type) if issubclass(stage, TrainingStage)]
+    rows = {stage.name: (network_of(config), stage()) for stage in trained}
+    rows["full fine-tuning"] = whole, all_stages()["dense"]()
+    at_hand = {} if tokens is None else {"all": int(tokens)}
+    stages = {name: forecast(*row, at_hand, speed=tflops * 1e12).words() for name, row in rows.items()}
+    model = inspect_config(config)
+    return model.rendered("forecast.txt", stages=stages).splitlines()
 
 
 def _packs(config: Any) -> list[InspectedPack]:

@@ -14,10 +14,9 @@ from .checkpoint.local import own_name
 from .checkpoint.promises import check_architecture
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, size_of, tokens_at_hand, weights_bytes
 from .data.sources import LanguageText
 from .errors import InputError, errors_at
-from .forecast import PROCESS
+from .forecast import forecast, size_of, tokens_at_hand
 from .languages import UNDETERMINED, check_old_and_new
 from .memory import device_memory, has_bfloat16
 from .modeling import count_layers
@@ -27,7 +26,6 @@ from .recipe import Recipe
 from .recipe_paths import filled_in
 from .rendering import render
 from .stages import all_stages
-from .trainers.freezing import freeze
 from .trainers.router_losses import CHECKPOINTING
 from .yamlfile import parse_yaml
 
@@ -122,17 +120,21 @@ def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], 
     """What fits this machine: blocks at a time, mixed precision, and gradient checkpointing by its name, if needed."""
     plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new), exclusive=True)
     network = network_of(planned_config(dense, plan))
-    trained = freeze(network, all_stages()["post_pretrain"].trains).trainable  # type: ignore[attr-defined]
     half = torch.cuda.is_available() and has_bfloat16()
+    dtype = torch.bfloat16 if half else torch.float32
     memory = device_memory()
     if memory is None:
         return {"at_once": 1, "half": half, "checkpointing": None}
-    room = _ROOM * memory - weights_bytes(size_of(network), trained) - PROCESS
-    blocks = most
-    while blocks > 1 and activation_bytes(network, blocks * BLOCK, half) > room:
-        blocks //= 2
-    fits = activation_bytes(network, blocks * BLOCK, half) <= room
-    return {"at_once": blocks, "half": half, "checkpointing": None if fits else CHECKPOINTING}
+    stage: Any = all_stages()["post_pretrain"]
+    config = stage(per_device_train_batch_size=most, block_size=BLOCK)
+
+    def fits() -> bool:
+        return (forecast(network, config, {}, dtype).memory or 0) <= _ROOM * memory
+
+    while config.per_device_train_batch_size > 1 and not fits():
+        config.per_device_train_batch_size //= 2
+    checkpointing = None if fits() else CHECKPOINTING
+    return {"at_once": config.per_device_train_batch_size, "half": half, "checkpointing": checkpointing}
 
 
 def _value(text: str | os.PathLike) -> str:

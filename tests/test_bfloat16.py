@@ -9,11 +9,10 @@ import yaml
 from conftest import invoke, save_dense, tiny_config, write_texts
 from datasets import Dataset
 
-from hf_moe_expand import PostPretrainConfig, recommended
+from hf_moe_expand import PostPretrainConfig, forecast, recommended
 from hf_moe_expand.demo import base
 from hf_moe_expand.memory import has_bfloat16
 from hf_moe_expand.stages import config
-from hf_moe_expand.steps import stage
 
 
 def test_a_cpu_has_it_by_its_instructions(monkeypatch):
@@ -74,7 +73,7 @@ def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
 @pytest.mark.parametrize(("training", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), (None, "float32")])
 def test_the_forecast_times_the_type_that_trains(training, dtype, monkeypatch, tmp_path):
     timed = []
-    monkeypatch.setattr(stage, "training_speed", lambda dtype: timed.append(dtype) or 1e9)
+    monkeypatch.setattr(forecast, "training_speed", lambda dtype: timed.append(dtype) or 1e9)
     save_dense(tmp_path / "base")
     write_texts(tmp_path / "el.jsonl", ["a few words of some text"] * 40)
     settings = {"max_steps": 1, **({training: True} if training else {})}

@@ -96,5 +96,6 @@ def test_the_page_shows_the_answers_side_by_side(tmp_path):
     Evaluation(["en"], ["el"], chats=[check]).to_json(tmp_path / "run" / "evaluation.json")
     page = make_page(tmp_path / "run")
     assert "In en, 50 % of the result’s answers are the base’s own" in page
-    assert '<td class="words" data-label="told en">&lt;b&gt;it&lt;/b&gt;</td>' in page
+    assert '<th scope="col">told en</th>' in page
+    assert "<td>&lt;b&gt;it&lt;/b&gt;</td>" in page
     assert "<b>it</b>" not in page

@@ -6,13 +6,12 @@ import json
 import pytest
 import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_dense
-from matplotlib.figure import Figure
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
 from hf_moe_expand.data.packing import encode_documents
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.report import drawing, figures
+from hf_moe_expand.report import figures
 from hf_moe_expand.results import DeviationResult
 
 # One document a language, so that the order of documents is none.
@@ -269,18 +268,16 @@ def test_real_text_in_one_script_moves_a_model_of_bytes_alike(help_text, tmp_pat
 
 
 def test_the_picture_orders_languages_by_group_and_marks_layers(tmp_path):
-    languages, similarity = ["a", "b", "c"], [[1.0, 0.1, 0.8], [0.1, 1.0, 0.2], [0.8, 0.2, 1.0]]
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
-    names, values = figures.grouped(languages, similarity, [["a", "c"], ["b"]])
-    assert values == [[None, 0.8, 0.1], [0.8, None, 0.2], [0.1, 0.2, None]]
-    drawing.draw_cells(left, names, names, values, blocks=[2, 1])
+    found = DeviationResult(
+        ["a", "b", "c"], [3.0, 1.0, 2.0], {}, [[1.0, 0.1, 0.8], [0.1, 1.0, 0.2], [0.8, 0.2, 1.0]], [0], 1, 1e-3, 1, 1, 0
+    )
+    figure = figures.deviation(found, [["a", "c"], ["b"]], [0, 2])
+    left, right, _ = figure.axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["a", "c", "b"]
-    assert left.collections[0].get_array().filled(-1).tolist() == [[-1, 0.8, 0.1], [0.8, -1, 0.2], [0.1, 0.2, -1]]
-    assert [(patch.get_x(), patch.get_width()) for patch in left.patches] == [(0, 2), (2, 1)]
-    drawing.draw_deviation(right, [3.0, 1.0, 2.0], [0, 2])
-    _, others, chosen = right.lines
-    assert (list(others.get_xdata()), list(chosen.get_xdata())) == ([1], [0, 2])
-    assert others.get_markerfacecolor() != chosen.get_markerfacecolor()
-    figures.plot_deviation(tmp_path / "new" / "x.svg", languages, similarity, [2.0, 2.0])
+    cells = left.collections[0].get_array()
+    assert cells.filled(-1).tolist() == [[-1, 0.8, 0.1], [0.8, -1, 0.2], [0.1, 0.2, -1]]
+    every, chosen = right.lines
+    assert (list(every.get_xdata()), list(chosen.get_xdata())) == ([0, 1, 2], [0, 2])
+    assert every.get_markerfacecolor() != chosen.get_markerfacecolor()
+    figures.save(figures.deviation(found), tmp_path / "new" / "x.svg")
     assert "<svg" in (tmp_path / "new" / "x.svg").read_text()

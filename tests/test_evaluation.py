@@ -12,7 +12,7 @@ from hf_moe_expand.evaluation import perplexity
 from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import longest_block
-from hf_moe_expand.report.figures import plot_allocation
+from hf_moe_expand.report.figures import allocation, save
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 
@@ -196,7 +196,7 @@ def test_several_expansions_are_groups_of_their_own(tmp_path):
 
 def test_the_picture_is_drawn(tmp_path):
     for suffix in ("png", "svg"):
-        plot_allocation(tmp_path / f"plan.{suffix}", [4, 3, 2], [0.1, 0.2, 0.3], [2], "title")
+        save(allocation([4, 3, 2], [0.1, 0.2, 0.3], "similarity", [2]), tmp_path / f"plan.{suffix}")
         assert (tmp_path / f"plan.{suffix}").stat().st_size > 2000
 
 

@@ -1,213 +1,226 @@
-"""What a plan will cost, against a model that was really expanded: its parameters, its optimizer and its arithmetic."""
+"""What a forecast says, against what torch keeps, a training writes, a tokenizer counts, and a disk with less room."""
 
+import errno
 import re
-import subprocess
-import sys
-from itertools import combinations
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, save_dense
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+import transformers.trainer
+from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from safetensors.torch import load_file
+from transformers import Trainer
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, freeze
+from hf_moe_expand import (
+    DenseConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    PostPretrainConfig,
+    ReviewConfig,
+    expand_checkpoint,
+    freeze,
+    run_recipe,
+    train_stage,
+    validate_recipe,
+)  # fmt: skip
+from hf_moe_expand.checkpoint.stored import network_of
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.disk import StepOutput, peak
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.forecast import PROCESS, forecast
+from hf_moe_expand.forecast import forecast, size_of, tokens_at_hand, training_disk
+from hf_moe_expand.models import load_config
+from hf_moe_expand.recipe import Recipe
 
-TOKENS = 8
+QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
+PLAN = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
+RECIPE = """{{base: {root}/base, output: {out}/run, old: {{en: {root}/en.jsonl}}, new: {{el: {root}/el.jsonl}},
+plan: {{method: moe-lpr, experts: 3}},
+post_pretrain: {{block_size: 16, training: {{max_steps: 3, save_steps: 1, per_device_train_batch_size: 2}}}},
+review: {{block_size: 16, training: {{max_steps: 1, save_strategy: "no", per_device_train_batch_size: 2}}}}}}"""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("forecast")
-    save_dense(root / "base", tie_word_embeddings=False)
-    save_dense(root / "tied", tie_word_embeddings=True)
+    save_dense(root / "base", dtype=torch.bfloat16, tie_word_embeddings=False)
+    write_texts(root / "en.jsonl", [f"the cat {i} sits" for i in range(30)])
+    write_texts(root / "el.jsonl", [f"η γάτα {i} κάθεται" for i in range(60)])
+    expand_checkpoint(root / "base", root / "expanded", PLAN)
     return root
 
 
-def uniform(experts=3, classifiers=(0, 2)):
-    return Plan("moe-lpr", [experts] * 3, list(classifiers), old=["en"], new=["el"])
+def disk_with(monkeypatch, free):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
 
 
-def dmoe(experts=2):
-    return Plan("dmoe", [1, experts, experts], new=["el", "hu"], groups=[["el"], ["hu"]])
+def tensor_bytes(folder):
+    """Bytes of the weights, and of the two moments of each weight that an optimizer keeps."""
+    found = sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    if (folder / "optimizer.pt").is_file():
+        state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+        found += sum(t.nbytes for moments in state.values() for name, t in moments.items() if name != "step")
+    return found
 
 
-def expanded(root, base, plan):
-    expand_checkpoint(root / base, root / "expanded", plan, overwrite=True)
-    return AutoModelForCausalLM.from_pretrained(
-        root / "expanded", trust_remote_code=True, attn_implementation="eager", dtype=torch.float32
-    )
+EVERY, ALL = {"max_steps": 3, "save_steps": 1}, {"save_total_limit": None}
 
 
-def numel(parameters):
-    return sum(parameter.numel() for parameter in parameters)
+@pytest.mark.parametrize(
+    ("model", "stage", "options", "least"),
+    [
+        ("expanded", PostPretrainConfig, EVERY, 0.8),  # experts that no token met have no moments
+        ("expanded", PostPretrainConfig, EVERY | ALL | {"optim": "sgd"}, 1),
+        ("base", DenseConfig, {"max_steps": 4, "save_steps": 0.5} | ALL, 1),
+        ("base", DenseConfig, {"max_steps": 3, "save_steps": 500}, 1),
+        ("base", DenseConfig, {"max_steps": 3, "save_strategy": "no"}, 1),
+        ("base", DenseConfig, {"num_train_epochs": 2, "save_strategy": "epoch"} | ALL, 1),
+    ],
+)
+def test_training_checkpoints_have_the_forecast_bytes(root, tmp_path, monkeypatch, model, stage, options, least):
+    found, real = [0], transformers.trainer.rotate_checkpoints
+
+    def counted(output_dir, *args, **kwargs):  # before the oldest is removed
+        found.append(sum(map(tensor_bytes, Path(output_dir).glob("checkpoint-*"))))
+        real(output_dir, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", counted)
+    config = stage(**QUICK, **options)
+    most = training_disk(config, network_of(load_config(root / model)))
+    train_stage(root / model, tmp_path / "out", {"el": LanguageText("el", str(root / "el.jsonl"))}, config)
+    assert least * most <= max(found) <= most
 
 
-def expert_sizes(model):
-    return [numel(expert.parameters()) for expert in next(iter(model.expanded_ffns().values())).experts]
+def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, monkeypatch):
+    config, text = PostPretrainConfig(**EVERY, **QUICK), {"el": LanguageText("el", str(root / "el.jsonl"))}
+    needed = forecast(network_of(load_config(root / "expanded")), config, {}).disk
+    disk_with(monkeypatch, needed - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageText, "load", lambda *_: pytest.fail("read text in vain"))
+        with pytest.raises(InputError, match=rf"out: needs {needed:,} bytes for .* disk has {needed - 1:,} bytes free"):
+            train_stage(root / "expanded", tmp_path / "out", text, config)
+    disk_with(monkeypatch, needed)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Trainer, "save_model", full)
+    with pytest.raises(InputError, match=rf"out\.training: the disk is full; up to {needed:,} bytes are needed"):
+        train_stage(root / "expanded", tmp_path / "out", text, config)
 
 
-def counted(model, expert=None):
-    """Operations a token, forward and backward: the products with weights that a profiler sees, and norms and biases by
-    the same rule, which are no matrix product.
+def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
+    recipe = Recipe.of_text(RECIPE.format(root=root, out=tmp_path), "recipe.yaml")
 
-    The gradient is asked of the embeddings too, so that every weight passes it on.
-    """
-    config = model.config
-    embeddings = torch.randn(1, TOKENS, config.hidden_size, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        if expert is None:
-            loss = model(inputs_embeds=embeddings).logits.sum()
-        else:
-            with model.use_expert(expert), model.capture_routing() as routing:
-                loss = model(inputs_embeds=embeddings).logits.sum()
-            loss = loss + sum(layer.router_logits.sum() for layer in routing.layers.values())  # which group it is
-        loss.backward()
-    # Scores and their sum of values: two products forward, four backward, of 2 operations each.
-    attention = 3 * 2 * 2 * TOKENS**2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    rest = 4 * numel(vectors) + 2 * numel(parameter for parameter in vectors if parameter.requires_grad)
-    return (counter.get_total_flops() - attention) / TOKENS + rest
+    def most():
+        said = "\n".join(validate_recipe(recipe))
+        assert "post_pretrain: about 3 steps of 32 tokens; tokens at hand, about: el " in said
+        return int(re.search(r"disk: up to ([\d,]+) bytes for checkpoints", said)[1].replace(",", ""))
 
-
-@pytest.mark.parametrize("base", ["base", "tied"])
-@pytest.mark.parametrize("plan", [uniform(), Plan("moe-lpr", [2, 4, 1], [1], 3, old=["en"], new=["el"])])
-def test_parameters_are_those_of_the_expanded_model(root, base, plan):
-    found, model = forecast(root / base, plan), expanded(root, base, plan)
-    dense = AutoModelForCausalLM.from_pretrained(root / base)
-    assert found.model.total == numel(model.parameters())
-    assert found.model.base == numel(dense.parameters())
-    (expert,) = set(expert_sizes(model))
-    idle = sum(max(count - plan.top_k, 0) for count in plan.experts_per_layer)
-    assert found.model.active == numel(model.parameters()) - idle * expert
-    stages = {stage.name: stage for stage in found.stages}
-    assert list(stages) == ["post-pretrain", "review", "full fine-tuning of the base"]
-    for name in ("post-pretrain", "review"):
-        freeze(model, name)
-        trains = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
-        assert stages[name].trained == numel(p for _, p in trains)
-        if name == "review":
-            assert all("router" in key or "classifier" in key for key, _ in trains)
-    assert stages["full fine-tuning of the base"].trained == numel(dense.parameters())
+    needed = most()
+    disk_with(monkeypatch, needed - 1)
+    with pytest.raises(InputError, match=rf"run: needs {needed:,} bytes for checkpoints.* has {needed - 1:,} bytes"):
+        run_recipe(recipe)
+    assert not (tmp_path / "run").exists()
+    disk_with(monkeypatch, needed)
+    run_recipe(recipe)
+    kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
+    config, network = recipe.post_pretrain.config(tmp_path, 0), network_of(load_config(tmp_path / "run" / "expanded"))
+    assert needed == max(kept["expanded"] + forecast(network, config, {}).disk, sum(kept.values()))
+    shutil.rmtree(tmp_path / "run" / "review")
+    assert most() == kept["review"]
 
 
-@pytest.mark.parametrize("stage", ["post-pretrain", "review"])
-def test_memory_is_that_of_weights_gradients_and_adamw(root, stage):
-    """One step of a model whose tokens reach every expert; the counter that AdamW keeps of each tensor is left out."""
-    plan = uniform()
-    model = expanded(root, "base", plan)
-    freeze(model, stage)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    ids = byte_tokenizer()("ένα δύο τρία, one two three four five six", return_tensors="pt").input_ids
-    with model.capture_routing() as routing:
-        loss = model(ids, labels=ids).loss
-    if stage == "review":
-        loss = loss + sum(routing.layers[layer].classifier_logits.sum() for layer in plan.classifier_layers)
-    loss.backward()
-    optimizer.step()
-    parameters = list(model.parameters())
-    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-    tensors += [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
-    used = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    (cost,) = [cost for cost in forecast(root / "base", plan).stages if cost.name == stage]
-    assert cost.memory == used
-    full = forecast(root / "base", plan).stages[-1]
-    assert full.memory == 16 * full.trained
+def test_training_checkpoints_that_are_there_need_no_more_room(tmp_path):
+    steps = [StepOutput(tmp_path / "a", 5), StepOutput(tmp_path / "b", 5, 100), StepOutput(tmp_path / "c", 5, 20)]
+    assert peak(steps) == 110
+    (tmp_path / "b.training").mkdir()
+    (tmp_path / "b.training" / "x").write_bytes(bytes(90))
+    assert peak(steps) == 35
 
 
-@pytest.mark.parametrize("base", ["base", "tied"])
-@pytest.mark.parametrize("stage", ["post-pretrain", "review"])
-def test_arithmetic_is_what_a_profiler_counts(root, base, stage):
-    plan = uniform(experts=2, classifiers=())  # every token meets every expert
-    model = expanded(root, base, plan)
-    freeze(model, stage)
-    (cost,) = [cost for cost in forecast(root / base, plan).stages if cost.name == stage]
-    assert cost.flops == counted(model)
+@pytest.mark.parametrize(("experts", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+def test_memory_is_what_torch_keeps(tmp_path, experts, dtype):
+    """Beside float32 weights, gradients and AdamW: the tensors that torch keeps for the backward pass."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_hidden_layers": 6,
+    }
+    save_dense(tmp_path / "base", "llama", **sizes, num_hidden_layers=6)
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [experts] * 6, old=["en"], new=["el"]))
+    model, kept = LayerMoEForCausalLM.from_pretrained(tmp_path / "out").train(), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    fixed = 4 * size_of(model) + 12 * freeze(model, "post-pretrain").trainable
+
+    def pack(tensor):
+        if (storage := tensor.untyped_storage()).data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+        return tensor
+
+    ids = torch.randint(0, model.config.vocab_size, (4, 256))
+    half = torch.autocast("cpu", torch.bfloat16, dtype == torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), half:
+        model(input_ids=ids, labels=ids, use_cache=False)
+    config = PostPretrainConfig(block_size=256, per_device_train_batch_size=4)
+    found = [forecast(model, config, {}, dtype, checkpointing).memory - fixed for checkpointing in (False, True)]
+    assert 0.7 < found[0] / sum(size for size, _ in kept.values()) < 1.4
+    assert found[1] < 0.7 * found[0]
 
 
-@pytest.mark.parametrize(("stage", "expert"), [("group", 1), ("joint", None)])
-def test_arithmetic_of_dmoe(root, stage, expert):
-    plan = dmoe()
-    model = expanded(root, "base", plan)
-    freeze(model, stage)
-    found = forecast(root / "base", plan)
-    assert [cost.name for cost in found.stages] == ["group", "joint", "full fine-tuning of the base"]
-    (cost,) = [cost for cost in found.stages if cost.name == stage]
-    assert cost.trained == numel(model.parameters())
-    assert cost.flops == counted(model, expert)
+def test_steps_and_hours(root):
+    dense, tokens = network_of(load_config(root / "base")), {"en": 600, "el": 1000}
+    found = forecast(dense, DenseConfig(num_train_epochs=2, gradient_accumulation_steps=3, **QUICK), tokens, speed=1e6)
+    met = size_of(dense) - dense.get_input_embeddings().weight.numel()
+    assert (found.steps, found.of_step) == (3200 // 96, 96)
+    assert found.hours == pytest.approx(3200 * 6 * met / 1e6 / 3600)
+    assert forecast(dense, DenseConfig(**QUICK), {"en": 600, "el": None}).steps is None
+    assert forecast(dense, DenseConfig(max_steps=7, **QUICK), {}).steps == 7
+    expanded = network_of(load_config(root / "expanded"))
+    assert forecast(expanded, ReviewConfig(old_documents=5, **QUICK), tokens).steps is None
+    assert "(lower per_device_train_batch_size" in found.words(room=1)
 
 
-def test_arithmetic_of_the_bases_fine_tuning(root):
-    dense = AutoModelForCausalLM.from_pretrained(root / "base", attn_implementation="eager")
-    assert forecast(root / "base", uniform()).stages[-1].flops == counted(dense)
+def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
+    def tokens(path):
+        return tokens_at_hand(LanguageText("el", str(path)), byte_tokenizer())
+
+    texts = [f"number {number} of many texts, {'long ' * (number % 7)}" for number in range(30_000)]
+    assert tokens(write_texts(tmp_path / "el.jsonl", texts)) == pytest.approx(sum(map(len, texts)), rel=0.02)
+    assert tokens(write_texts(tmp_path / "few.jsonl", ["abc", "defg"])) == 7
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    assert tokens(tmp_path / "x.parquet") is None
+    (tmp_path / "wrong.jsonl").write_text('{"text": "one"}\n{"words": "two"}\n')
+    with pytest.raises(InputError, match=r"wrong\.jsonl:2: needs an object"):
+        tokens(tmp_path / "wrong.jsonl")
 
 
-def test_of_several_experts_a_token_meets_k_each_as_often(root):
-    plan = Plan("moe-lpr", [4, 4, 4], [0], 3, old=["en"], new=["el"])
-    cost = forecast(root / "base", plan).stages[0]
-    model = expanded(root, "base", plan)
-    expert = expert_sizes(model)[0]
-    chosen = list(combinations(range(4), 3))  # every set of experts as likely; the original does not train
-    trained = sum(len(set(experts) - {0}) for experts in chosen) / len(chosen) * expert * 3
-    trained += numel(p for name, p in model.named_parameters() if "router" in name)
-    met = numel(model.parameters()) - 3 * expert - model.get_input_embeddings().weight.numel()
-    assert cost.flops == pytest.approx(4 * met + 2 * trained)
+def test_inspect_says_the_forecast_of_a_plan_without_weights(root, tmp_path):
+    def inspect(model, *options):
+        return invoke("inspect", model, "--plan", tmp_path / "plan.json", *options)
 
-
-def test_what_the_command_prints(root, tmp_path):
-    uniform().save(tmp_path / "plan.json")
-    text = invoke("inspect", root / "base", "--plan", tmp_path / "plan.json", "--tokens", 6e9, "--tflops", 50)
-    found = forecast(root / "base", uniform())
-    assert f"parameters          {found.model.total:,} (" in text
-    rows = {line[:30].strip(): line[30:].split() for line in text.splitlines() if len(line.split()) > 4}
-    for stage in found.stages:
-        trains, memory, unit, on_top, of_activations, giga, hours = rows[stage.name]
-        assert (trains, unit, of_activations) == (f"{stage.trained:,}", "GB", "GB")
-        assert float(on_top) == pytest.approx(stage.activations / 1e9, abs=0.051)
-        assert float(memory) == pytest.approx(stage.memory / 1e9, abs=0.051)
-        assert float(giga) == pytest.approx(stage.flops / 1e9, abs=0.0051)
-        assert float(hours) == pytest.approx(stage.flops * 6e9 / 50e12 / 3600, abs=0.051)
-    assert "at 50 TFLOP/s, if the stage trains on 6,000,000,000 tokens; a review needs few tokens" in text
-    assert f"the process itself{PROCESS / 1e9:>37.1f} GB\n" in text
-    short = invoke("inspect", root / "base", "--plan", tmp_path / "plan.json")
-    assert "hours" not in short
-    dmoe().save(tmp_path / "dmoe.json")
-    text = invoke("inspect", root / "base", "--plan", tmp_path / "dmoe.json", "--tokens", 6e9)
-    assert "joint" in text
-    assert "review" not in text
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux says it there")
-def test_the_process_takes_about_as_much_memory_before_it_loads_a_model():
-    code = "import hf_moe_expand.stages.run, trl, datasets\nfrom transformers import Trainer\n"
-    code += "print(open('/proc/self/status').read())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    resident = 1024 * int(re.search(r"VmRSS:\s+(\d+) kB", done.stdout)[1])
-    assert 0.5 * PROCESS < resident < 2 * PROCESS  # torch for another device is larger
-
-
-def test_a_forecast_reads_no_weights(root, tmp_path):
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_bytes((root / "base" / "config.json").read_bytes())
-    assert forecast(tmp_path / "bare", uniform()) == forecast(root / "base", uniform())
-
-
-def test_bad_input(root, tmp_path):
-    plan = tmp_path / "plan.json"
-    uniform().save(plan)
-    expanded(root, "base", uniform())
-    assert LayerMoEForCausalLM.from_pretrained(root / "expanded")
-    with pytest.raises(InputError, match="is an expanded checkpoint already"):
-        invoke("inspect", root / "expanded", "--plan", plan)
-    with pytest.raises(InputError, match=r"plan is for 2 layers, but \S*base has 3"):
-        forecast(root / "base", Plan("moe-lpr", [2, 2], old=["en"], new=["el"]))
-    with pytest.raises(InputError, match="give a dense base and its first plan"):
-        forecast(root / "base", Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"], grows_from=[2, 2, 2]))
-    for option, value in (("--tokens", 0), ("--tokens", -5), ("--tokens", "nan"), ("--tokens", "inf"), ("--tflops", 0)):
+    shutil.copy(root / "base" / "config.json", tmp_path / "bare")
+    PLAN.save(tmp_path / "plan.json")
+    text, network = (
+        inspect(tmp_path / "bare", "--tokens", 6e9, "--tflops", 1e-3),
+        network_of(load_config(root / "expanded")),
+    )
+    assert f"parameters          {size_of(network):,} (" in text
+    for stage in (PostPretrainConfig(), ReviewConfig()):
+        assert f"{stage.name:<20}{forecast(network, stage, {'all': 6 * 10**9}, speed=1e9).words()}\n" in text
+    assert "hours" not in inspect(tmp_path / "bare")
+    for option, value in (("--tokens", 0), ("--tokens", "nan"), ("--tokens", "inf"), ("--tflops", 0)):
         with pytest.raises(InputError, match="must be above 0"):
-            invoke("inspect", root / "base", "--plan", plan, option, value)
+            inspect(root / "base", option, value)
     with pytest.raises(InputError, match="--tokens belongs to --plan"):
         invoke("inspect", root / "expanded", "--tokens", 5)
+    with pytest.raises(InputError, match="is an expanded checkpoint already"):
+        inspect(root / "expanded")
+    for counts, before, why in (([2, 2], [], "is for 2 layers"), ([3] * 3, [2] * 3, "dense base and its first plan")):
+        Plan("moe-lpr", counts, old=["en"], new=["el"], grows_from=before).save(tmp_path / "plan.json")
+        with pytest.raises(InputError, match=why):
+            inspect(root / "base")

@@ -1,6 +1,5 @@
-"""What `inspect` says of a checkpoint, and of a plan's costs: every line, of facts that are written down here."""
+"""What `inspect` says of a checkpoint: every line, of facts that are written down here."""
 
-from hf_moe_expand.forecast import Forecast, StageCost
 from hf_moe_expand.inspection import InspectedPack, Inspection
 from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.records import ExpansionRecord, StageRecord
@@ -86,35 +85,6 @@ def test_mixtures_before():
     assert mixtures_of(0, 1) == ["all layers, not expanded", "none"]
     assert mixtures_of(0, 1, counts=(2, 2)) == ["all layers", "none"]
     assert mixtures_of(1, counts=(2, 2)) == ["layers 1", "none"]
-
-
-def test_a_forecast():
-    stages = [StageCost("post-pretrain", 2000, 5 * 10**9, 3.6e9, 2 * 10**9), StageCost("review", 30, 10**9, 2e9)]
-    model = Inspection(**PLAIN | {"total": 3 * 10**9}, expansions=[FIRST])
-    costs = Forecast(model, stages)
-    lines = costs.lines()
-    assert lines[:4] == [
-        "backbone            qwen2, 3 layers",
-        "experts per layer   2 1 3 (total 6, top-2)",
-        "classifier layers   2",
-        "parameters          3,000,000,000 (3000000.00 x the base model's 1,000)",
-    ]
-    assert lines[4:11] == [
-        "checkpoint          6.0 GB in bfloat16, 12.0 GB in float32",
-        "active for a token  2,500",
-        "",
-        "stage                                   trains      memory  activations   GFLOP/token",
-        "post-pretrain                            2,000      5.0 GB       2.0 GB          3.60",
-        "review                                      30      1.0 GB            -          2.00",
-        "the process itself                                  0.6 GB",
-    ]
-    assert [line.partition(":")[0] for line in lines[11:]] == ["", "memory", "activations"]
-    timed = costs.lines(1e9, 100.0)
-    assert timed[7] == lines[7] + "     hours"
-    assert timed[8] == lines[8] + "      10.0"
-    assert timed[-1] == (
-        "hours: of one device at 100 TFLOP/s, if the stage trains on 1,000,000,000 tokens; a review needs few tokens"
-    )
-    assert Forecast(model, stages[:1]).lines(1e9, 100.0)[-1].endswith("on 1,000,000,000 tokens")
-    assert lines[-1].startswith("activations: about, with the logits, for 8,192 tokens at once in float32")
-    assert costs.lines(tflops=100.0) == costs.lines(tokens=1e9) == lines
+    for reach in ({}, {"reach": "layer"}):
+        said = mixtures_of(gate={"decay": 1.0, "bound": 2.5, **reach})[1]
+        assert said.startswith("they judge the text so far, for their own layers: decay 1 a token")

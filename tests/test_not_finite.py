@@ -17,7 +17,7 @@ from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.harness import Metric, _metrics
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.jsonfile import write_json
-from hf_moe_expand.report.page import _logs
+from hf_moe_expand.report.page import read_logs
 from hf_moe_expand.schema import read
 from hf_moe_expand.settings import EvaluationSettings
 from hf_moe_expand.stages.config import settings_of
@@ -105,10 +105,10 @@ def test_a_training_argument_is_finite():
 
 def test_logs_of_a_trainer_show_numbers(tmp_path):
     logs = [{"step": 1, "loss": 2.0, "grad_norm": math.inf, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
-    assert _logs(logs, tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
-    assert _logs(None, tmp_path) == []
+    assert read_logs(logs, tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
+    assert read_logs(None, tmp_path) == []
     with pytest.raises(InputError, match="log_history is no list"):
-        _logs({"step": 1}, tmp_path)
+        read_logs({"step": 1}, tmp_path)
 
 
 def test_an_overflow_in_a_training_leaves_readable_records(root, tmp_path, monkeypatch):

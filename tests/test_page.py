@@ -1,14 +1,13 @@
 """The page of a run: what is there is shown, what is shown is what the files say, and nothing is fetched."""
 
-import json
 import math
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import invoke, save_dense
+from markupsafe import Markup
 from safetensors import safe_open
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
@@ -16,17 +15,18 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.harness import Metric, TaskScore
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.samples import Sample
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.recipe_paths import without_paths
-from hf_moe_expand.report import page as report_page
+from hf_moe_expand.report import figures
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]
 SIMILARITY = [0.1, 0.3, 0.2]
-SECTIONS = ["languages", "tasks", "recipe", "plan", "training", "routing", "frozen", "steps", "versions"]
+SECTIONS = ["languages", "samples", "tasks", "plan", "training", "routing", "steps", "recipe", "versions"]
 RECIPE = "base: org/tiny\noutput: $OUT/run\nold: {en: $DATA/en.jsonl}\n"
 
 
@@ -35,8 +35,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.elements, self.text, self.rows, self.row = [], [], "", {}, None
-        self.table = None
+        self.open, self.elements, self.text, self.rows, self.row = [], [], "", [], None
         self.feed(text)
         self.close()
         assert self.open == []
@@ -47,11 +46,9 @@ class Page(HTMLParser):
         self.elements.append((tag, attributes))
         if tag not in VOID:
             self.open.append(tag)
-        if tag == "table":
-            self.table = attributes.get("id")
         if tag == "tr":
             self.row = []
-            self.rows.setdefault(self.table, []).append(self.row)
+            self.rows.append(self.row)
         if tag in ("td", "th"):
             self.row.append("")
 
@@ -72,25 +69,28 @@ class Page(HTMLParser):
     def sections(self):
         return [attributes["id"] for tag, attributes in self.elements if tag == "section"]
 
+    @property
+    def figures(self):
+        """What the figures are called."""
+        return [attributes["aria-label"] for tag, attributes in self.elements if tag == "svg"]
 
-@pytest.fixture(scope="module", autouse=True)
+
+@pytest.fixture
 def drawn():
-    """The charts by their function, description and data: equal ones are drawn once."""
-    charts = {}
+    """For tests that look at figures: see `named`."""
 
-    def once(name, draw):
-        def chart(*args, **options):
-            key = name, repr((args, options))
-            if key not in charts:
-                charts[key] = draw(*args, **options)
-            return charts[key]
 
-        return chart
+@pytest.fixture(autouse=True)
+def named(request, monkeypatch):
+    """Figures have their names, and are not drawn, which takes long, unless a test asks for `drawn`."""
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("allocation_chart", "change_chart", "heat_map", "line_chart"):
-            patch.setattr(report_page, name, once(name, getattr(report_page, name)))
-        yield charts
+    def svg(figure, caption, about=""):
+        return caption, Markup('<svg role="img" aria-label="{}"></svg>').format(
+            f"{about}: {caption}".removeprefix(": ")
+        )
+
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(figures, "svg", svg)
 
 
 def page_of(run):
@@ -170,7 +170,8 @@ def made(tmp_path_factory):
     names = ["base", "post-pretrained", "reviewed"]
     tasks = {name: {"arc_hu": TaskScore({"acc": Metric(0.25 + i / 8, 0.01)}, 25, 50, 100, "1", "0.4")}
              for i, name in enumerate(names)}  # fmt: skip
-    Evaluation(OLD, NEW, scores(OLD + NEW, names), tasks=tasks).to_json(run / "evaluation.json")
+    samples = [Sample("en", "It is", {name: f"raining, {name}" for name in names}), Sample("el", "Ο", {"base": "x"})]
+    Evaluation(OLD, NEW, scores(OLD + NEW, names), tasks=tasks, samples=samples).to_json(run / "evaluation.json")
     routing().to_json(run / "routing.json")
     (run / "recipe.yaml").write_text(RECIPE)
     record(run, "analyze", "plan", "expand", "post_pretrain", "review", "evaluate")
@@ -186,7 +187,8 @@ def made(tmp_path_factory):
     grow_checkpoint(run / "1" / "review", run / "2" / "expanded", second)
     stage_of(run / "2", run / "2" / "expanded", "review", "review", logs(**losses))
     names = ["base", "after expansion 1", "after expansion 2"]
-    Evaluation(["en"], ["el", "tr"], scores(["en", "el", "tr"], names)).to_json(run / "evaluation.json")
+    found = Evaluation(["en"], ["el", "tr"], scores(["en", "el", "tr"], names), expansions=[["el"], ["tr"]])
+    found.to_json(run / "evaluation.json")
     record(
         run, *(f"expansion {number}: {step}" for number in (1, 2) for step in ("plan", "expand", "review")), "evaluate"
     )
@@ -213,8 +215,8 @@ def run(made, tmp_path):
     ("kind", "missing"),
     [
         ("layer-moe", []),
-        ("lifelong", ["tasks", "recipe", "routing"]),
-        ("dmoe", ["languages", "tasks", "recipe", "routing"]),
+        ("lifelong", ["samples", "tasks", "recipe", "routing"]),
+        ("dmoe", ["languages", "samples", "tasks", "recipe", "routing"]),
     ],
 )
 def test_each_kind_of_run_has_its_sections_and_links_to_them(made, kind, missing):
@@ -227,13 +229,13 @@ def test_each_kind_of_run_has_its_sections_and_links_to_them(made, kind, missing
 @pytest.mark.parametrize(
     ("files", "gone"),
     [
-        (["evaluation.json"], {"languages", "tasks"}),
+        (["evaluation.json"], {"languages", "samples", "tasks"}),
         (["recipe.yaml"], {"recipe"}),
         (["plan.json"], {"plan"}),
         (["routing.json"], {"routing"}),
         (["steps.json"], {"steps"}),
-        (["post_pretrain", "review"], {"training", "frozen"}),
-        (["post_pretrain", "review", "expanded", "steps.json"], {"training", "frozen", "steps", "versions"}),
+        (["post_pretrain", "review"], {"training"}),
+        (["post_pretrain", "review", "expanded", "steps.json"], {"training", "steps", "versions"}),
     ],
 )
 def test_a_section_is_left_out_where_its_files_are_not_there(run, files, gone):
@@ -242,49 +244,30 @@ def test_a_section_is_left_out_where_its_files_are_not_there(run, files, gone):
     assert page_of(run).sections == [name for name in SECTIONS if name not in gone]
 
 
-def test_the_table_has_the_numbers_of_evaluation_json_old_languages_first(run):
-    found = json.loads((run / "evaluation.json").read_text())["models"]
-    expected = []
-    for title, codes, marks in (
-        ("old languages", OLD, [" ▼ worst", " ▲ best", ""]),
-        ("new languages", NEW, [" ▼ worst", " ▲ best", ""]),
-    ):
-        expected.append([title])
-        columns = {name: [found[name][code]["bits_per_byte"] for code in codes] for name in found}
-        for i, code in enumerate([*codes, "mean"]):
-            row = [code + marks[i]]
-            base = None
-            for name, values in columns.items():
-                value = values[i] if code != "mean" else sum(values) / len(values)
-                base = base or value
-                change = f"{100 * (value - base) / base:+.1f} %".replace("-", "−") if name != "base" else ""
-                row.append(f"{value:.3f}" + change.replace("+0.0", "0.0").replace("−0.0", "0.0"))
-            expected.append(row)
-    header, *rows = page_of(run).rows["bits-per-byte"]
-    assert header == ["language", "base", "post-pretrained", "reviewed"]
-    assert rows == expected
+def test_the_table_of_languages_is_that_of_evaluation_json_old_languages_first(run, made):
+    header, expected = Evaluation.from_json(run / "evaluation.json").rows()
+    assert header == ["language", "base", "post-pretrained", "reviewed", "reviewed vs base"]
+    rows = page_of(run).rows
+    assert rows[: 1 + len(expected)] == [header, *expected]
+    assert expected[0] == ["en (old)", "2.000", "2.037", "2.074", "+3.7 %"]
+    lifelong = [row[0] for row in page_of(made / "lifelong").rows]
+    assert lifelong[1:4] == ["en (old)", "el (expansion 1)", "tr (expansion 2)"]
 
 
-def test_languages_of_a_lifelong_run_are_grouped_by_expansion(made):
-    rows = page_of(made / "lifelong").rows["bits-per-byte"]
-    languages = ["old languages", "en", "new in expansion 1", "el", "new in expansion 2", "tr"]
-    assert [row[0] for row in rows[1:]] == languages
-
-
-def test_languages_of_which_none_is_old_are_not_called_new(run):
-    Evaluation([], NEW, scores(NEW, ["base", "trained normally"])).to_json(run / "evaluation.json")
-    page = page_of(run)
-    assert page.rows["bits-per-byte"][1] == ["all languages"]
-    assert "new languages, bits per byte" not in page.text
+def test_samples_of_text_are_those_that_the_run_has(run):
+    rows = page_of(run).rows
+    assert ["language", "held-out text begins", "base", "reviewed"] in rows
+    assert ["en", "It is", "raining, base", "raining, reviewed"] in rows
+    assert ["el", "Ο", "x", "-"] in rows
 
 
 def test_tasks_and_their_change(run):
-    rows = [row for row in page_of(run).rows[None] if row[0].startswith("arc_hu")]
+    rows = [row for row in page_of(run).rows if row[0].startswith("arc_hu")]
     assert rows == [["arc_hu (25-shot, 50 of 100)", "acc", "0.2500 ± 0.0100", "0.3750 ± 0.0100", "0.5000 ± 0.0100",
                      "+0.2500"]]  # fmt: skip
     found = Evaluation.from_json(run / "evaluation.json")
     Evaluation(OLD, NEW, tasks=found.tasks).to_json(run / "evaluation.json")
-    assert page_of(run).sections[:2] == ["tasks", "recipe"]
+    assert page_of(run).sections[:2] == ["tasks", "plan"]
 
 
 def test_what_training_saw_is_told_apart_from_what_was_at_hand(run, made, tmp_path):
@@ -298,38 +281,42 @@ def test_what_training_saw_is_told_apart_from_what_was_at_hand(run, made, tmp_pa
     assert "4,321 tokens seen, in 5 blocks." in text
     (code, at_hand), *_ = stage["tokens"].items()
     row = [code, f"{stage['documents'][code]:,}", f"{at_hand:,}", "77"]
-    assert any(row in rows for rows in page_of(run).rows.values())
+    assert row in page_of(run).rows
 
 
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [("models/qwen", "models/qwen"), ("$MODELS/qwen", "$MODELS/qwen"), ("/data/models/qwen", "qwen"), (None, "tiny")],
-)
-def test_the_base_is_named_as_in_the_recipe(run, written, shown):
-    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-    (run / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "base": written} if written else {}))
-    for folder in ("post_pretrain", "review", "expanded"):
-        if (run / folder / "config.json").is_file():
-            config = read_json(run / folder / "config.json", "")
-            config["expansions"][0] |= {"base_model": "tiny", "base_revision": None}
-            write_json(run / folder / "config.json", config)
-    assert f"{shown} (a local folder)" in page_of(run).text
-
-
-def test_where_no_router_can_choose_the_page_says_so(run):
-    assert NO_CHOICE not in page_of(run).text
+def test_where_no_router_can_choose_no_figure_is_flat(run):
+    """A token takes all of 2 experts: their shares, the balance loss and random routing cannot differ."""
+    flat = ("Balance loss", "Choices of each expert", "Share of tokens by top-1 expert")
+    page = page_of(run)
+    assert all(any(name in figure for figure in page.figures) for name in flat)
+    assert NO_CHOICE not in page.text
+    assert "random experts" in page.text
+    assert "No router can leave an expert out" not in page.text
     result = read_json(run / "routing.json", "")
     write_json(run / "routing.json", result | {"has_choice": False})
-    assert NO_CHOICE in page_of(run).text
-    flat = "No router can leave an expert out, since no layer has more experts than are active for a token"
-    assert flat not in page_of(run).text
-    plan = json.loads((run / "plan.json").read_text())
-    counts = [min(count, 2) for count in plan["experts_per_layer"]]
-    write_json(run / "plan.json", plan | {"experts_per_layer": counts, "classifier_layers": []})
-    assert flat in page_of(run).text
+    plan = read_json(run / "plan.json", "")
+    write_json(run / "plan.json", plan | {"experts_per_layer": [2, 2, 2], "classifier_layers": []})
+    config = read_json(run / "post_pretrain" / "config.json", "")
+    changes = {"num_experts_per_layer": [2, 2, 2], "classifier_layers": []}
+    write_json(run / "post_pretrain" / "config.json", config | changes)
+    page = page_of(run)
+    assert not [figure for figure in page.figures if any(name in figure for name in flat)]
+    assert any("Router's score of expert 0" in figure for figure in page.figures)
+    assert NO_CHOICE in page.text
+    assert ["perplexity", "router’s experts", "random experts"] not in page.rows
+    assert "No router can leave an expert out, since no layer has more experts" in page.text
     del result["has_choice"]  # as older versions wrote it
     write_json(run / "routing.json", result)
     assert NO_CHOICE not in page_of(run).text
+
+
+def test_a_number_that_did_not_change_has_no_figure(run):
+    state = {"log_history": [{"step": step, "loss": 3.0, "next_token_loss": float(step)} for step in (1, 2)]}
+    write_json(run / "review" / "trainer_state.json", state)
+    shown = [name for name in page_of(run).figures if name.startswith("Review")]
+    assert shown == ["Review: Loss: all 3.000 to 3.000; text 1.000 to 2.000"]
+    write_json(run / "review" / "trainer_state.json", {"log_history": [{"step": 1, "loss": 3.0}]})
+    assert not [name for name in page_of(run).figures if name.startswith("Review")]
 
 
 def test_a_long_recipe_is_folded(run):
@@ -347,45 +334,46 @@ def test_what_was_frozen_is_what_the_stages_may_not_touch(run):
     routers = sum(size for name, size in count.items() if "router" in name)
     classifiers = sum(size for name, size in count.items() if "classifier" in name)
     page = page_of(run)
-    (review,) = [row for row in page.rows[None] if row[0] == "Review"]
-    assert review[2] == f"{routers + classifiers:,}"
-    assert review[3] == f"routers {routers:,}, classifiers {classifiers:,}"
-    assert review[1].startswith(f"{sum(count.values()) - routers - classifiers:,}")
-    assert review[4] == "17"
+    total, trained = sum(count.values()), routers + classifiers
+    assert f"Frozen: {total - trained:,} of {total:,} parameters." in page.text
+    assert f"Trained: routers {routers:,}, classifiers {classifiers:,}." in page.text
+    assert ["review", "1.2 min", "20 steps; 17 frozen tensors are byte-identical"] in page.rows
 
 
 def test_losses_are_shown_that_the_stage_weighs(made):
     page = page_of(made / "layer-moe")
-    assert "balance loss, weight 0.01" in page.text
-    assert "language-prior loss, weight 0.1" in page.text
-    assert page.text.count("balance loss") == 1  # of the review stage it is no part
+    assert "Balance loss, weight 0.01: loss 1.200 to 1.100" in page.text
+    assert "Language prior loss, weight 0.1" in page.text
+    assert page.text.count("Balance loss") == 1  # of the review stage it is no part
     dmoe = page_of(made / "dmoe").text
-    assert "group loss, weight 1.28" in dmoe
-    assert "language-prior loss" not in dmoe
+    assert "Group loss, weight 1.28" in dmoe
+    assert "Language prior loss" not in dmoe
 
 
-def test_it_is_well_formed_fetches_nothing_and_its_figures_have_words(made):
+def test_it_is_well_formed_fetches_nothing_and_its_figures_have_words(made, drawn):
     for kind in ("layer-moe", "lifelong", "dmoe"):
-        page = page_of(made / kind)
+        text = make_page(made / kind)
+        page = Page(text)
         tags = {tag for tag, _ in page.elements}
-        assert not tags & {"script", "link", "img", "iframe", "image", "use", "object"}
+        assert not tags & {"script", "link", "img", "iframe", "image", "object"}
         for tag, attributes in page.elements:
-            assert not {"src", "srcset", "style"} & set(attributes), tag
+            assert not {"src", "srcset"} & set(attributes), tag
             assert not any(name.startswith("on") for name in attributes), tag
             assert attributes.get("href", "#").startswith("#")
+            assert attributes.get("xlink:href", "#").startswith("#")
         figures = [attributes for tag, attributes in page.elements if tag == "svg"]
         assert figures
         assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in figures)
         ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
         assert len(ids) == len(set(ids))
         assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
-        text = make_page(made / kind)
-        assert "url(" not in text
+        assert "url(" not in text.replace("url(#", "")
+        assert "<date>" not in text
         assert "@import" not in text
         assert "prefers-color-scheme: dark" in text
 
 
-def test_hostile_names_and_recipes_stay_text(run):
+def test_hostile_names_and_recipes_stay_text(run, drawn):
     hostile = '<script>alert("1")</script>'
     found = Evaluation(["en", hostile], NEW, scores(["en", hostile, *NEW], ["base", "<b onload=x>"]))
     found.to_json(run / "evaluation.json")
@@ -416,7 +404,6 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path, drawn
     first = make_page(run)
     assert "<h3>review</h3>" in first  # where the second routing analysis lies
     other = shutil.copytree(run, tmp_path / "elsewhere" / run.name)
-    drawn.clear()
     assert make_page(other) == first
     assert str(tmp_path) not in first
 
@@ -437,9 +424,9 @@ def test_of_paths_the_last_part_is_shown(run):
         "new: {el: $DATA/el.jsonl, hu: hu.jsonl, tr: 'tr.jsonl'}\n"
         "test: {en: hub:org/name:en:test, el: texts/el.jsonl}\n"
     )
-    page = page_of(run)
-    assert shown in page.text
-    assert "deepspeed: zero.json" in page.text
+    text = make_page(run)
+    assert shown in Page(text).text
+    assert "/home/" not in text
 
 
 def test_an_access_token_in_the_recipe_is_refused(run):
@@ -455,8 +442,8 @@ def test_the_plan_names_the_layers_with_classifiers(tmp_path):
     Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW).save(run / "plan.json")
     text = make_page(run)
     section = text.split('<section id="plan">')[1].split("</section>")[0]
-    assert section.count("lassifier") == 3
-    assert "Classifiers in layers 0, 1." in section
+    assert section.count("lassifier") == 1
+    assert section.count("yes") == 2
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
@@ -478,6 +465,3 @@ def test_the_command_writes_it_and_overwrites_only_when_told(run, tmp_path):
     assert (run / "report.html").read_text("utf-8") == text
     invoke("report", run, "--out", tmp_path / "new" / "page.html")
     assert (tmp_path / "new" / "page.html").read_text("utf-8") == text
-
-
-# --- charts --------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ def test_the_page_of_single_commands(made, monkeypatch):
     said = invoke("report", ".", "big-1", "big-2")
     assert said == "wrote report.html\n"
     page = type(page_of(made))((made / "report.html").read_text("utf-8"))
-    assert page.sections == ["languages", "plan", "training", "frozen", "versions"]
-    assert re.search(r"Post-pretraining: big-1.*Review: big-2", page.text, re.DOTALL)
+    assert page.sections == ["languages", "plan", "training", "versions"]
+    assert re.search(r"post-pretrain: big-1.*review: big-2", page.text, re.DOTALL)
     assert "3.000 to 2.000" in (made / "report.html").read_text("utf-8")
     assert "2.500 to 2.250" in (made / "report.html").read_text("utf-8")
     assert str(made) not in (made / "report.html").read_text("utf-8")
@@ -42,7 +42,7 @@ def test_checkpoints_alone(made, monkeypatch):
     monkeypatch.chdir(made)
     invoke("report", "big-2", "--out", "two.html")
     text = (made / "two.html").read_text("utf-8")
-    assert "Review: big-2" in text
+    assert "review: big-2" in text
     assert "big-1" not in text
     assert make_page(made / "big") != text  # before any stage
 

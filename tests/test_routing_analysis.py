@@ -22,7 +22,7 @@ from hf_moe_expand.analysis.routing import (
 )
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.report.figures import plot_expert_0_scores, plot_expert_shares
+from hf_moe_expand.report.figures import expert_0_scores, expert_shares, save
 from hf_moe_expand.results import RoutingResult
 from hf_moe_expand.schema import changed
 
@@ -361,8 +361,8 @@ def test_json_round_trip_and_pictures(tmp_path):
     with pytest.raises(InputError, match="not a routing analysis: `classes` is missing"):
         RoutingResult.from_json(tmp_path / "other.json")
     for suffix in ("png", "svg"):
-        for plot in (plot_expert_shares, plot_expert_0_scores):
-            plot(tmp_path / "figures" / f"picture.{suffix}", result)
+        for draw in (expert_shares, expert_0_scores):
+            save(draw(result), tmp_path / "figures" / f"picture.{suffix}")
             assert (tmp_path / "figures" / f"picture.{suffix}").stat().st_size > 2000
             (tmp_path / "figures" / f"picture.{suffix}").unlink()
 

@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..checkpoint.local import EXPANDED
-from ..costs import LARGE, PIECE
 from .freezing import TrainerBase, evaluating
 
 _IGNORED = -100
+# A training that would compute more logits at once than the first, 256 MB in float32, computes as many at a time as the
+# second says.
+LARGE, PIECE = 1 << 26, 1 << 24
 _PROBED = 8  # tokens
 
 

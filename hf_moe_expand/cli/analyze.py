@@ -97,9 +97,9 @@ def analyze_separability(
 
         print("\n".join(gates_of_base(model, tokenizer, texts, list(new_sources)).lines()))
     if figure is not None:
-        from ..report.figures import plot_separability
+        from ..report import figures
 
-        plot_separability(figure, result)
+        figures.save(figures.separability(result), figure)
     print(f"wrote {out}")
 
 
@@ -184,9 +184,9 @@ def analyze_deviation(
         for nearest in sorted(others, key=lambda column: -result.similarity[row][column])[:1]:
             print(f"{language:8}  {result.languages[nearest]} {result.similarity[row][nearest]:.3f}")
     if figure is not None:
-        from ..report.figures import plot_deviation
+        from ..report import figures
 
-        plot_deviation(figure, result.languages, result.similarity, result.deviation)
+        figures.save(figures.deviation(result), figure)
     print(f"wrote {out}")
 
 
@@ -239,8 +239,8 @@ def analyze_routing(
     if not result.has_choice:
         print(NO_CHOICE)
     if pictures:
-        from ..report.figures import plot_expert_0_scores, plot_expert_shares
+        from ..report.figures import expert_0_scores, expert_shares, save
 
-        plot_expert_shares(pictures["expert_shares"], result)
-        plot_expert_0_scores(pictures["expert_0"], result)
+        save(expert_shares(result), pictures["expert_shares"])
+        save(expert_0_scores(result), pictures["expert_0"])
     print(f"wrote {out}")

@@ -160,14 +160,13 @@ def backbones(
 ) -> None:
     """Tell whether a model can be expanded, or list the architectures that can.
 
-    Loads no weights: an architecture is tried on a tiny twin of the model.
+    Loads no weights: an architecture that the lists do not have is tried on a tiny twin of the model.
 
     Example: hf-moe-expand backbones Qwen/Qwen3-0.6B
     """
     from ..backbones import answer, backbones_page
 
     if model is None:
-        print("trying each architecture on a tiny twin: about a minute ...", file=sys.stderr, flush=True)
         print_or_write(backbones_page(), out, overwrite)
         return
     if out is not None:

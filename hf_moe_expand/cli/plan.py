@@ -138,10 +138,10 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
     if figure is not None and deviation is not None:
-        from ..report.figures import plot_deviation
+        from ..report import figures
 
         layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-        plot_deviation(figure, deviation.languages, deviation.similarity, deviation.deviation, plan.groups, layers)
+        figures.save(figures.deviation(deviation, plan.groups, layers), figure)
     print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
     if not plan.groups:
         print(f"classifier layers  {plan.classifiers_in_words}")

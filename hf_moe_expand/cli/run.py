@@ -80,8 +80,8 @@ def report(
     ] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Write the HTML page of a run, or of single commands' outputs: languages before and after, plan, losses, routing,
-    frozen tensors. Loads no weights.
+    """Write the HTML page of a run, or of single commands' outputs: languages and text before and after, plan, losses,
+    routing. Loads no weights.
 
     For routing heat maps, run `analyze routing MODEL --out FOLDER/routing.json` first.
 

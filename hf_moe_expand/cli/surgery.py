@@ -400,11 +400,10 @@ def inspect(
 
         check_checkpoints(model, revision=revision)
         made = Plan.load(plan)
-        from ..forecast import forecast
+        from ..inspection import inspect_plan
 
         kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width"})
-        costs = forecast(model, made, revision, **kind)
-        print("\n".join(costs.lines(tokens, tflops)))
+        print("\n".join(inspect_plan(model, made, revision, tokens, tflops, **kind)))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..inspection import inspect_checkpoint

@@ -16,7 +16,7 @@ from ..memory import has_bfloat16
 from ..pipeline import run_recipe
 from ..planning.plan import Plan
 from ..recipe import Recipe
-from ..report.figures import plot_allocation
+from ..report import figures
 from ..yamlfile import parse_yaml
 from .base import BaseSettings, make_base
 
@@ -74,9 +74,10 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
     final = run_in(out, text)
     plan = Plan.load(out / "run" / "plan.json")
     picture = out / "plan.png"
-    plot_allocation(
-        picture, plan.experts_per_layer, plan.settings["similarity"], plan.classifier_layers, "Similarity and experts"
+    drawn = figures.allocation(
+        plan.experts_per_layer, plan.settings["similarity"], "similarity of languages", plan.classifier_layers
     )
+    figures.save(drawn, picture)
     print(f"picture: {picture}")
     model: Any = AutoModelForCausalLM.from_pretrained(final, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(final)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..asking import Asked
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
@@ -16,6 +17,7 @@ from ..settings import EvaluationSettings
 from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
+from .samples import Sample, begin_samples, continue_samples
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Evaluation:
         expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
         chats: the first and the last model's answers to the same questions, for each language of questions.
+        samples: how the models continue held-out text, in an old and in a new language.
     """
 
     old: list[str]
@@ -35,6 +38,7 @@ class Evaluation:
     expansions: list[list[str]] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskScore]] = field(default_factory=dict)
     chats: list[ChatCheck] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
         """Mean of a measure over languages; None without languages."""
@@ -98,6 +102,13 @@ class Evaluation:
             rows.append([f"{task} ({one.shots}-shot{part})", metric, *map(_with_error, values), change])
         return compared(["task", "metric"], names, rows)
 
+    def sample_rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table of the samples: header, and one row for each language, with the first and the last model."""
+        names = list(dict.fromkeys(name for sample in self.samples for name in sample.continued))
+        ends = list(dict.fromkeys([*names[:1], *names[-1:]]))
+        rows = [[s.language, s.prompt, *(s.continued.get(name, "-") for name in ends)] for s in self.samples]
+        return ["language", "held-out text begins", *ends], rows
+
     def markdown(self, measure: str = "bits_per_byte") -> str:
         """The table of a measure in Markdown."""
         return markdown_table(*self.rows(measure))
@@ -129,7 +140,7 @@ def score_models(
     settings: EvaluationSettings,
     tasks: Any = None,
 ) -> Evaluation:
-    """Scores models on held-out text, one in memory at a time.
+    """Scores models on held-out text, and lets decoders continue its first words; one model is in memory at a time.
 
     Args:
         models: folder or hub id and revision of each model, by its name in the results.
@@ -150,6 +161,9 @@ def score_models(
             texts[kind] = texts_for(model.config, sources)
         with errors_at(name):
             result.models[name] = evaluate_model(model, tokenizer, texts[kind], **sizes)
+        if not kind:
+            result.samples = result.samples or begin_samples(texts[kind], (old, result.new))
+            continue_samples(result.samples, Asked(model, tokenizer, name))
         if tasks is not None:
             result.tasks[name] = tasks.evaluate(model, tokenizer, settings.batch_size)
         del model  # before the next one is loaded

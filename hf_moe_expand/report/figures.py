@@ -1,141 +1,173 @@
-"""Writes pictures of results to files; the path's suffix gives the format."""
+"""Figures of results, for the page of a run and for picture files. Matplotlib is imported where something is drawn."""
 
+import math
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup, escape
+
 from ..layer_names import axis_label
-from .drawing import Line, cell_size, draw_allocation, draw_cells, draw_deviation, draw_lines, drawing, with_means
+from ..results import DeviationResult, RoutingResult, SeparabilityResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
-    from ..results import RoutingResult, SeparabilityResult
+_LIGHT, _DARK = "#cfd8dc", "#607d8b"
+_STYLE = {
+    "axes.axisbelow": True, "axes.formatter.useoffset": False, "axes.grid": True, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.titlelocation": "left", "axes.titlesize": 9, "figure.constrained_layout.use": True,
+    "font.size": 9, "grid.color": _LIGHT, "legend.frameon": False, "svg.fonttype": "none", "text.parse_math": False,
+}  # fmt: skip
 
 
-def plot_allocation(
-    path: str | Path,
-    experts_per_layer: Sequence[int],
-    similarity: Sequence[float],
-    classifier_layers: Sequence[int] = (),
-    title: str = "",
-) -> None:
-    """Draws similarity and experts per layer in one picture, as in LayerMoE's figures."""
-    label = "experts (filled: with a classifier)" if classifier_layers else "experts"
-    with _picture(path, 20 * len(experts_per_layer), label) as axes:
-        draw_allocation(axes, experts_per_layer, similarity, "similarity of languages", classifier_layers)
-        axes.figure.suptitle(title)
+@dataclass(frozen=True)
+class Line:
+    """A line of a figure; that of an old language is dashed."""
 
-
-def plot_separability(path: str | Path, result: "SeparabilityResult") -> None:
-    """Draws how well each layer tells old text from new, by one token (dashed) and by 32 together (solid)."""
-    with _picture(path, 20 * len(result.token) + 86, "old text told from new: balanced accuracy") as axes:
-        draw_lines(axes, separability_lines(result), "layer", separability_range(result))
-
-
-def separability_lines(result: "SeparabilityResult", least: float | None = None) -> list[Line]:
-    """Balanced accuracy by layer on one token and on the longest stretch; a thin line at `least`."""
-    layers = range(len(result.token))
-    lines = [Line("1 token", layers, result.token, "old"), Line(f"{result.length} tokens", layers, result.separability)]
-    return lines if least is None else [*lines, Line("least", layers, [least] * len(layers), "old", thin=True)]
-
-
-def separability_range(result: "SeparabilityResult") -> tuple[float, float]:
-    """The range of the figure's accuracies: from chance, or the lowest one, to 1, and a margin."""
-    return min(0.5, *result.token, *result.separability) - 0.02, 1.02
-
-
-def plot_deviation(
-    path: str | Path,
-    languages: Sequence[str],
-    similarity: Sequence[Sequence[float]],
-    deviation: Sequence[float],
-    groups: Sequence[Sequence[str]] = (),
-    layers: Sequence[int] = (),
-) -> None:
-    """Draws the similarity of languages and the deviation of layers side by side, as in DMoE's figures.
-
-    Args:
-        groups: language groups, which order the languages and are framed.
-        layers: the chosen layers, which are filled.
-    """
-    side = max(260, cell_size(languages, languages)[0] * len(languages) + 65)
-    width = max(288, 14 * len(deviation))
-    with drawing(side + 60 + width, side) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=[side + 60, width])
-        names, values = grouped(languages, similarity, groups)
-        cells = draw_cells(
-            left, names, names, values, "similarity of languages", blocks=[len(group) for group in groups]
-        )
-        figure.colorbar(cells, ax=left, label="cosine of FFN changes", shrink=0.8)
-        draw_deviation(right, deviation, layers)
-        right.set_box_aspect(min(1.0, side / width))  # no taller than wide beside a hundred languages
-        _save(figure, path)
-
-
-def grouped(
-    languages: Sequence[str], similarity: Sequence[Sequence[float]], groups: Sequence[Sequence[str]]
-) -> tuple[list[str], list[list[float | None]]]:
-    """Languages and their similarities, group by group; the diagonal, 1 by definition, is empty."""
-    names = [language for group in groups for language in group] or list(languages)
-    order = [list(languages).index(name) for name in names]
-    return names, [[None if i == j else similarity[i][j] for j in order] for i in order]
-
-
-def plot_expert_shares(path: str | Path, result: "RoutingResult") -> None:
-    """Draws the share of each language's tokens by top-1 expert, one heat map for each layer, as in DMoE's figures."""
-    old, new = result.of_kind(old=True), result.of_kind(old=False)
-    layers, names = result.names, old + new
-    most = max(map(len, result.top1_share[names[0]]))
-    columns = min(6, len(layers))
-    rows = -(-len(layers) // columns)
-    wide, high = cell_size(names, range(most))
-    size = (max(columns * max(80, wide * most + 25), 240) + 100, max(rows * (high * len(names) + 54) + 22, 180))
-    with drawing(*size) as figure:
-        grid = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes in grid[len(layers) :]:
-            axes.set_axis_off()
-        for index, (layer, axes) in enumerate(zip(layers, grid, strict=False)):
-            values = [result.top1_share[code][index] for code in names]
-            experts = [str(expert) for expert in range(len(values[0]))]
-            rule = len(old) if old and new else 0
-            cells = draw_cells(axes, names, experts, values, f"layer {layer}", percent=True, most=1.0, rule_after=rule)
-            axes.set_xlim(0, most)  # boxes of equal size, so that the layout leaves room for the languages' names
-            if index % columns:
-                axes.set_yticks([])
-        label = "share of tokens (top-1; cells: in %)"
-        figure.colorbar(cells, ax=grid, label=label, shrink=min(0.8, 290 / size[1]), aspect=30)
-        figure.supxlabel("expert (above the line: old languages)" if old and new else "expert", fontsize=10.5)
-        _save(figure, path)
-
-
-def plot_expert_0_scores(path: str | Path, result: "RoutingResult") -> None:
-    """Draws the router's score of expert 0 by layer, one line for each language; many languages get thick means."""
-    with _picture(path, 20 * len(result.layers) + 86, "router's score of expert 0 (dashed: old languages)") as axes:
-        draw_lines(axes, with_means(expert_0_lines(result)), axis_label(result.encoder_layers), (0, 1))
-
-
-def expert_0_lines(result: "RoutingResult") -> list[Line]:
-    """The router's score of expert 0 by layer, old languages first."""
-    return [
-        Line(code, result.layers, result.expert_0_score[code], "old" if old else "new")
-        for old in (True, False)
-        for code in result.of_kind(old)
-    ]
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    old: bool = False
 
 
 @contextmanager
-def _picture(path: str | Path, width: float, title: str) -> Iterator["Axes"]:
-    """The axes of a picture with one chart, which is written at the end."""
-    with drawing(max(360, width), 245) as figure:
-        axes = figure.subplots()
-        yield axes
-        axes.set_title(title, loc="left")
-        _save(figure, path)
+def _style() -> Iterator[None]:
+    """The style of all figures, in which they are drawn and saved."""
+    from matplotlib import style
+
+    with style.context(["default", _STYLE]):
+        yield
 
 
-def _save(figure: "Figure", path: str | Path) -> None:
+@_style()
+def save(figure: "Figure", path: str | Path) -> None:
+    """Writes a picture; the path's suffix gives the format."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.08)
+    figure.savefig(path, dpi=150)
+
+
+@_style()
+def svg(figure: "Figure", caption: str, about: str = "") -> tuple[str, Markup]:
+    """The figure's caption, and the figure as an element of a page. A screen reader speaks the caption and what the
+    figure is about; they make the element's ids its own."""
+    import matplotlib
+
+    stream, description = StringIO(), f"{about}: {caption}" if about else caption
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": description}):
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has these glyphs
+        no_data = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(stream, format="svg", transparent=True, metadata=no_data)
+    drawn = re.sub(r'<g id="[^"]*"', "<g", stream.getvalue().partition("<svg ")[2])  # ids such as axes_1 would repeat
+    return caption, Markup(f'<svg role="img" aria-label="{escape(description)}" {drawn}')
+
+
+@_style()
+def curves(lines: Sequence[Line], x_label: str) -> "Figure":
+    """Lines over steps or layers."""
+    figure = _new(4.8, max(2.4, 0.18 * min(len(lines), 20)))
+    axes = figure.subplots()
+    for line in lines:
+        step = len(line.x) // 500 + 1  # all points of a long log would make a large page
+        dashes, dots = "--" if line.old else "-", "." if len(line.x) <= 20 else ""
+        axes.plot(line.x[::step], line.y[::step], linestyle=dashes, marker=dots, label=line.label)
+    axes.set_xlabel(x_label)
+    axes.locator_params(axis="x", nbins=6, integer=True, min_n_ticks=1)
+    if 1 < len(lines) <= 20:  # more names would leave the lines no room
+        figure.legend(loc="outside right upper")
+    return figure
+
+
+@_style()
+def allocation(
+    experts: Sequence[int], measure: Sequence[float], label: str, judged: Sequence[int] = (), x_label: str = "layer"
+) -> "Figure":
+    """Bars of experts by layer, dark in the layers `judged`, and the measure that led to them, as in LayerMoE."""
+    figure = _new(max(4.8, 0.22 * len(experts)), 2.8)
+    axes = figure.subplots()
+    colours = [_DARK if layer in judged else _LIGHT for layer in range(len(experts))]
+    axes.bar(range(len(experts)), experts, color=colours)
+    axes.set(xlabel=x_label, ylabel="experts")
+    axes.locator_params(integer=True)
+    over = axes.twinx()
+    over.plot(measure, "o-", color="C1")
+    over.set_ylabel(label, color="C1")
+    over.grid(visible=False)
+    return figure
+
+
+def separability(result: SeparabilityResult) -> "Figure":
+    """How well each layer tells old text from new, by one token and by many together."""
+    layers = range(len(result.token))
+    lines = [Line("1 token", layers, result.token, True), Line(f"{result.length} tokens", layers, result.separability)]
+    return curves(lines, "layer")
+
+
+@_style()
+def deviation(result: DeviationResult, groups: Sequence[Sequence[str]] = (), layers: Sequence[int] = ()) -> "Figure":
+    """Similarity of languages, group by group, and deviation of layers, `layers` filled, as in DMoE's figures."""
+    names = [language for group in groups for language in group] or result.languages
+    order = [result.languages.index(name) for name in names]
+    values = [[math.nan if i == j else result.similarity[i][j] for j in order] for i in order]  # 1 by definition
+    side = max(2.8, 0.35 * len(names) + 1)
+    figure = _new(side + 5, side)
+    left, right = figure.subplots(1, 2, width_ratios=[side, 4])
+    cells = _cells(left, names, names, values, "similarity of languages")
+    cells.autoscale()
+    figure.colorbar(cells, ax=left, label="cosine of FFN changes").solids.set_rasterized(False)
+    right.plot(result.deviation, "o-", color="C0", markerfacecolor="white")
+    right.plot(layers, [result.deviation[layer] for layer in layers], "o", color="C0")
+    right.set(xlabel="layer (filled: becomes a mixture)" if layers else "layer", ylabel="L2 norm of the FFN's change")
+    right.locator_params(axis="x", integer=True)
+    return figure
+
+
+@_style()
+def expert_shares(result: RoutingResult) -> "Figure":
+    """The share of each language's tokens by top-1 expert, a heat map for each layer, as in DMoE's figures."""
+    old, new = result.of_kind(old=True), result.of_kind(old=False)
+    most = max(map(len, result.top1_share[(old + new)[0]]))
+    columns = min(6, len(result.layers))
+    rows = -(-len(result.layers) // columns)
+    figure = _new(columns * max(1, 0.35 * most) + 1.6, rows * (0.22 * len(old + new) + 0.6) + 0.5)
+    grid = [figure.add_subplot(rows, columns, index + 1) for index in range(len(result.layers))]
+    for index, (layer, axes) in enumerate(zip(result.names, grid, strict=True)):
+        values = [result.top1_share[code][index] for code in old + new]
+        cells = _cells(axes, old + new, [str(i) for i in range(len(values[0]))], values, f"layer {layer}")
+        axes.axhline(len(old), color="black")
+    figure.colorbar(cells, ax=grid, label="share of tokens").solids.set_rasterized(False)  # a picture cannot be shown
+    figure.supxlabel("expert, 0 the original (above the line: old languages)", fontsize=9)
+    return figure
+
+
+def expert_0_scores(result: RoutingResult) -> "Figure":
+    """The router's score of expert 0 by layer, a line for each language."""
+    lines = [Line(code, result.layers, result.expert_0_score[code], not kind) for code, kind in result.classes.items()]
+    return curves(lines, axis_label(result.encoder_layers))
+
+
+def _new(width: float, height: float) -> "Figure":
+    """An empty figure of this size in inches, which needs no display and no global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height))
+
+
+def _cells(
+    axes: "Axes", rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str
+) -> "QuadMesh":
+    """A heat map of values up to 1."""
+    cells = axes.pcolormesh(values, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
+    axes.grid(visible=False)
+    axes.set_xticks([i + 0.5 for i in range(len(columns))], list(columns))
+    axes.tick_params(axis="x", rotation=90 if max(map(len, columns)) > 3 else 0)
+    axes.set_yticks([i + 0.5 for i in range(len(rows))], list(rows))
+    axes.set(ylim=(len(rows), 0), title=title)
+    return cells

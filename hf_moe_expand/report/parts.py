@@ -7,68 +7,39 @@ from pathlib import Path
 from ..checkpoint.local import EXPANDED
 from ..errors import InputError
 from ..jsonfile import read_json
-from ..planning.plan import Plan
 from ..records import History, StageRecord
 from ..run_record import run_folder
-from ..stages import all_stages, stages_for
+from ..stages import recipe_stages
 
 
 @dataclass(frozen=True)
 class Part:
-    """One expansion of a run: its number (0 if it is the only one) and its folder."""
+    """An expansion: its heading, empty if a run has no other; its folder; headings and checkpoints of its stages, in
+    their order; the history of its last checkpoint."""
 
-    number: int
+    title: str
     folder: Path
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of its steps' names in steps.json."""
-        return f"expansion {self.number}: " if self.number else ""
-
-    @property
-    def title(self) -> str:
-        return f"Expansion {self.number}" if self.number else ""
-
-    def stages(self) -> list[str]:
-        """Names of its stages' folders, in the order in which they were written."""
-        plan = self.plan()
-        order = [stage.key for stage in stages_for("dmoe" if plan is not None and plan.groups else "layer_moe")]
-        return [name for name in order if (self.folder / name / "config.json").is_file()]
-
-    def plan(self) -> Plan | None:
-        path = self.folder / "plan.json"
-        return Plan.load(path) if path.is_file() else None
-
-    def history(self) -> History:
-        """The history of the last checkpoint."""
-        for name in [*reversed(self.stages()), "joined", "expanded"]:
-            if (self.folder / name / "config.json").is_file():
-                return history_of(self.folder / name)
-        return History()
-
-    def title_of(self, stage: str) -> str:
-        """The heading of a stage, by the name of its folder."""
-        name = all_stages()[stage].title
-        return f"{self.title}: {name[0].lower()}{name[1:]}" if self.number else name
+    stages: list[tuple[str, Path]]
+    history: History
 
 
-@dataclass(frozen=True)
-class Loose(Part):
-    """Checkpoints that single commands made, in the order of their stages, and a folder with JSON files."""
+def parts_of(root: Path, checkpoints: Sequence[Path]) -> list[Part]:
+    """The expansions of a run, or checkpoints as one part."""
+    if checkpoints:
+        stages = [(f"{r.stage if (r := last_stage(path)) else 'expanded'}: {path.name}", path) for path in checkpoints]
+        return [Part("", root, stages, history_of(checkpoints[-1]))]
+    numbered = sorted((p for p in root.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
+    return [_expansion(f"Expansion {folder.name}", folder) for folder in numbered] or [_expansion("", root)]
 
-    checkpoints: tuple[Path, ...] = ()
 
-    def stages(self) -> list[str]:
-        return [str(path.absolute()) for path in self.checkpoints]  # beside `folder`, such a path stands for itself
-
-    def history(self) -> History:
-        return history_of(self.checkpoints[-1])
-
-    def title_of(self, stage: str) -> str:
-        record = last_stage(Path(stage))
-        name = "expanded" if record is None else record.stage
-        titles = {known.name: known.title for known in all_stages().values()}
-        return f"{titles.get(name, name)}: {Path(stage).name}"
+def _expansion(title: str, folder: Path) -> Part:
+    found = [stage for stage in recipe_stages().values() if _is_checkpoint(folder / stage.key)]
+    stages = [(f"{title}: {stage.title}".removeprefix(": "), folder / stage.key) for stage in found]
+    made = [
+        *filter(_is_checkpoint, (folder / "expanded", folder / "joined")),
+        *(checkpoint for _, checkpoint in stages),
+    ]
+    return Part(title, folder, stages, history_of(made[-1]) if made else History())
 
 
 def history_of(folder: Path) -> History:
@@ -77,17 +48,19 @@ def history_of(folder: Path) -> History:
 
 
 def last_stage(folder: Path) -> StageRecord | None:
-    """The record of the last stage in a checkpoint's history."""
-    expansions = history_of(folder).expansions
-    return expansions[-1].stages[-1] if expansions and expansions[-1].stages else None
+    """The last record in a checkpoint's history, if anything came after its last expansion."""
+    history = history_of(folder)
+    return history.last.stages[-1] if len(history) and history.last.stages else None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:
-    """The folder with a run's JSON files, then the checkpoints among `folders`, if there are any. Checkpoints alone
-    have none: the first stands for it.
-    """
+    """The folder with a run's JSON files, for which the first of checkpoints alone stands; then all checkpoints."""
     resolved = [run_folder(folder) for folder in folders]
-    checkpoints = [folder for folder in resolved if (folder / "config.json").is_file()]
+    checkpoints = [folder for folder in resolved if _is_checkpoint(folder)]
     for folder in checkpoints:
         kind = read_json(folder / "config.json", "a checkpoint's configuration").get("model_type")
         if kind not in EXPANDED:

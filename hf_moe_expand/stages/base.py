@@ -73,13 +73,11 @@ class TrainingStage(StageConfig, Stage):
         trains: the parts of the model that it trains.
         trainer_class: its Trainer, set where the Trainer is defined.
         companions: patterns of files that are copied to the trained model.
-        one_expert_runs: whether every token goes to only one expert during training.
     """
 
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
     companions: ClassVar[Sequence[str]] = COMPANIONS
-    one_expert_runs: ClassVar[bool] = False
 
     @classmethod
     def settings_class(cls) -> type[StageSettings]:

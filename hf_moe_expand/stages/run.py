@@ -15,10 +15,11 @@ from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..data.sources import LanguageText
-from ..disk import check_room, folder_bytes, full_disk_as, saved_at_once, training_checkpoint
+from ..disk import check_room, folder_bytes, full_disk_as
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import DivergedError, InputError
 from ..evaluation.validation import VALIDATION
+from ..forecast import training_disk
 from ..modeling import auto_class
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
@@ -87,10 +88,9 @@ def train_stage(
         work.lock.refuse_if_held()
     resume = work.resume()
     written = sum(tensor.nbytes for tensor in stored.reader.tensors.values())
-    saves, each = saved_at_once(config), training_checkpoint(*config.saved_parameters(stored.network), config)
-    needed = written + max(saves * each - folder_bytes(work.path), 0)
+    needed = written + max(training_disk(config, stored.network) - folder_bytes(work.path), 0)
     if config.process_index == 0:
-        check_room(out, needed, f"the trained checkpoint and {saves} training checkpoints of {each:,} bytes at once")
+        check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
         texts = {code: source.load(before.is_encoder_decoder) for code, source in data.items()}

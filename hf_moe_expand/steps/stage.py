@@ -1,6 +1,6 @@
 """The steps that work on an expanded checkpoint: a training stage, a graft, or an average of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from accelerate import PartialState
 from ..checkpoint.graft import check_fine_tune, graft_delta
 from ..checkpoint.merge import average_experts
 from ..checkpoint.source import load_config
-from ..costs import activation_bytes, size_of, tokens_at_hand, training_flops, training_speed, weights_bytes
 from ..data.packing import NEW_PER_OLD, review_documents
 from ..data.sources import LanguageText
-from ..disk import StepOutput, saved_at_once, training_checkpoint
+from ..disk import StepOutput
 from ..errors import InputError, errors_at
 from ..evaluation.validation import validation_sources
-from ..memory import device_memory, gigabytes
+from ..forecast import forecast, tokens_at_hand, training_disk
+from ..memory import device_memory
 from ..models import longest_block
 from ..recipe_paths import unset_variable
 from ..records import History
@@ -26,7 +26,6 @@ from ..stages.base import Stage, TrainingStage
 from ..stages.checks import StageFacts
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
-from ..trainers.freezing import freeze
 from ..trainers.router_losses import CHECKPOINTING
 from .base import Checks, RunStep, StepResult, check_pairs, contents
 
@@ -105,56 +104,22 @@ class TrainStep(StageStep):
         return self.settings.model_copy(update={"training": training})
 
     def _estimate(self, checks: Checks) -> None:
-        """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
+        """Says the forecast of the stage on this machine."""
         training, config = self.settings.training, self._costs(checks)
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
         dtype = next((mixed[name] for name in mixed if training.get(name)), torch.float32)
-        at_once = config.per_device_train_batch_size * config.block_size
-        trained = freeze(checks.network, config.trained()[1]).trainable
-        fixed = weights_bytes(size_of(checks.network), trained)
-        moving = activation_bytes(checks.network, at_once, dtype != torch.float32, bool(training.get(CHECKPOINTING)))
-        here = device_memory()
-        if not training.get("distributed_config") and not training.get("deepspeed"):
-            room = f" of {gigabytes(here)} here" if here else ""
-            line = (
-                f"{self.name}: memory about {gigabytes(fixed + moving)}{room}: {gigabytes(fixed)} of weights, "
-                f"gradients and AdamW, {gigabytes(moving)} of activations and logits of {at_once:,} tokens at once"
-            )
-            if here and fixed + moving > here:
-                line += (
-                    "; lower per_device_train_batch_size (gradient_accumulation_steps makes up for it), or set "
-                    f"{CHECKPOINTING}"
-                )
-            checks.lines.append(line)
-        self._estimate_time(checks, config, dtype)
-
-    def _estimate_time(self, checks: Checks, config: Any, dtype: torch.dtype) -> None:
-        of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.block_size
         tokens: dict[str, int | None] = {}
-        if not checks.offline:
-            for code, source in self._texts().items():
-                if isinstance(source, SelfWrittenText):
-                    tokens[code] = source.tokens_to_come
-                else:
-                    tokens[code] = tokens_at_hand(source, checks.tokenizer)
-        if self.settings.training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
+        for code, source in ({} if checks.offline else self._texts()).items():
+            if isinstance(source, SelfWrittenText):
+                tokens[code] = source.tokens_to_come
+            else:
+                tokens[code] = tokens_at_hand(source, checks.tokenizer)
+        if training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
             checks.lines.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
-        known = [count for count in tokens.values() if count is not None]
-        wanted = config.max_steps * of_step if config.max_steps > 0 else None
-        limited = getattr(self.settings, "old_documents", None) is not None  # takes some documents of each language
-        if wanted is None and known and len(known) == len(tokens) and not limited:
-            wanted = int(sum(known) * config.num_train_epochs)
-        words = []
-        if wanted:
-            words.append(f"about {max(wanted // of_step, 1):,} steps of {of_step:,} tokens on one device")
-            flops = training_flops(checks.network, self.stage.one_expert_runs)
-            hours = wanted * flops / training_speed(dtype) / 3600
-            words.append(f"very roughly {hours:,.1f} hours here" if hours >= 0.1 else "minutes here")
-        if known:
-            by_language = ", ".join(f"{code} {count:,}" for code, count in tokens.items() if count is not None)
-            words.append(f"tokens at hand, about: {by_language}")
-        if words:
-            checks.lines.append(f"{self.name}: {'; '.join(words)}")
+        found = forecast(checks.network, config, tokens, dtype, bool(training.get(CHECKPOINTING)))
+        if training.get("distributed_config") or training.get("deepspeed"):
+            found = replace(found, memory=None)  # which is shared out
+        checks.lines.append(f"{self.name}: {found.words(device_memory())}")
 
     def _check_held_out_pairs(self, checks: Checks) -> None:
         """Refuses held-out text of an encoder-decoder that is no sentence pairs of its languages."""
@@ -172,9 +137,7 @@ class TrainStep(StageStep):
         return self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
 
     def _working(self, checks: Checks) -> int:
-        config = self._costs(checks)
-        total, trained = config.saved_parameters(checks.network)
-        return saved_at_once(config) * training_checkpoint(total, trained, config)
+        return training_disk(self._costs(checks), checks.network)
 
     def _check_documents(self, checks: Checks) -> None:
         """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many

@@ -32,7 +32,6 @@ class GroupConfig(MixedConfig):
     place = 20
     families = ("dmoe",)
     trains = EVERYTHING
-    one_expert_runs = True
 
     block_size: BlockSize = setting(2048, "tokens in a block")
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.0, "weight of the load-balancing loss")

@@ -1,0 +1,40 @@
+"""Samples of text: how models continue the first words of held-out text, most probable token by token."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..asking import Answering, Asked
+from ..errors import InputError
+
+_WORDS, _LETTERS = 6, 40  # of a prompt; some scripts put no space between words
+_HOW = Answering(max_new_tokens=24)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How models continue the same words.
+
+    Attributes:
+        language: code of the words' language.
+        prompt: the first words of its held-out text.
+        continued: what each model wrote, by its name in results.
+    """
+
+    language: str
+    prompt: str
+    continued: dict[str, str] = field(default_factory=dict)
+
+
+def begin_samples(texts: Mapping[str, Iterable[str]], groups: Iterable[Sequence[str]]) -> list[Sample]:
+    """For the first language of each group that has text, a sample that no model has continued yet."""
+    languages = [[code for code in codes if code in texts][:1] for codes in groups]
+    prompts = {code: next(iter(texts[code]), "").split()[:_WORDS] for codes in languages for code in codes}
+    return [Sample(code, " ".join(words)[:_LETTERS].strip()) for code, words in prompts.items() if words]
+
+
+def continue_samples(samples: Iterable[Sample], model: Asked) -> None:
+    """Adds what the model writes; it writes nothing where the words alone fill its positions."""
+    for sample in samples:
+        with suppress(InputError):
+            sample.continued[model.name] = " ".join(model.answer(sample.prompt, _HOW).text.split())
