@@ -70,7 +70,7 @@ def small_file(text: str, steps: int = 1) -> dict:
     if "join" in settings:
         return settings
     if "gates" in settings:  # a tiny model with random weights knows no language
-        settings["gates"] = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.5}
+        settings["gates"] = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.99}
     settings["analysis"] = {"tokens": 300, "block_size": 32}
     if "self_written" in settings:
         settings["self_written"] |= {"documents": 30, "tokens": 30}

@@ -37,7 +37,6 @@ from transformers import AutoModelForCausalLM
 from typer.core import TyperCommand
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
-from hf_moe_expand.analysis import gating
 from hf_moe_expand.checkpoint import gguf
 from hf_moe_expand.demo import real
 from hf_moe_expand.evaluation.perplexity import LanguageScore
@@ -45,7 +44,6 @@ from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
-from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.arguments import check_training_arguments
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
@@ -331,22 +329,20 @@ def test_the_lifelong_guide(workplace, quick_gates):
 
 
 @pytest.mark.guides
-def test_the_guide_to_gates(workplace, monkeypatch):
+def test_the_guide_to_gates(workplace, quick_gates):
     workplace("gates.md")
-    monkeypatch.setattr(gating, "fit_gates", lambda *args, **options: fitted.append((args, options)) or Said())
-    fitted = []
     told = commands("gates.md")
-    assert [words[0] for words in told] == ["gates", "inspect"]
-    expanded("qwen-hu-1", [2] * 8, new="hu")
-    assert "wrote" in invoke(*told[0])
-    ((model, out, texts, anchors, settings), _) = fitted[0]
-    assert (model, str(out), sorted(texts), anchors) == ("qwen-hu-1", "qwen-hu-2", ["en", "hu"], None)
-    assert settings == GateSettings()
+    assert [words[0] for words in told] == ["gates", "plan", "expand"]
+    small = {"gates": ["--tokens", "200", "--anchor-tokens", "100", "--unseen-share", "0.99", "--layer", "2"]}
+    said = [invoke(*("2-7" if word == "7-23" else word for word in words), *small.get(words[0], [])) for words in told]
+    assert "in layer 2, for it and all later layers" in said[0]
+    config = json.loads(Path("qwen-hu/config.json").read_text("utf-8"))
+    assert (config["language_gate"]["layer"], config["exclusive_experts"]) == (2, True)
     (recommended,) = (text for text in blocks("choose.md", "yaml") if "gates" in text)
     recipe = "base: Qwen/Qwen2.5-0.5B\noutput: runs/x\nold: {en: en.jsonl}\nnew: {hu: hu.jsonl}\n" + recommended
     Path("recommended.yaml").write_text(recipe)
     stages = [stage.key for stage, _ in Recipe.load("recommended.yaml").stages()]
-    assert stages == ["post_pretrain", "gates", "review"]
+    assert stages == ["post_pretrain", "gates"]
 
 
 @pytest.mark.guides
