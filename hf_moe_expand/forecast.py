@@ -148,14 +148,16 @@ def idle_weights(network: Any) -> int:
     config, idle = network.config, 0
     active = next((count for name in _ACTIVE if isinstance(count := getattr(config, name, None), int)), None)
     for ffn in decoder_ffns(network):
-        block, expanded = ffn.module, isinstance(ffn.module, ExpandedFFN)
+        block: Any = ffn.module
+        expanded = isinstance(block, ExpandedFFN)
         if ffn.is_mixture and active is not None:
             fused = [p for p in (block.experts[0] if expanded else block).parameters() if p.dim() > 2]
             idle += sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
         if expanded:
             sizes = sorted(map(size_of, list(block.experts)[1:]), reverse=True)
             if any(kind.has_ffn for kind in config.expert_kinds):
-                sizes = sorted([size_of(block.experts[0]), *sizes], reverse=True)[block.conditional_gate is not None :]
+                sizes = sorted([*sizes, size_of(block.experts[0])], reverse=True)
+                sizes = sizes[int(block.conditional_gate is not None) :]
             idle += sum(sizes[block.top_k :])  # of other kinds a token uses expert 0's weights besides
     return idle
 

@@ -143,14 +143,8 @@ def test_training_checkpoints_that_are_there_need_no_more_room(tmp_path):
 @pytest.mark.parametrize(("experts", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
 def test_memory_is_what_torch_keeps(tmp_path, experts, dtype):
     """Beside float32 weights, gradients and AdamW: the tensors that torch keeps for the backward pass."""
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "num_hidden_layers": 6,
-    }
-    save_dense(tmp_path / "base", "llama", **sizes, num_hidden_layers=6)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
+    save_dense(tmp_path / "base", "llama", num_hidden_layers=6, **sizes)
     expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [experts] * 6, old=["en"], new=["el"]))
     model, kept = LayerMoEForCausalLM.from_pretrained(tmp_path / "out").train(), {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
