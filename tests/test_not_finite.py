@@ -104,11 +104,17 @@ def test_a_training_argument_is_finite():
 
 
 def test_logs_of_a_trainer_show_numbers(tmp_path):
-    logs = [{"step": 1, "loss": 2.0, "grad_norm": math.inf, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
-    assert read_logs(logs, tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
-    assert read_logs(None, tmp_path) == []
-    with pytest.raises(InputError, match="log_history is no list"):
-        read_logs({"step": 1}, tmp_path)
+    file = tmp_path / "trainer_state.json"
+    assert read_logs(file) == []
+    logs = [{"step": 1, "loss": 2.0, "grad_norm": 1e305, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
+    write_json(file, {"log_history": logs})
+    assert read_logs(file) == [{"step": 1, "loss": 2.0}, {"step": 2}]
+    write_json(file, {"log_history": None})
+    assert read_logs(file) == []
+    for wrong in ({"step": 1}, [1]):
+        write_json(file, {"log_history": wrong})
+        with pytest.raises(InputError, match="log_history is no list"):
+            read_logs(file)
 
 
 def test_an_overflow_in_a_training_leaves_readable_records(root, tmp_path, monkeypatch):

@@ -391,6 +391,20 @@ def test_hostile_names_and_recipes_stay_text(run, drawn):
     assert "</table><iframe>" in page.text
 
 
+def test_a_plan_with_as_many_experts_everywhere_has_no_table(made):
+    assert ["layer", "experts"] not in page_of(made / "lifelong").rows
+    assert ["layer", "experts", "classifier", "similarity"] in page_of(made / "layer-moe").rows
+
+
+def test_the_time_of_a_step_is_in_seconds_or_minutes(run):
+    write_json(
+        run / "steps.json", {"plan": {"seconds": 59.94, "summary": "x"}, "review": {"seconds": 90, "summary": "y"}}
+    )
+    rows = page_of(run).rows
+    assert ["plan", "59.9 s", "x"] in rows
+    assert ["review", "1.5 min", "y"] in rows
+
+
 def test_a_record_of_steps_whose_count_is_none_is_refused(run):
     steps = read_json(run / "steps.json", "")
     steps["review"]["facts"]["frozen"] = "x"

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from textwrap import shorten
 
 from ..asking import Answering, Asked
 from ..errors import InputError
 
-_WORDS, _LETTERS = 6, 40  # of a prompt; some scripts put no space between words
+_LETTERS = 40  # most of a prompt
 _HOW = Answering(max_new_tokens=24)
 
 
@@ -29,8 +30,8 @@ class Sample:
 def begin_samples(texts: Mapping[str, Iterable[str]], groups: Iterable[Sequence[str]]) -> list[Sample]:
     """For the first language of each group that has text, a sample that no model has continued yet."""
     languages = [[code for code in codes if code in texts][:1] for codes in groups]
-    prompts = {code: next(iter(texts[code]), "").split()[:_WORDS] for codes in languages for code in codes}
-    return [Sample(code, " ".join(words)[:_LETTERS].strip()) for code, words in prompts.items() if words]
+    prompts = {code: _first_words(next(iter(texts[code]), "")) for codes in languages for code in codes}
+    return [Sample(code, words) for code, words in prompts.items() if words]
 
 
 def continue_samples(samples: Iterable[Sample], model: Asked) -> None:
@@ -38,3 +39,9 @@ def continue_samples(samples: Iterable[Sample], model: Asked) -> None:
     for sample in samples:
         with suppress(InputError):
             sample.continued[model.name] = " ".join(model.answer(sample.prompt, _HOW).text.split())
+
+
+def _first_words(text: str) -> str:
+    """The first whole words of a text, or its first letters where no space ends a word soon."""
+    text = text.strip()[: 10 * _LETTERS]
+    return shorten(text, _LETTERS, placeholder="") or text[:_LETTERS]

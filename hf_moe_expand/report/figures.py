@@ -121,7 +121,7 @@ def deviation(result: DeviationResult, groups: Sequence[Sequence[str]] = (), lay
     left, right = figure.subplots(1, 2, width_ratios=[side, 4])
     cells = _cells(left, names, names, values, "similarity of languages")
     cells.autoscale()
-    figure.colorbar(cells, ax=left, label="cosine of FFN changes").solids.set_rasterized(False)
+    figure.colorbar(cells, ax=left, label="cosine of FFN changes")
     right.plot(result.deviation, "o-", color="C0", markerfacecolor="white")
     right.plot(layers, [result.deviation[layer] for layer in layers], "o", color="C0")
     right.set(xlabel="layer (filled: becomes a mixture)" if layers else "layer", ylabel="L2 norm of the FFN's change")
@@ -142,7 +142,7 @@ def expert_shares(result: RoutingResult) -> "Figure":
         values = [result.top1_share[code][index] for code in old + new]
         cells = _cells(axes, old + new, [str(i) for i in range(len(values[0]))], values, f"layer {layer}")
         axes.axhline(len(old), color="black")
-    figure.colorbar(cells, ax=grid, label="share of tokens").solids.set_rasterized(False)  # a picture cannot be shown
+    figure.colorbar(cells, ax=grid, label="share of tokens")
     figure.supxlabel("expert, 0 the original (above the line: old languages)", fontsize=9)
     return figure
 
@@ -163,8 +163,11 @@ def _new(width: float, height: float) -> "Figure":
 def _cells(
     axes: "Axes", rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str
 ) -> "QuadMesh":
-    """A heat map of values up to 1."""
-    cells = axes.pcolormesh(values, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
+    """A heat map of values up to 1, in so few shades that its scale is drawn as paths: a page shows no bitmaps."""
+    from matplotlib import colormaps
+
+    shades = colormaps["Blues"].resampled(32)
+    cells = axes.pcolormesh(values, cmap=shades, vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
     axes.grid(visible=False)
     axes.set_xticks([i + 0.5 for i in range(len(columns))], list(columns))
     axes.tick_params(axis="x", rotation=90 if max(map(len, columns)) > 3 else 0)

@@ -33,12 +33,10 @@ def parts_of(root: Path, checkpoints: Sequence[Path]) -> list[Part]:
 
 
 def _expansion(title: str, folder: Path) -> Part:
-    found = [stage for stage in recipe_stages().values() if _is_checkpoint(folder / stage.key)]
+    found = [stage for stage in recipe_stages().values() if (folder / stage.key / "config.json").is_file()]
     stages = [(f"{title}: {stage.title}".removeprefix(": "), folder / stage.key) for stage in found]
-    made = [
-        *filter(_is_checkpoint, (folder / "expanded", folder / "joined")),
-        *(checkpoint for _, checkpoint in stages),
-    ]
+    made = [path for path in (folder / "expanded", folder / "joined") if (path / "config.json").is_file()]
+    made += [checkpoint for _, checkpoint in stages]
     return Part(title, folder, stages, history_of(made[-1]) if made else History())
 
 
@@ -53,14 +51,10 @@ def last_stage(folder: Path) -> StageRecord | None:
     return history.last.stages[-1] if len(history) and history.last.stages else None
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
-
-
 def records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:
     """The folder with a run's JSON files, for which the first of checkpoints alone stands; then all checkpoints."""
     resolved = [run_folder(folder) for folder in folders]
-    checkpoints = [folder for folder in resolved if _is_checkpoint(folder)]
+    checkpoints = [folder for folder in resolved if (folder / "config.json").is_file()]
     for folder in checkpoints:
         kind = read_json(folder / "config.json", "a checkpoint's configuration").get("model_type")
         if kind not in EXPANDED:
