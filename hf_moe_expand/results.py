@@ -21,10 +21,10 @@ class JsonFile(Declared):
     kind: ClassVar[str]
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; a decoder's does not speak of encoders."""
-        write_json(
-            path, {name: value for name, value in self.model_dump().items() if name != "encoder_layers" or value}
-        )
+        """Writes the file, without fields of encoders and of exclusive experts where there are none."""
+        fields = self.model_dump()
+        unset = [name for name in ("encoder_layers", "exclusive") if not fields.get(name)]
+        write_json(path, {name: value for name, value in fields.items() if name not in unset})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

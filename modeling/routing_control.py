@@ -123,12 +123,13 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
         if number == 1:
             known = dict.fromkeys(expansion["old_languages"], 0)
         known |= dict.fromkeys(expansion["new_languages"], number)
+    named = ", ".join(known) or "no language"
     for number, of_class in enumerate((getattr(config, "language_gate", None) or {"languages": []})["languages"]):
         known = dict.fromkeys(of_class, number) | known
     for code in codes:
         if code is not None and code not in known:
             raise ValueError(
-                f"languages: the checkpoint does not know {code!r}; it knows {', '.join(known) or 'no language'}. Give "
+                f"languages: the checkpoint does not know {code!r}; it knows {named}. Give "
                 "None for a sequence in another language, whose tokens the routers judge."
             )
     if not codes:

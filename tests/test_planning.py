@@ -328,5 +328,7 @@ def test_exclusive_experts_are_of_a_decoder_whose_base_is_frozen():
         Plan("moe-lpr", [2, 2], encoder_layers=1, exclusive=True)
     with pytest.raises(InputError, match=r"exclusive: .* but all experts of a DMoE train: leave exclusive out"):
         Plan("dmoe", [2, 2], groups=[["en"], ["el"]], exclusive=True)
+    earlier = {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": None}
+    assert read(Plan, earlier, "p/plan.json") == Plan("moe-lpr", [2, 2])
     with pytest.raises(InputError, match=r"p/plan.json: unknown key `prefix_gate`"):
         read(Plan, {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": {"decay": 0.9}}, "p/plan.json")
