@@ -16,9 +16,11 @@ class JsonFile(Declared):
 
     Attributes:
         kind: its name in messages, such as "a plan".
+        gone: fields of earlier versions, which a file may hold without a value.
     """
 
     kind: ClassVar[str]
+    gone: ClassVar[tuple[str, ...]] = ()
 
     def save(self, path: str | Path) -> None:
         """Writes the file, without fields of encoders and of exclusive experts where there are none."""
@@ -29,7 +31,9 @@ class JsonFile(Declared):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads the file."""
-        return read(cls, read_json(path, cls.kind), str(path))
+        fields = read_json(path, cls.kind)
+        gone = [name for name in cls.gone if fields.get(name, fields) is None]
+        return read(cls, {name: value for name, value in fields.items() if name not in gone}, str(path))
 
 
 class Result(JsonFile):

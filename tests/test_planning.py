@@ -328,7 +328,11 @@ def test_exclusive_experts_are_of_a_decoder_whose_base_is_frozen():
         Plan("moe-lpr", [2, 2], encoder_layers=1, exclusive=True)
     with pytest.raises(InputError, match=r"exclusive: .* but all experts of a DMoE train: leave exclusive out"):
         Plan("dmoe", [2, 2], groups=[["en"], ["el"]], exclusive=True)
+
+
+def test_a_plan_of_an_earlier_version_is_read(tmp_path):
     earlier = {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": None}
-    assert read(Plan, earlier, "p/plan.json") == Plan("moe-lpr", [2, 2])
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))
+    assert Plan.load(tmp_path / "plan.json") == Plan("moe-lpr", [2, 2])
     with pytest.raises(InputError, match=r"p/plan.json: unknown key `prefix_gate`"):
         read(Plan, {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": {"decay": 0.9}}, "p/plan.json")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..errors import InputError
 from ..languages import LanguageCode, check_old_and_new
@@ -34,6 +34,7 @@ class Plan(JsonFile):
     """
 
     kind = "a plan"
+    gone = ("prefix_gate",)  # of gates in all layers
 
     method: Text
     experts_per_layer: Annotated[list[Count], Field(min_length=1)]
@@ -50,14 +51,6 @@ class Plan(JsonFile):
     if TYPE_CHECKING:
 
         def __init__(self, method: str, experts_per_layer: list[int], **others: Any) -> None: ...
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_earlier_fields(cls, values: Any) -> Any:
-        """Plans that an earlier version wrote have a field for gates in all layers."""
-        if isinstance(values, dict) and values.get("prefix_gate", values) is None:
-            return {name: value for name, value in values.items() if name != "prefix_gate"}
-        return values
 
     def model_post_init(self, _: Any) -> None:
         counts = self.experts_per_layer
