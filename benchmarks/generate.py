@@ -5,8 +5,9 @@
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
 The second row is a dense model with as many active FLOPs: `of limit` is the share of its speed that a row reaches.
 "eager" is the expansion with this `experts_implementation`. "classifiers" are in the last third of the layers (or in
-`--classifiers` layers); the row names the class that they give every token; the last row is told the language
-(`languages=`). `--cache static` generates with a static cache, on a GPU compiled.
+`--classifiers` layers); the row names the class that they give every token; "told" rows are told the language
+(`languages=`). "gate" rows have one gate in the first third and exclusive experts from its layer on; the row names
+where it sends every token. `--cache static` generates with a static cache, on a GPU compiled.
 """
 
 import argparse
@@ -20,13 +21,14 @@ from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import parser, ratio, report, time_in_turn
 from torch import nn
 
-from hf_moe_expand import expand_model
+from hf_moe_expand import LayerMoEConfig, expand_model
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
 EAGER = "expanded, eager"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
 WORD = "expanded, told an old language"
-ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD)
+HOME, GATED = "gate: home", "gate: new language"
+ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD, HOME, GATED)
 HEAD = ["cache", "batch", "model", "tokens/s", "speed", "of limit"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -41,6 +43,9 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.rows:
         if name in found:
             continue
+        if name in (HOME, GATED):
+            found[name] = _gated(found[BASE], options.layers // 3, to_new=name == GATED)
+            continue
         plan = uniform_plan(options.layers, options.experts, classifiers if name in (NEW, OLD) else 0)
         # A copy, since an expansion in memory shares the base's weights.
         found[name] = copy.deepcopy(expand_model(found[BASE], plan, seed=options.seed))
@@ -49,6 +54,18 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
     return {name: model.to(options.device).eval() for name, model in found.items()}
+
+
+def _gated(base: Any, layer: int, to_new: bool) -> Any:
+    """The base with a gate that sends every token home or to the new experts, which are exclusive copies."""
+    config = LayerMoEConfig.from_dense(
+        base.config, num_experts_per_layer=[1] * layer + [2] * (base.config.num_hidden_layers - layer),
+        exclusive_experts=True, language_gate={"layer": layer, "languages": [["en"], ["el"]]},
+    )  # fmt: skip
+    model = copy.deepcopy(expand_model(base, config))
+    with torch.no_grad():
+        model.expanded_ffns()[layer].language_gate.bias.copy_(torch.tensor([float(not to_new), float(to_new)]))
+    return model
 
 
 # A classifier without a bias cannot give all inputs one class by its weights alone.
