@@ -124,11 +124,10 @@ def give_evidence(model, table: torch.Tensor) -> None:
     computed."""
     read: list[torch.Tensor] = []
 
-    def remember(_, args, kwargs):
-        read[:] = [kwargs["input_ids"] if "input_ids" in kwargs else args[0]]
+    def remember(_, args):
+        read[:] = [args[0]]
 
-    owner = model.get_submodule(next(name for name, module in model.named_modules() if module is model.base_model))
-    owner.register_forward_pre_hook(remember, with_kwargs=True)
+    model.get_input_embeddings().register_forward_pre_hook(remember)
     ffn = model.expanded_ffns()[model.config.language_gate["layer"]]
     ffn.language_gate.register_forward_hook(lambda *_: table[read[0].flatten()])
 

@@ -69,7 +69,11 @@ def test_errors_are_one_line_without_a_traceback(tmp_path, error_of):
 
 
 SMALL = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True, "bf16": False}
-GATES = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.5}  # a tiny model with random weights knows no language
+GATES = {
+    "tokens": 200,
+    "anchor_tokens": 100,
+    "unseen_share": 0.99,
+}  # a tiny model with random weights knows no language
 
 
 @pytest.fixture
@@ -83,10 +87,10 @@ def workplace(tmp_path, monkeypatch, help_text):
     ((name, text),) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     assert name == "recipe.yaml"
     settings = yaml.safe_load(text)
-    for stage in (settings["post_pretrain"], settings["review"]):
-        stage["block_size"] = 32
-        stage["training"] |= SMALL
-        stage["training"]["learning_rate"] = float(stage["training"]["learning_rate"])
+    stage = settings["post_pretrain"]
+    stage["block_size"] = 32
+    stage["training"] |= SMALL
+    stage["training"]["learning_rate"] = float(stage["training"]["learning_rate"])
     settings["gates"] = GATES
     (tmp_path / name).write_text(yaml.safe_dump(settings))
     return tmp_path
@@ -104,24 +108,23 @@ def test_every_command_of_the_readme_runs(workplace, quick_gates, monkeypatch):
     assert "el (new)" in said["run"]
     assert (workplace / "runs" / "qwen-el" / "report.html").exists()
     assert "model.safetensors" in said["push"]
-    assert "review, 1 steps" in invoke("inspect", "runs/qwen-el/review")
+    assert "post-pretrain, 1 steps" in invoke("inspect", "runs/qwen-el/post_pretrain")
     with pytest.raises(InputError, match="its tokenizer has no chat template"):
-        invoke("chat", "runs/qwen-el/review", "--base", "inside")
+        invoke("chat", "runs/qwen-el/post_pretrain", "--base", "inside")
 
 
 def test_the_readmes_python_runs(workplace, quick_gates, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     small = {**SMALL, "block_size": 32}
-    for name in ("PostPretrainConfig", "ReviewConfig"):
-        real = getattr(hf_moe_expand, name)
-        monkeypatch.setattr(hf_moe_expand, name, lambda *out, real=real, **given: real(*out, **{**given, **small}))
-    fit = hf_moe_expand.fit_gates
-    monkeypatch.setattr(hf_moe_expand, "fit_gates", lambda *given: fit(*given, settings=GateSettings(**GATES)))
+    real = hf_moe_expand.PostPretrainConfig
+    monkeypatch.setattr(hf_moe_expand, "PostPretrainConfig", lambda **given: real(**{**given, **small}))
+    fit, settings = hf_moe_expand.fit_base_gate, GateSettings(**GATES)
+    monkeypatch.setattr(hf_moe_expand, "fit_base_gate", lambda *given, **new: fit(*given, settings=settings, **new))
     namespace = {}
     for block in blocks:
         exec(block, namespace)
     assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
-    assert "review, 1 steps" in invoke("inspect", "qwen-el-2")
+    assert "post-pretrain, 1 steps" in invoke("inspect", "qwen-el-1")
 
 
 def test_plans_from_the_command_line(tmp_path, error_of):

@@ -104,7 +104,7 @@ def test_the_moe_lpr_and_layermoe_guide(workplace):
     said = run("moe_lpr_layermoe.md")  # `diff` would exit with 1 if a tensor differed
     assert "(total 72)" in said["plan random"]
     assert "classifier layers  1, 2, 3, 4, 5, 6, 7" in said["plan layer-moe"]
-    assert "full fine-tuning of the base" in said["inspect Qwen/Qwen2.5-0.5B"]
+    assert "disk up to" in said["inspect Qwen/Qwen2.5-0.5B"]
     assert "mean of old" in said["evaluate Qwen/Qwen2.5-0.5B"]
     assert "frozen tensors are byte-identical" in said["train review"]
     assert "random experts" in said["analyze routing"]

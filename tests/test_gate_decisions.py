@@ -86,7 +86,7 @@ def test_the_languages_that_the_user_tells_go_before_the_gate(expansions, exclus
         all_go_to(model, 1)
         assert torch.equal(model(ids, languages="el").logits, model(ids).logits)
         assert not torch.equal(model(ids, languages="en").logits, model(ids).logits)
-    with pytest.raises(ValueError, match=r"does not know 'fr'; it knows .*el, en, de"):
+    with pytest.raises(ValueError, match=r"does not know 'fr'; it knows en, de, el"):
         model(ids, languages="fr")
 
 

@@ -85,6 +85,3 @@ def test_mixtures_before():
     assert mixtures_of(0, 1) == ["all layers, not expanded", "none"]
     assert mixtures_of(0, 1, counts=(2, 2)) == ["all layers", "none"]
     assert mixtures_of(1, counts=(2, 2)) == ["layers 1", "none"]
-    for reach in ({}, {"reach": "layer"}):
-        said = mixtures_of(gate={"decay": 1.0, "bound": 2.5, **reach})[1]
-        assert said.startswith("they judge the text so far, for their own layers: decay 1 a token")

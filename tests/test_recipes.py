@@ -149,12 +149,9 @@ NUMBERS = {
         "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
     },
     "recommended": {
-        "plan.method": "moe-lpr", "plan.experts": 2, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
-        "post_pretrain.training.learning_rate": 2e-3, "review.training.learning_rate": 3e-3,
-        "post_pretrain.training.max_steps": 150, "review.training.max_steps": 50, "post_pretrain.block_size": 512,
-        "review.language_prior_coef": 0.1, "review.new_per_old": None, "review.distillation_coef": 1,
-        "review.classifier_coef": 0, "gates": GateSettings(), "sequences": (16, 16),
-        "new": "hu",
+        "plan.method": "moe-lpr", "plan.experts": 2, "plan.exclusive": True,
+        "post_pretrain.training.learning_rate": 2e-3, "post_pretrain.training.max_steps": 150,
+        "post_pretrain.block_size": 512, "gates": GateSettings(), "new": "hu",
     },
     "laptop-smollm2-135m": {
         "post_pretrain.training.learning_rate": 2e-3, "review.training.learning_rate": 3e-3,

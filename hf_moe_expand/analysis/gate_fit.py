@@ -7,8 +7,8 @@ A gate in layer l reads the FFN's input x. It has a row w_c and a bias b_c for e
 (x standardised, lambda = 0.003; convex, so that the start does not matter). What the gate makes of the rows stands in
 `modeling/language_gate.py`. Class 0 holds the languages of the base's own text and *anchors*, a little text of many
 languages that nobody trains on: a text in a language that no row knows is then more like one of many than like the few
-new ones, and goes home. Where there is a chat template, the words that it puts before a message have a row too, which
-is evidence for no class: every chat begins at home, and its first message decides.
+new ones, and goes home. Where there is a chat template, the words that it puts around a message have a row too, which
+is evidence for no class: every chat begins at home, and its messages alone decide.
 
 A bias, which the rows of new languages lose, keeps a promise: anchors are left out of the fit in turn, a third of them
 at a time, and of each one new experts take at most `unseen_share` of the tokens. An anchor of which they take more is a
@@ -247,7 +247,7 @@ def candidates(layers: Sequence[int], count: int) -> list[int]:
 def _fitted(layer: int, codes: list[str], texts: _Texts, anchors: Sequence[str]) -> FittedGate:
     parts = {code: _marked(*of_code) for code, of_code in texts.items()}
     if codes[0] == TEMPLATE:
-        parts[TEMPLATE] = torch.cat([_marked(*of_code, before=True) for of_code in texts.values()])
+        parts[TEMPLATE] = torch.cat([_marked(*of_code, of_template=True) for of_code in texts.values()])
     left_out: dict[str, Scored] = {}
     for fold in filter(None, (anchors[start::FOLDS] for start in range(FOLDS))):
         rows = [number for number, code in enumerate(codes) if code not in fold]
@@ -313,10 +313,12 @@ def by_class(codes: Sequence[str], classes: Mapping[str, int]) -> tuple[torch.Te
     return torch.tensor(order), [numbers.count(number) for number in range(max(numbers) + 1)]
 
 
-def _marked(examples: Sequence[Example], states_Th: torch.Tensor, before: bool = False) -> torch.Tensor:
-    """The states of the tokens from the language's own to the end of each text or, with `before`, of the template's."""
+def _marked(examples: Sequence[Example], states_Th: torch.Tensor, of_template: bool = False) -> torch.Tensor:
+    """The states of the languages' own tokens or, with `of_template`, of those of a chat template around them."""
     marks = [
-        (example.has_template and place < example.start) if before else place >= example.start
+        (example.start <= place < example.end)
+        if not of_template
+        else example.has_template and not example.start <= place < example.end
         for example in examples
         for place in range(len(example.ids))
     ]

@@ -17,8 +17,7 @@ class Example:
     Attributes:
         ids: its tokens.
         start, end: the tokens `ids[start:end]` are the language's own. The first token of a text says nothing of its
-            language. What a chat template puts before a message is the same for all languages, and stays home; what it
-            puts after it follows the message's language, in which the answer begins.
+            language, and neither does what a chat template puts around a message.
     """
 
     ids: list[int]
