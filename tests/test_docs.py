@@ -124,17 +124,18 @@ def test_the_guide_to_a_real_model(tmp_path, monkeypatch, quick_gates):
     monkeypatch.setattr(real, "make_smollm2", lambda out: save_dense(out, "llama"))
     monkeypatch.setattr(gguf, "checkpoint_from_gguf", lambda file, out, overwrite: 7)
     recipe = re.sub(r"max_steps: \d+", "max_steps: 1", real.RECIPE).replace("block_size: 256", "block_size: 32")
+    recipe = recipe.replace("anchor_tokens: 150", "anchor_tokens: 150, unseen_share: 0.99")
     monkeypatch.setattr(real, "RECIPE", recipe.replace("max_tokens: 5000", "max_tokens: 9000"))
     save_dense(tmp_path / "runs" / "bases" / "gemma3", "gemma3_text")  # as study_bases.py makes it
     (text,) = blocks("gemma.md", "yaml")
     Path("gemma.yaml").write_text(yaml.safe_dump(small_file(text)), "utf-8")
     said = run("real_model.md") | run("gemma.md")
     assert "after: " in said["demo --real"]
-    for folder in ("demo-real/run", "gemma"):
-        assert "review, 1 steps" in said[f"inspect runs/{folder}/review"]
-    assert "Routing" in Path("runs/demo-real/run/report.html").read_text("utf-8")
+    assert "post-pretrain, 1 steps" in said["inspect runs/demo-real/run/post_pretrain"]
+    assert "review, 1 steps" in said["inspect runs/gemma/review"]
+    assert "LlamaForCausalLM" in said["export runs/demo-real/run/post_pretrain"]
     assert said["validate runs/demo-real/recipe.yaml"].endswith("recipe.yaml: ok\n")
-    assert said["run runs/demo-real/recipe.yaml"].count("done already") == 6
+    assert said["run runs/demo-real/recipe.yaml"].count("done already") == 5
     assert said["from-gguf model.gguf"] == "wrote my-model: 7 parameters\n"
 
 

@@ -333,9 +333,8 @@ def test_the_command_line(expanded, tmp_path):
     assert "to new experts" in shown
 
 
-def test_what_follows_a_message_counts_as_its_language_and_what_precedes_it_as_none():
+def test_what_a_template_puts_around_a_message_is_of_no_language():
     chat, line = Example([1, 2, 3, 4, 5], 2, 4), Example([6, 7, 8], 1, 3)
     states = torch.arange(8.0).unsqueeze(1)
-    # The message, the template after it, and the line but its first token.
-    assert _marked([chat, line], states).flatten().tolist() == [2, 3, 4, 6, 7]
-    assert _marked([chat, line], states, before=True).flatten().tolist() == [0, 1]
+    assert _marked([chat, line], states).flatten().tolist() == [2, 3, 6, 7]
+    assert _marked([chat, line], states, of_template=True).flatten().tolist() == [0, 1, 4]
