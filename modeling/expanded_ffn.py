@@ -205,8 +205,8 @@ class ExpandedFFN(nn.Module):
             present = None if others is None else sorted({number for number in (*told, *others) if number is not None})
             known = TokenClasses(torch.where(told_T < 0, known.class_T, told_T), present)
         if known is not None and self.exclusive and control.expansion is not None:
-            most, present = control.expansion, known.present
-            present = None if present is None else sorted({min(number, most) for number in present})
+            most = control.expansion
+            present = None if known.present is None else sorted({min(number, most) for number in known.present})
             known = TokenClasses(known.class_T.clamp(max=most), present)
         return known, logits_TC
 
@@ -224,7 +224,7 @@ class ExpandedFFN(nn.Module):
         if self.language_gate is not None:
             if text is None:  # the layer alone: each sequence is a text
                 shape = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, len(x_Th))
-                text = GatePass.of_inputs(rule, shape, x_Th.device)
+                text = GatePass.of_inputs(rule, shape, x_Th.device)  # type: ignore[arg-type]
             class_BS = text.judge(self.language_gate(x_Th))
             return None if is_known else text.decide(class_BS)
         if is_known:

@@ -49,16 +49,13 @@ def gates(
 
     Example: hf-moe-expand gates Qwen/Qwen2.5-0.5B --data en=en.jsonl --data el=el.jsonl --new el --out gate.safetensors
     """
-    if (folder is None) == (file is None):
-        raise InputError("Give OUT, the folder of an expanded model's gate, or --out FILE, for a dense base.")
     known = None if anchors is None else texts_of(anchors)
-    if file is not None:
-        check_checkpoints(model)
+    check_checkpoints(model)
+    if file is not None and folder is None:
         from ..analysis.gating import fit_base_gate
 
         report = fit_base_gate(model, file, texts_of(data), codes(new or ""), known, settings, overwrite=overwrite)
-    else:
-        check_checkpoints(model)
+    elif folder is not None and file is None:
         if new is not None:
             raise InputError("--new is for a dense base: an expanded model's history names its new languages.")
         from ..analysis.gating import fit_gates
@@ -67,6 +64,8 @@ def gates(
             model, folder, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size,
             overwrite=overwrite,
         )  # fmt: skip
+    else:
+        raise InputError("Give OUT, the folder for an expanded model with its gate, or --out FILE, for a dense base's.")
     print("\n".join(report.lines()))
 
 
