@@ -291,7 +291,7 @@ def test_readable_sizes(size, text):
 
 
 def test_layers_that_are_alike_share_a_row(saved):
-    assert "| 0-2 | 3 | no |" in str(make_card(saved / "uniform"))
+    assert "\n| 0-2 | 3 |\n" in str(make_card(saved / "uniform"))
 
 
 def test_several_expansions(checkpoint):
