@@ -65,7 +65,7 @@ def gates(
             overwrite=overwrite,
         )  # fmt: skip
     else:
-        raise InputError("Give OUT, the folder for an expanded model with its gate, or --out FILE, for a dense base's.")
+        raise InputError("Give OUT, the folder of an expanded model's gate, or --out FILE, for a dense base.")
     print("\n".join(report.lines()))
 
 
