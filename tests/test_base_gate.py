@@ -135,6 +135,8 @@ def test_text_that_cannot_make_a_gate_is_refused_before_anything_is_written(base
 
 
 def test_a_file_that_is_none_of_a_gate_is_refused(base, file, tmp_path):
+    with pytest.raises(InputError, match="absent: no such file"):
+        gate_from_file(tmp_path / "absent", base, NEW)
     with pytest.raises(InputError, match="is no file of a gate"):
         gate_from_file(base / "model.safetensors", base, NEW)
     (tmp_path / "half").write_bytes(file.read_bytes()[:5000])

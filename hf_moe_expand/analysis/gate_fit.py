@@ -160,7 +160,7 @@ class GateReport:
             f"({len(shown)} languages; most: {', '.join(f'{code} {100 * self.unseen[code]:.1f} %' for code in worst)})",
         ]
         lines += [
-            f"{code:<18} is taken for {other}: {100 * self.unseen[code]:.0f} % of its tokens went to new experts when "
+            f"{code:<18} is taken for {other}: {100 * self.unseen[code]:.1f} % of its tokens went to new experts when "
             "the gate had not seen it; outside the promise"
             for code, other in self.named.items()
         ]

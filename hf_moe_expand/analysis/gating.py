@@ -163,6 +163,8 @@ def gate_from_file(
             if name.startswith("logits.")
         }
         gate = FittedGate(int(facts["layer"]), list(facts["codes"]), tensors["weight"], tensors["bias"], left_out)
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file (the gate that `gates BASE --out` writes).") from None
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: is no file of a gate ({first_line(error)}): write one with `gates BASE`.") from None
     stored = StoredModel(base, revision=revision)
@@ -271,8 +273,8 @@ def _layers(model: Any, settings: GateSettings) -> list[int]:
         return candidates(expanded, count)
     if settings.layer not in expanded:
         raise InputError(
-            f"gates: layer is {settings.layer}, but the gate stands in a layer with experts: {expanded[0]}.."
-            f"{expanded[-1]}."
+            f"gates: layer is {settings.layer}, but the gate stands in a layer that has, or will have, experts: "
+            f"{expanded[0]}..{expanded[-1]}."
         )
     return [settings.layer]
 
