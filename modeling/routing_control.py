@@ -129,8 +129,8 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     for code in codes:
         if code is not None and code not in known:
             raise ValueError(
-                f"languages: the checkpoint does not know {code!r}; it knows {named}. Give "
-                "None for a sequence in another language, whose tokens the routers judge."
+                f"languages: the checkpoint does not know {code!r}; it knows {named}. "
+                "Text in another language is judged by the model itself: name no language for it (None in a list)."
             )
     if not codes:
         raise ValueError("languages is empty: give a code for each sequence, or leave it out.")

@@ -263,7 +263,9 @@ def test_the_layer_may_be_chosen(expanded, tmp_path):
     made = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 2}))
     assert made.gates.layer == 2
     assert "model.layers.2.mlp.language_gate.bias" in load_file(made.out / "model.safetensors")
-    with pytest.raises(InputError, match=r"layer is 7, but the gate stands in a layer that has, or will have, experts: 0\.\.2"):
+    with pytest.raises(
+        InputError, match=r"layer is 7, but the gate stands in a layer that has, or will have, experts: 0\.\.2"
+    ):
         fit_gates(expanded, tmp_path / "no", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 7}))
 
 
