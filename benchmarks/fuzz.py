@@ -98,10 +98,9 @@ expand:
 post_pretrain:
   block_size: 8
   balance_coef: 0.01
-  training:
-    max_steps: 2
-    learning_rate: 5e-5
-review: {{block_size: 8, old_documents: 1, new_per_old: 1, training: {{max_steps: 2}}}}
+  max_steps: 2
+  learning_rate: 5e-5
+review: {{block_size: 8, old_documents: 1, new_per_old: 1, max_steps: 2}}
 evaluation:
   block_size: 8
 """
@@ -112,10 +111,9 @@ language_prior_coef: 0.1
 validation:
   texts: {{el: {made}/el.jsonl}}
   every: 1
-training:
-  max_steps: 2
-  learning_rate: 5e-5
-  per_device_train_batch_size: 1
+max_steps: 2
+learning_rate: 5e-5
+per_device_train_batch_size: 1
 """
 _TEXTS = "--data en={made}/el.jsonl --data el={made}/el.jsonl"
 # JSON files, by the name of the file in the folder of a case, and the verbs that read each.

@@ -134,7 +134,7 @@ def make_all(folder: Path) -> None:
     shutil.copy(folder / "el.jsonl", folder / "en.jsonl")
     for code, text in (("greek", "το ποτάμι κυλάει κάτω από τη γέφυρα"), ("hu", "a folyó az öreg híd alatt folyik")):
         (folder / f"{code}.jsonl").write_text((json.dumps({"text": f"{text} " * 3}) + "\n") * 8)
-    training = "training: {max_steps: 3, save_steps: 1, per_device_train_batch_size: 1, disable_tqdm: true}\n"
+    training = "max_steps: 3, save_steps: 1, per_device_train_batch_size: 1, disable_tqdm: true\n"
     (folder / "stage.yaml").write_text(f"block_size: 8\n{training}")
     (folder / "adapt.yaml").write_text(f"block_size: 8\nsample_tokens: 400\n{training}")
     _make_gguf(folder)

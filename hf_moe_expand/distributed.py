@@ -19,7 +19,7 @@ from .errors import InputError
 from .modeling import auto_class
 from .schema import unknown_key
 
-SHARDING = "distributed_config"  # the one key of a stage's `training` that goes to `from_pretrained`
+SHARDING = "distributed_config"  # the one keyword of a stage that goes to `from_pretrained`
 _LAST_MOMENT = 0.5  # seconds
 _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,21 +45,21 @@ def leave_ranks() -> None:
         sleep(_LAST_MOMENT)
 
 
-def check_sharding(training: Mapping[str, Any], where: str) -> None:
-    """Refuses keys of `distributed_config` under `training` that `transformers.distributed.DistributedConfig` does not
+def check_sharding(given: Mapping[str, Any]) -> None:
+    """Refuses keys of `distributed_config` that `transformers.distributed.DistributedConfig` does not
     know, and training checkpoints beside it."""
-    if SHARDING not in training:
+    if SHARDING not in given:
         return
-    if not isinstance(training[SHARDING], Mapping):
-        raise InputError(f"{where}.{SHARDING}: must hold `key: value` lines, such as {{fsdp_size: 8}}.")
+    if not isinstance(given[SHARDING], Mapping):
+        raise InputError(f"{SHARDING}: must hold `key: value` lines, such as {{fsdp_size: 8}}.")
     known = [f.name for f in fields(DistributedConfig)]
-    for key in training[SHARDING]:
+    for key in given[SHARDING]:
         if key not in known:
-            raise InputError(f"{where}.{SHARDING}: {unknown_key(key, known)}")
-    for key in training:
+            raise InputError(f"{SHARDING}: {unknown_key(key, known)}")
+    for key in given:
         if key.startswith("save_"):
             raise InputError(
-                f"{where}: `{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "
+                f"`{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "
                 "model that it split itself, so an interrupted stage starts from its beginning. Leave it out, or let "
                 "accelerate split the model (docs/distributed.md)."
             )

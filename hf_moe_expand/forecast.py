@@ -120,7 +120,7 @@ def training_disk(config: Any, network: Any) -> int:
         saves = math.ceil(config.num_train_epochs)
     saves = min(saves, limit + 1 if limit and limit > 0 else math.inf)
     total, trained = config.saved_parameters(network)
-    each = _WEIGHT * total + (_MOMENTS * trained if config.optim.value in _ADAMW else 0)
+    each = _WEIGHT * total + (_MOMENTS * trained if getattr(config.optim, "value", config.optim) in _ADAMW else 0)
     return each * (2 if saves == math.inf else int(saves))  # without a limit, at least two
 
 

@@ -28,7 +28,7 @@ from .rendering import render
 from .scratch import leftovers
 from .settings import LORA_ALPHA, LORA_RANK
 from .stages import all_stages, stages_for, training_stages
-from .stages.base import TrainingStage
+from .stages.config import StageConfig
 from .trainers.freezing import freeze
 
 
@@ -184,7 +184,7 @@ def inspect_plan(
     whole = network_of(dense)
     kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
     config: Any = planned_config(dense, plan, kind)
-    trained: list[Any] = [stage for stage in stages_for(config.model_type) if issubclass(stage, TrainingStage)]
+    trained: list[Any] = [stage for stage in stages_for(config.model_type) if issubclass(stage, StageConfig)]
     rows = {stage.name: (network_of(config), stage()) for stage in trained}
     rows["full fine-tuning"] = whole, all_stages()["dense"]()
     at_hand = {} if tokens is None else {"all": int(tokens)}

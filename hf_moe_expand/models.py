@@ -26,6 +26,17 @@ def longest_block(config: Any) -> int | None:
     return next((positions for name in _POSITIONS if (positions := getattr(config, name, None)) is not None), None)
 
 
+def check_block_size(block_size: int, longest: int | None, where: str = "block_size") -> None:
+    """Refuses blocks of more tokens than the model takes positions.
+
+    Args:
+        longest: number of positions that the model takes; None if it sets no limit.
+        where: name of the setting in the message.
+    """
+    if longest is not None and block_size > longest:
+        raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
+
+
 def model_name(model: Any) -> str:
     """The name of a loaded model for progress bars: its hub id, the name of its folder, or its class."""
     return base_of(model)[0]

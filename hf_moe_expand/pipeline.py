@@ -13,7 +13,8 @@ from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .checkpoint.writer import check_apart, check_place
-from .disk import check_room, free_bytes, peak
+from .data.pairs import check_pairs
+from .disk import StepOutput, check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, errors_at
 from .evaluation.report import Evaluation
@@ -24,19 +25,19 @@ from .recipe_paths import unset_variable, without_paths
 from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .schema import changed
 from .scratch import FolderLock
+from .stages.config import StageConfig
+from .stages.outlook import Outlook, StepResult
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
-from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs
+from .steps.base import ExpansionRun, Step
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
-from .steps.gates import FitBaseGate, GatesStep, fits_base
+from .steps.gates import FitBaseGate, fits_base
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
-from .steps.stage import AverageStep, GraftStep, StageStep, TrainStep
+from .steps.stage import StageStep, TrainStep
 from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
-# The steps of the stages that do not train.
-_KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep, "average": AverageStep}
 
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
@@ -59,7 +60,8 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         for stage, settings in expansion.stages():
             if stage.key == "gates" and fits_base(work):
                 continue
-            steps.append(_KINDS.get(stage.key, TrainStep)(work, stage, settings, steps[-1].output))
+            step = TrainStep if isinstance(settings, StageConfig) else StageStep
+            steps.append(step(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.participle] = str(steps[-1].output)
         start, old = str(steps[-1].output), [*old, *expansion.new]
@@ -92,33 +94,35 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
     """
-    return _checked(recipe, offline).lines
+    return _checked(recipe, offline)[0]
 
 
-def _checked(recipe: Recipe, offline: bool = False) -> Checks:
-    """The state of a recipe's checks after the last one."""
+def _checked(recipe: Recipe, offline: bool = False) -> tuple[list[str], list[StepOutput]]:
+    """The lines of a recipe's checks, and what its steps write to the disk."""
     if offline:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
     else:
         config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
         check_architecture(config, recipe.base)
-    checks = Checks(recipe, config, offline)
+    outlook = Outlook(recipe.base, recipe.revision, config, offline)
+    lines: list[str] = []
+    written: list[StepOutput] = []
     if config is None:
-        checks.lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+        lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
         stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
-        checks.lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
+        lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
-            checks.lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
+            lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
         with errors_at(key):
             if config is not None and config.is_encoder_decoder:
-                check_pairs(source, checks)
+                check_pairs(source, outlook.tokenizer)
             else:
                 source.check()
         files = source.files()
-        checks.lines.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+        lines.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
@@ -127,17 +131,12 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     for step in steps_of(recipe)[0]:
         with errors_at("output"):
             check_apart(step.output, *models)
-        step.check(checks)
-    checks.lines.append("training: TrainingArguments takes every setting")
-    if checks.counted:
-        checks.lines.append(f"analysis: {' '.join(checks.counted)} have enough text")
-    if checks.written:
+        found = step.check(outlook)
+        outlook, lines, written = found.outlook, lines + found.lines, written + found.written
+    if written:
         output = Path(recipe.output)
-        checks.lines.append(
-            f"disk: up to {peak(checks.written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}"
-        )
-    checks.lines += needs_of_a_push(recipe)
-    return checks
+        lines.append(f"disk: up to {peak(written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}")
+    return lines + needs_of_a_push(recipe), written
 
 
 def needs_of_a_push(recipe: Recipe) -> list[str]:
@@ -172,7 +171,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     lock = FolderLock(root, "runs this recipe or another one there")
     if state.is_main_process:
         lock.refuse_if_held()
-    checks = _checked(recipe)
+    _, written = _checked(recipe)
     steps, final = steps_of(recipe)
     base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
     start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}  # the inputs of every step
@@ -180,7 +179,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
     if state.is_main_process:
-        check_room(root, peak(checks.written), _WRITTEN)
+        check_room(root, peak(written), _WRITTEN)
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     with lock.held() if state.is_main_process else nullcontext():
         if state.is_main_process and recipe.text is not None:

@@ -92,9 +92,9 @@ def _stage_keys() -> dict[str, Any]:
     """The fields of a recipe for its stages, by key."""
     keys: dict[str, Any] = {}
     for stage in recipe_stages().values():
-        settings: Any = stage.settings_class()
+        settings: Any = stage.settings
         hint = settings | None if stage.optional else settings
-        default = settings() if stage.runs_unasked else None
+        default = read(settings, {}) if stage.runs_unasked else None
         keys[stage.key] = (hint, Field(default=default, description=f"stage `{stage.name}`: {stage.title.lower()}"))
     return keys
 
@@ -187,6 +187,13 @@ class Recipe(Expansion):
         if self.self_written is not None and not any(self._reads_old(expansion) for expansion in self.all_expansions):
             raise InputError(
                 "self_written: no step would read the text: there is no review and no layer-moe plan. Leave it out."
+            )
+        review, own = getattr(first, "review", None), self.self_written
+        asked = None if review is None else review.old_documents
+        if own is not None and asked and own.documents < asked and not review.fewer_documents:
+            raise InputError(
+                f"self_written.documents is {own.documents}, but `review` takes {asked} documents of each old language "
+                "(old_documents): raise the one or lower the other."
             )
         if self.old_languages or first.family == "dmoe":
             return

@@ -75,8 +75,8 @@ class Declared(BaseModel, metaclass=_Checked):
 
 
 def changed(value: D, **changes: Any) -> D:
-    """A copy of settings with some fields changed, checked again."""
-    return type(value)(**{**dict(value), **changes})
+    """A copy of settings with some fields changed, checked again; a field that was not given stays so."""
+    return type(value)(**{**{name: inner for name, inner in value if name in value.model_fields_set}, **changes})
 
 
 def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any] | None = None) -> T:
@@ -89,6 +89,7 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
     keeps_unknown = getattr(cls, "model_config", {}).get("extra") == "allow"
+    keeps_unknown = keeps_unknown or hasattr(cls, "keyword_types")  # which refuses them itself
     if unknown := [key for key in mapping if not keeps_unknown and key not in keys_of(cls)]:
         raise InputError(f"{_place(where)}{unknown_key(str(unknown[0]), keys_of(cls))}")
     try:
@@ -113,11 +114,15 @@ def _in_json_words(value: Any) -> Any:
     return [_in_json_words(item) for item in value] if isinstance(value, list) else value
 
 
+_SHOWN = 24  # of the known keys; the arguments of transformers are over a hundred
+
+
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """`unknown key ...`, with the nearest known one."""
     known = list(known)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}."
+    near = difflib.get_close_matches(key, known[:_SHOWN], 1, 0.5) or difflib.get_close_matches(key, known, 1, 0.75)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN + 1 else ""
+    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[: _SHOWN if more else None])}{more}."
     return f"unknown key `{key}`; {hint}"
 
 
@@ -125,6 +130,8 @@ def keys_of(cls: type) -> dict[str, Any]:
     """The keys of a settings class and their types."""
     if isinstance(cls, type) and issubclass(cls, BaseModel):
         return {name: field.annotation for name, field in cls.model_fields.items()}
+    if hasattr(cls, "keyword_types"):
+        return cls.keyword_types()
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in fields(cls)} if is_dataclass(cls) else {}
 

@@ -39,6 +39,13 @@ class SelfWrittenText(LanguageText):
     documents_to_come: int
     tokens_to_come: int
 
+    def count(self, most: int) -> int:
+        return min(self.documents_to_come, most)
+
+    def contents(self) -> list[str]:
+        """Nothing: it follows from the inputs of the step that writes it."""
+        return []
+
 
 def writer_of(text: LanguageText) -> str | None:
     """The model that wrote all of a local text, as each row says; None for text from elsewhere."""

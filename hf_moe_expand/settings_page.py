@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from .planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
@@ -11,13 +12,14 @@ from .recipe import Expansion, Recipe
 from .rendering import render
 from .schema import settings_in
 from .stages import all_stages
+from .stages.config import StageConfig, default_of, own_fields
 
 
 def settings_page() -> str:
     """The whole page, in Markdown."""
     commands = [key for key, stage in all_stages().items() if not stage.place]
     steps = [key for key in Expansion.model_fields if key != "new"]
-    stages = [stage.settings_class() for stage in all_stages().values()]
+    stages = [stage.settings for stage in all_stages().values()]
     inside = [item for settings in stages for item in _fields(settings).items()]
     inner = {name: cls for name, field in inside for cls in settings_in(field.annotation)}
     facts = {
@@ -40,7 +42,7 @@ def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
         (cls,) = settings_in(Recipe.model_fields[key].annotation)
         return f"`{key}`", [cls.__doc__], _fields(cls)
     stage = all_stages()[key]
-    settings: Any = stage.settings_class()
+    settings: Any = stage.settings
     when = ""
     if stage.place and not stage.runs_unasked:
         when = " It runs where a recipe has the key."
@@ -52,12 +54,11 @@ def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
 
 def stage_help(key: str) -> str:
     """The `--help` text of a stage that trains: its file's docstring, and the keys of its configuration."""
-    fields = _fields(all_stages()[key].settings_class())
-    keys = [name for name in fields if name != "training"]
-    width = max(map(len, keys))
-    lines = [f"  {name.ljust(width)}  {_help(fields[name])}" for name in keys]
+    fields = _fields(all_stages()[key].settings)
+    width = max(map(len, fields))
+    lines = [f"  {name.ljust(width)}  {_help(field)}" for name, field in fields.items()]
     # The first character keeps typer from joining the lines.
-    return f"{_docstring(key)}\n\n\b\nKeys of --config, besides `training`:\n" + "\n".join(lines)
+    return f"{_docstring(key)}\n\n\b\nKeys of --config, besides all of TrainingArguments:\n" + "\n".join(lines)
 
 
 def _help(field: FieldInfo) -> str:
@@ -71,12 +72,19 @@ def _docstring(key: str) -> str:
 
 
 def _fields(cls: Any) -> Mapping[str, FieldInfo]:
-    return cls.__pydantic_fields__
+    """The fields of settings; of a stage that trains, those that it declares itself."""
+    if not issubclass(cls, StageConfig):
+        return cls.__pydantic_fields__
+    types = cls.keyword_types()
+    return {
+        name: FieldInfo.from_annotated_attribute(types[name], Field(description=f.metadata["help"], **default_of(f)))
+        for name, f in own_fields(cls).items()
+    }
 
 
 def _rows(fields: Mapping[str, FieldInfo]) -> list[tuple[str, str, str]]:
-    """Name, default and description of each key: required keys first, `training` last."""
-    order = sorted(fields, key=lambda name: (not fields[name].is_required(), name == "training"))
+    """Name, default and description of each key: required keys first."""
+    order = sorted(fields, key=lambda name: not fields[name].is_required())
     return [(name, _default(fields[name]), _about(fields[name])) for name in order]
 
 

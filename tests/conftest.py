@@ -28,6 +28,7 @@ from zygote import Child, Zygote
 
 from hf_moe_expand import Plan, cli
 from hf_moe_expand.anchors import shipped_anchors
+from hf_moe_expand.schema import read
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
@@ -158,6 +159,11 @@ def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
 def write_texts(path: Path, texts) -> Path:
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
     return path
+
+
+def keywords(stage: type, **given):
+    """A stage's keywords, as a recipe's file has them."""
+    return read(stage, given)
 
 
 def invoke(*arguments) -> str:

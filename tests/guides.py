@@ -50,13 +50,13 @@ def parsed(text: str) -> dict:
 
 def small(settings: dict, steps: int = 1) -> dict:
     """A stage's settings at the size of a test."""
-    training = {**settings["training"], "max_steps": steps, "per_device_train_batch_size": 2, "disable_tqdm": True}
-    for name in ("num_train_epochs", "gradient_accumulation_steps", *(["max_steps"] * ("curriculum" in settings))):
-        training.pop(name, None)
-    kept = {name: value for name, value in settings.items() if name != "old_documents"}
+    dropped = ("old_documents", "num_train_epochs", "gradient_accumulation_steps")
+    kept = {name: value for name, value in settings.items() if name not in dropped}
+    if "curriculum" not in settings:
+        kept["max_steps"] = steps
     if "validation" in kept:
         kept["validation"] = {**kept["validation"], "every": 1}
-    return {**kept, "block_size": 32, "training": training}
+    return {**kept, "block_size": 32, "per_device_train_batch_size": 2, "disable_tqdm": True}
 
 
 def small_file(text: str, steps: int = 1) -> dict:

@@ -80,7 +80,7 @@ def test_the_forecast_times_the_type_that_trains(training, dtype, monkeypatch, t
     recipe = {
         "base": str(tmp_path / "base"), "output": str(tmp_path / "run"), "new": {"el": str(tmp_path / "el.jsonl")},
         "plan": {"method": "moe-lpr", "experts": 2}, "review": None,
-        "post_pretrain": {"block_size": 16, "training": settings},
+        "post_pretrain": {"block_size": 16, **settings},
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
     invoke("validate", tmp_path / "recipe.yaml")

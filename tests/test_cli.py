@@ -89,8 +89,8 @@ def workplace(tmp_path, monkeypatch, help_text):
     settings = yaml.safe_load(text)
     stage = settings["post_pretrain"]
     stage["block_size"] = 32
-    stage["training"] |= SMALL
-    stage["training"]["learning_rate"] = float(stage["training"]["learning_rate"])
+    stage |= SMALL
+    stage["learning_rate"] = float(stage["learning_rate"])
     settings["gates"] = GATES
     (tmp_path / name).write_text(yaml.safe_dump(settings))
     return tmp_path

@@ -312,7 +312,11 @@ def test_bad_settings(root, tmp_path):
     Curriculum(7, {"el": 0, "tr": 3}).save(path)
     refused("the step at which hu enters is missing", curriculum=path)
     Curriculum(7, {"el": 0, "tr": 3, "hu": 5}).save(path)
-    refused("is for 7 steps, but training sets another length", curriculum=path, training={**TRAINING, "max_steps": 5})
+    refused(
+        "is for 7 steps, but the configuration sets another length",
+        curriculum=path,
+        training={**TRAINING, "max_steps": 5},
+    )
     refused("another length", curriculum=path, training={**TRAINING, "num_train_epochs": 2})
     refused("ignore_data_skip and split_batches", temperature=2.0, training={**TRAINING, "ignore_data_skip": True})
     write_texts(tmp_path / "short.jsonl", ["ab"])

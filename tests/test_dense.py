@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import save_dense, write_texts
+from conftest import keywords, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from typer.testing import CliRunner
@@ -18,7 +18,6 @@ from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.scratch import work_folder
-from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.kinds import dense
 from hf_moe_expand.stages.kinds.dense import LoraSettings, check_old_blocks
 from hf_moe_expand.stages.recording import RecordingTrainer
@@ -220,8 +219,8 @@ def test_refusals_name_what_is_wrong(root, data, tmp_path):
 
     with pytest.raises(InputError, match="method is 'half': must be 'full', 'lora' or 'new-blocks'"):
         config(method="half")
-    with pytest.raises(InputError, match="training: unknown key `max_step`; did you mean `max_steps`"):
-        settings_of(DenseConfig)(training={"max_step": 1}).config(tmp_path, seed=0)
+    with pytest.raises(InputError, match="unknown key `max_step`; did you mean `max_steps`"):
+        keywords(DenseConfig, max_step=1)
     refused("the method is full, but lora has settings; set `method: lora`", config(lora=LoraSettings(r=3)))
     refused("no new blocks: insert some with `expand-depth`", config(method="new-blocks"))
     refused("No text was given", config(), texts={})
@@ -238,7 +237,7 @@ def test_from_the_command_line(root, tmp_path):
         assert result.exit_code == 0, result.output
         return " ".join(result.output.split())
 
-    (tmp_path / "dense.yaml").write_text("block_size: 32\ntraining: {max_steps: 1, disable_tqdm: true}\n")
+    (tmp_path / "dense.yaml").write_text("block_size: 32\nmax_steps: 1\ndisable_tqdm: true\n")
     text = ("--data", f"en={root / 'en.jsonl'}", "--config", tmp_path / "dense.yaml")
     assert "layers 3" in invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1)
     said = invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-1", *text, "--only-new-blocks")

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import DATA, byte_tokenizer, invoke, save_dense, write_texts
+from conftest import DATA, byte_tokenizer, invoke, keywords, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
 from guides import (
     DOCS,
@@ -37,7 +37,7 @@ from guides import (
 from transformers import AutoModelForCausalLM
 from typer.core import TyperCommand
 
-from hf_moe_expand import Plan, expand_checkpoint, hub
+from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint, hub
 from hf_moe_expand.checkpoint import gguf
 from hf_moe_expand.demo import real
 from hf_moe_expand.evaluation.perplexity import LanguageScore
@@ -45,7 +45,6 @@ from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
-from hf_moe_expand.stages.arguments import check_training_arguments
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -205,7 +204,7 @@ def test_the_distributed_guide(workplace):
         asked = launch_command_parser().parse_args([*shlex.split(options), "script"])
         assert asked.config_file is None or (ROOT / "hf_moe_expand/accelerate_configs" / asked.config_file).is_file()
     for text in blocks("distributed.md", "yaml"):
-        check_training_arguments(parsed(text)["training"], "training")
+        assert keywords(PostPretrainConfig, **parsed(text)).given
     said = run("distributed.md")
     assert "final checkpoint: runs/qwen-el/post_pretrain" in said["run recipe.yaml"]
 
@@ -320,7 +319,7 @@ def test_the_lifelong_guide(workplace, quick_gates):
     workplace("dmoe.md")
     workplace("lifelong.md")
     settings = yaml.safe_load(Path("recipe.yaml").read_text("utf-8"))
-    settings |= {"plan": {"method": "moe-lpr", "experts": 2}, "gates": None, "review": small({"training": {}})}
+    settings |= {"plan": {"method": "moe-lpr", "experts": 2}, "gates": None, "review": small({})}
     Path("first.yaml").write_text(yaml.safe_dump(settings), "utf-8")
     run_recipe(Recipe.load("first.yaml"), lambda line: None).rename("qwen-el-2")
     said = run("lifelong.md")

@@ -296,7 +296,7 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
         (tmp_path / "hi.jsonl").write_text('{"translation": {"el": "x", "hi": "y"}}')
         with pytest.raises(InputError, match=rf"post_pretrain\.validation\.texts\.el: .*{message}"):
             validate_recipe(recipe(new=el, post_pretrain=held_out))
-    smooth = {"block_size": 32, "training": {"label_smoothing_factor": 0.1}}
+    smooth = {"block_size": 32, "label_smoothing_factor": 0.1}
     assert validate_recipe(recipe(new=el, post_pretrain=smooth))
 
 
@@ -340,8 +340,8 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
         base=str(folder / "base"), output=str(tmp_path / "run"), old={"es": str(folder / "es.jsonl")},
         new={"el": str(folder / "el.jsonl")}, test={"es": str(folder / "es.jsonl"), "el": str(folder / "el.jsonl")},
         analysis={"tokens": TOKENS}, plan={"method": "layer-moe", "total_experts": 12, "classifier_layers": 2},
-        post_pretrain={"block_size": 32, "training": {"max_steps": 2}},
-        review={"block_size": 32, "training": {"max_steps": 2}},
+        post_pretrain={"block_size": 32, "max_steps": 2},
+        review={"block_size": 32, "max_steps": 2},
     )  # fmt: skip
     run_recipe(recipe)
     assert SimilarityResult.from_json(tmp_path / "run" / "analysis.json").encoder_layers == ENCODER

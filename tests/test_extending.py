@@ -42,8 +42,8 @@ def test_the_guides_files_make_a_method_and_a_stage(place):
     for name, text in named.items():
         (package.parent / name).write_text(text, "utf-8")
     (settings,) = map(yaml.safe_load, blocks("yaml"))
-    (place / "warm_up.yaml").write_text(yaml.safe_dump({**settings, "block_size": 32, "training": SMALL}))
-    stage = {"block_size": 32, "training": SMALL}
+    (place / "warm_up.yaml").write_text(yaml.safe_dump({**settings, "block_size": 32, **SMALL}))
+    stage = {"block_size": 32, **SMALL}
     recipe = {
         "base": "Qwen/Qwen2.5-0.5B", "output": "run", "new": {"el": "el.jsonl"}, "plan": {"method": "ends", "most": 3},
         "warm_up": stage, "post_pretrain": stage, "review": None,

@@ -37,7 +37,7 @@ def fields(home, tmp_path, **changes):
         "old": {code: texts[code] for code in ("en", "de")},
         "new": {code: texts[code] for code in ("el", "hu")},
         "test": {code: texts[code] for code in ("en", "el", "hu")},
-        "review": {"block_size": 32, "training": TRAINING},
+        "review": {"block_size": 32, **TRAINING},
         "evaluation": {"block_size": 32, "batch_size": 4},
         **changes,
     }
@@ -94,7 +94,7 @@ def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
 
 def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_path, quick_gates):
     written = {"documents": 8, "tokens": 30, "prompts": {"en": ["The city"], "de": ["Die Stadt"]}}
-    review = {"block_size": 32, "distillation_coef": 1.0, "fewer_documents": True, "training": TRAINING}
+    review = {"block_size": 32, "distillation_coef": 1.0, "fewer_documents": True, **TRAINING}
     loaded = recipe(home, tmp_path, old=None, test=None, self_written=written, review=review)
     validate_recipe(loaded)
     said = []
@@ -106,7 +106,7 @@ def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_pa
     ("changes", "message"),
     [
         ({"plan": {"method": "moe-lpr", "experts": 2}}, "plan: a recipe with `join` makes and trains no new experts"),
-        ({"post_pretrain": {"training": TRAINING}}, "post_pretrain: a recipe with `join` makes and trains no new"),
+        ({"post_pretrain": {**TRAINING}}, "post_pretrain: a recipe with `join` makes and trains no new"),
         ({"expansions": [{"new": {"tr": "tr.jsonl"}}]}, "expansions: a recipe with `join`"),
         ({"graft": {"instruct": "x"}}, "graft: a recipe with `join`"),
         ({"expand": {"expert_kind": "lora"}}, "expand: a recipe with `join`"),

@@ -26,7 +26,6 @@ from hf_moe_expand.modeling import DMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
 from hf_moe_expand.schema import read
-from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.trainers import Masking, mask_routing, masking
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
 from hf_moe_expand.trainers.masking import local_experts, mask_outputs
@@ -379,7 +378,7 @@ def test_the_budget_draws_the_gate(tmp_path):
 @pytest.mark.parametrize("value", [-0.1, 1.0, 2])
 def test_probabilities_outside_0_1_are_refused(value):
     with pytest.raises(InputError, match="masking: expert_output is"):
-        read(settings_of(PostPretrainConfig), {"masking": {"expert_output": value}})
+        read(PostPretrainConfig, {"masking": {"expert_output": value}})
     with pytest.raises(InputError, match="gating_dropout is"):
         Masking(gating_dropout=value)
 
@@ -387,7 +386,7 @@ def test_probabilities_outside_0_1_are_refused(value):
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
 def test_a_gate_budget_outside_0_1_is_refused(value):
     with pytest.raises(InputError, match="gate_budget is"):
-        read(settings_of(PostPretrainConfig), {"gate_budget": value})
+        read(PostPretrainConfig, {"gate_budget": value})
 
 
 def test_gates_need_experts_and_masks_need_gates(tmp_path):

@@ -34,7 +34,7 @@ def home(tmp_path_factory):
     for seed, (code, plan) in enumerate({"el": EL, "hu": HU, "tr": TR}.items(), start=1):
         make_pack(home / f"qwen-{code}", home / "base", plan, seed)
     join_expansions([home / "qwen-el", home / "qwen-hu", home / "qwen-tr"], home / "joined")
-    (home / "review.yaml").write_text(yaml.safe_dump({"block_size": 16, "training": QUICK}))
+    (home / "review.yaml").write_text(yaml.safe_dump({"block_size": 16, **QUICK}))
     return home
 
 
@@ -86,7 +86,7 @@ def test_review_by_self_distillation_on_text_that_the_base_inside_wrote(home, tm
         written = tmp_path / f"{code}.jsonl"
         invoke("sample", home / "joined", "--language", code, "--documents", 6, "--tokens", 12, "--out", written)
         given += ["--data", f"{code}={written}"]
-    settings = {"block_size": 16, "distillation_coef": 1.0, "fewer_documents": True, "training": QUICK}
+    settings = {"block_size": 16, "distillation_coef": 1.0, "fewer_documents": True, **QUICK}
     (tmp_path / "kd.yaml").write_text(yaml.safe_dump(settings))
     invoke(
         "train", "review", home / "joined", tmp_path / "out", *given, *data(home, "el", "hu", "tr"), "--config",

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, run_fresh, run_ranks, save_dense, write_texts
+from conftest import byte_tokenizer, keywords, run_fresh, run_ranks, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
@@ -34,15 +35,14 @@ from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed
 from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
-from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 from hf_moe_expand.steps import stage as stage_steps
 from hf_moe_expand.steps.evaluate import Evaluate
 
-PostPretrainSettings, ReviewSettings = settings_of(PostPretrainConfig), settings_of(ReviewConfig)
-GroupSettings, JointSettings = settings_of(GroupConfig), settings_of(JointConfig)
+PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
+GroupSettings, JointSettings = partial(keywords, GroupConfig), partial(keywords, JointConfig)
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 2}
 
 
@@ -66,8 +66,8 @@ def recipe(root, help_text):
         test={code: str(root / f"{code}.test.jsonl") for code in ("en", "zh", "el", "tr")},
         analysis=AnalysisSettings(tokens=500, block_size=32, batch_size=4),
         plan=plan_settings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
-        post_pretrain=PostPretrainSettings(block_size=32, training={**TRAINING, "max_steps": 6, "save_steps": 2}),
-        review=ReviewSettings(block_size=32, training={**TRAINING, "max_steps": 4}),
+        post_pretrain=PostPretrainSettings(block_size=32, **{**TRAINING, "max_steps": 6, "save_steps": 2}),
+        review=ReviewSettings(block_size=32, **{**TRAINING, "max_steps": 4}),
         evaluation=EvaluationSettings(block_size=32, batch_size=4),
     )
 
@@ -157,7 +157,7 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
     begun = json.loads((root / "broken" / "steps.json").read_text())["begun"]
     assert begun["attempts"] == 1
     assert begun["seconds"] > 0
-    other = changed(broken, post_pretrain=changed(broken.post_pretrain, balance_coef=0.5))
+    other = changed(broken, post_pretrain=broken.post_pretrain.but(balance_coef=0.5))
     with pytest.raises(InputError, match=r"an interrupted run with other balance_coef \(then 0.01, now 0.5\)"):
         run_recipe(other, lambda line: None)
     resumed = []
@@ -187,7 +187,7 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
             run_recipe(recipe)
     kept = weights(root / "died" / "post_pretrain")
     with pytest.raises(InputError, match="changed after step `post_pretrain` had run"):
-        run_recipe(changed(recipe, post_pretrain=changed(recipe.post_pretrain, balance_coef=0.5)))
+        run_recipe(changed(recipe, post_pretrain=recipe.post_pretrain.but(balance_coef=0.5)))
     trained, train = [], stage_steps.train_stage
     monkeypatch.setattr(stage_steps, "train_stage", lambda *rest: trained.append(rest[1].name) or train(*rest))
     said = []
@@ -206,7 +206,7 @@ def test_two_ranks_run_a_recipe_together(recipe, root):
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
     assert [stage["steps"] for stage in stages] == [6, 4]
-    size = recipe.model_dump()["post_pretrain"]["training"]["per_device_train_batch_size"]
+    size = recipe.model_dump()["post_pretrain"]["per_device_train_batch_size"]
     assert [stage["blocks_seen"] for stage in stages] == [6 * size * 2, 4 * size * 2]
     assert all(stage["tokens_seen"] == 32 * stage["blocks_seen"] for stage in stages)
     assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
@@ -240,7 +240,7 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root
 )
 def test_ablations(recipe, tmp_path, changes, moved):
     changes = {
-        name: changed(getattr(recipe, name), **value) if isinstance(value, dict) else value
+        name: getattr(recipe, name).but(**value) if isinstance(value, dict) else value
         for name, value in changes.items()
     }
     recipe = changed(recipe, output=str(tmp_path / "run"), test={}, **changes)
@@ -373,8 +373,8 @@ def test_a_dmoe_recipe(recipe, root):
     recipe = changed(
         recipe, new={**recipe.old, **recipe.new}, old={}, output=str(root / "dmoe"),
         deviation=DeviationSettings(steps=2, batch_size=2, block_size=16, micro_batch_size=2),
-        plan=plan_settings("dmoe", groups=2, ratio=0.7), group=GroupSettings(block_size=16, training=training),
-        joint=JointSettings(block_size=16, training=training), post_pretrain=PostPretrainSettings(), review=None,
+        plan=plan_settings("dmoe", groups=2, ratio=0.7), group=GroupSettings(block_size=16, **training),
+        joint=JointSettings(block_size=16, **training), post_pretrain=PostPretrainSettings(), review=None,
         graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
     )  # fmt: skip
     validate_recipe(recipe)

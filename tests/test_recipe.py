@@ -1,19 +1,20 @@
 """Recipes and settings: what is refused, and that the message helps."""
 
+from functools import partial
+
 import pytest
-from conftest import save_dense, write_texts
+from conftest import keywords, save_dense, write_texts
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import changed, read
-from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 from hf_moe_expand.yamlfile import read_yaml
 
-PostPretrainSettings, ReviewSettings = settings_of(PostPretrainConfig), settings_of(ReviewConfig)
+PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
 
 GOOD = """
 base: {root}/base
@@ -22,8 +23,8 @@ old: {{en: {root}/en.jsonl}}
 new: {{el: {root}/el.jsonl}}
 analysis: {{tokens: 30}}
 plan: {{total_experts: 7, classifier_layers: 1}}
-post_pretrain: {{block_size: 32, training: {{max_steps: 2, learning_rate: 5e-5}}}}
-review: {{block_size: 32, training: {{max_steps: 2}}}}
+post_pretrain: {{block_size: 32, max_steps: 2, learning_rate: 5e-5}}
+review: {{block_size: 32, max_steps: 2}}
 """
 
 
@@ -46,10 +47,10 @@ def recipe(root, text=GOOD, **changes):
 
 def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     loaded = recipe(root)
-    assert loaded.post_pretrain.training["learning_rate"] == 5e-5
-    assert loaded.review == ReviewSettings(block_size=32, training={"max_steps": 2})
+    assert loaded.post_pretrain.learning_rate == 5e-5
+    assert loaded.review == ReviewSettings(block_size=32, max_steps=2)
     assert any("7 experts, 1 classifier" in line for line in validate_recipe(loaded))
-    assert recipe(root, a=("review: {block_size: 32, training: {max_steps: 2}}", "review: null")).review is None
+    assert recipe(root, a=("review: {block_size: 32, max_steps: 2}", "review: null")).review is None
 
 
 def test_validation_says_what_a_push_will_need(root, monkeypatch):
@@ -69,7 +70,7 @@ def test_validation_says_what_a_push_will_need(root, monkeypatch):
     [
         ("plan:", "plann:", "unknown key `plann`; did you mean `plan`?"),
         ("total_experts", "total_expert", "plan: unknown key `total_expert`; did you mean `total_experts`?"),
-        ("n: {block_size: 32, training: {m", "n: {blok_size: 32, training: {m", "did you mean `block_size`"),
+        ("n: {block_size: 32, m", "n: {blok_size: 32, m", "did you mean `block_size`"),
         ("total_experts: 7", "total_experts: many", "plan: total_experts: expected an integer, found 'many'"),
         ("total_experts: 7", "total_experts: true", "plan: total_experts: expected an integer, found True"),
         ("new: {el: ", "new: {en: ", "en: given as an old and as a new language"),
@@ -110,31 +111,31 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("/en.jsonl", "/none.jsonl", "no such file"),
         ("total_experts: 7", "total_experts: 5", "3 layers with at least 2 each .* need 6 or more"),
         ("classifier_layers: 1", "classifier_layers: 4", "4 classifier layers were asked for, but 3"),
-        ("learning_rate", "learning_rat", "post_pretrain.training: .*`learning_rat`; did you mean `learning_rate`"),
+        ("learning_rate", "learning_rat", "post_pretrain: .*`learning_rat`; did you mean `learning_rate`"),
         ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
-        ("learning_rate: 5e-5", "lr_scheduler_type: cosin", "post_pretrain: training: cosin is not a valid"),
-        ("learning_rate: 5e-5", "learning_rate: fast", "pretrain.training: learning_rate: expected a number, found"),
-        ("learning_rate: 5e-5", "warmup_steps: ten", "training: warmup_steps: expected a number, found 'ten'"),
-        ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: training: .*adamwx"),
-        ("learning_rate: 5e-5", "optim: adamw_anyprecision", "training.optim: .*install.*torchdistx"),
-        ("learning_rate: 5e-5", "adam_beta1: 2", "training.optim: Invalid beta parameter"),
-        ("learning_rate: 5e-5", "weight_decay: -0.1", "training.weight_decay is -0.1: must be at least 0"),
+        ("learning_rate: 5e-5", "lr_scheduler_type: cosin", "lr_scheduler_type is 'cosin': must be 'linear'"),
+        ("learning_rate: 5e-5", "learning_rate: fast", "pretrain.learning_rate: expected a number, found"),
+        ("learning_rate: 5e-5", "warmup_steps: ten", "pretrain.warmup_steps: expected a number, found 'ten'"),
+        ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: optim is 'adamwx': must be 'adamw_torch'"),
+        ("learning_rate: 5e-5", "optim: adamw_anyprecision", "post_pretrain: optim: .*install.*torchdistx"),
+        ("learning_rate: 5e-5", "adam_beta1: 2", "post_pretrain: optim: Invalid beta parameter"),
+        ("learning_rate: 5e-5", "weight_decay: -0.1", "post_pretrain: weight_decay is -0.1: must be at least 0"),
         ("learning_rate: 5e-5", "lr_scheduler_kwargs: {num_cycels: 1}", "lr_scheduler_type: .*num_cycels"),
-        ("learning_rate: 5e-5", "learning_rate: -5e-5", "training.learning_rate is -5e-05: must be above 0"),
-        ("learning_rate: 5e-5", "learning_rate: 0", "training.learning_rate is 0: must be above 0"),
+        ("learning_rate: 5e-5", "learning_rate: -5e-5", "learning_rate is -5e-05: must be larger than 0"),
+        ("learning_rate: 5e-5", "learning_rate: 0", "learning_rate is 0: must be larger than 0"),
         ("max_steps: 2, learning", "max_steps: 0, learning", "max_steps and num_train_epochs give no step"),
-        ("max_steps: 2, learning", "max_steps: -2, learning", "max_steps is -2: must be above 0; leave it out"),
-        ("learning_rate: 5e-5", "save_steps: 0", "training.save_steps is 0: must be above 0"),
-        ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps (>= 0|must be)"),
+        ("max_steps: 2, learning", "max_steps: -2, learning", "max_steps is -2: must be at least -1"),
+        ("learning_rate: 5e-5", "save_steps: 0", "save_steps is 0: must be larger than 0"),
+        ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps is -1: must be at least 0"),
         ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not resume"),
-        ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.training.fsdp_config: True is neither a file nor"),
-        ("learning_rate: 5e-5", "distributed_config: ", "training.distributed_config: must hold `key: value` lines"),
-        ("learning_rate: 5e-5", "fsdp: [1]", "post_pretrain: training: "),
-        ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: training: nope is not supported"),
-        ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain: training: .*nofile.json"),
+        ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.fsdp_config: True is neither a file nor"),
+        ("learning_rate: 5e-5", "distributed_config: ", "distributed_config: must hold `key: value` lines"),
+        ("learning_rate: 5e-5", "fsdp: [1]", "post_pretrain.fsdp: expected text"),
+        ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: report_to: nope is not supported"),
+        ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain.deepspeed: nofile.json: no such file"),
         ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size is 0: must be at least 1"),
         ("learning_rate: 5e-5", "gradient_accumulation_steps: 0", "accumulation_steps is 0: must be at least 1"),
-        ("learning_rate: 5e-5", "log_level: nope", "post_pretrain: training: 'nope' is not a known value"),
+        ("learning_rate: 5e-5", "log_level: nope", "log_level is 'nope': must be "),
         ("learning_rate: 5e-5", "gradient_checkpointing: sure", f"{CHECKPOINTING}: expected true or false, found"),
         ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
         ("plan:", "expand: {expert_kind: lroa}\nplan:", "expand: expert_kind is 'lroa'; known: ffn, lora"),
@@ -150,7 +151,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         (
             "learning_rate: 5e-5",
             "hub_token: hf_secret",
-            "training: leave `hub_token` out; `hf-moe-expand push` publishes",
+            "post_pretrain: leave `hub_token` out; `hf-moe-expand push` publishes",
         ),
         ("max_steps: 2, learning_rate: 5e-5", "eval_strategy: steps", "held-out text is scored by `validation`"),
         (
@@ -166,9 +167,8 @@ def test_mistakes_in_the_file(root, old, new, message):
     ],
 )  # fmt: skip
 def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
-    loaded = recipe(root, change=(old, new))
     with pytest.raises(InputError, match=message):
-        validate_recipe(loaded)
+        validate_recipe(recipe(root, change=(old, new)))
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_of_several_expansions_each_ones_text_is_counted(root):
 
 def test_what_trainingarguments_takes_is_not_refused(root):
     """Values whose types the library's annotations do not tell, its own defaults, and keys of another machine."""
-    given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: no, push_to_hub: false, tf32: true}"
-    loaded = recipe(root, a=("{max_steps: 2, learning_rate: 5e-5}", given))
+    given = "max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: no, push_to_hub: false, tf32: true"
+    loaded = recipe(root, a=("max_steps: 2, learning_rate: 5e-5", given))
     before = loaded.model_dump()
     assert validate_recipe(loaded)
     assert loaded.model_dump() == before
@@ -224,7 +224,7 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     assert loaded.model_dump() == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
-    assert "skipped: post_pretrain: training.deepspeed: /far/away.json is not on this machine" in found
+    assert "skipped: post_pretrain: deepspeed: /far/away.json is not on this machine" in found
 
 
 def test_the_first_expansion_looks_for_no_nearest_experts(root):
@@ -273,7 +273,7 @@ def test_a_growth_in_some_layers_leaves_out_others(root):
 def test_variables_are_filled_in_wherever_there_is_a_path(root, monkeypatch):
     held_out = "validation: {{texts: {{el: $ROOT/el.jsonl}}}}, curriculum: $ROOT/curriculum.json"
     monkeypatch.setenv("ROOT", str(root))
-    given = recipe(root, GOOD.replace("n: {{block_size: 32, training: {{m", f"n: {{{{{held_out}, training: {{{{m"))
+    given = recipe(root, GOOD.replace("n: {{block_size: 32, m", f"n: {{{{{held_out}, m"))
     assert given.post_pretrain.curriculum == f"{root}/curriculum.json"
 
 
@@ -345,7 +345,7 @@ def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
     # What needs neither is checked.
     for change, message in (
         ({"old": {"en": str(root / "none.jsonl")}}, "no such file"),
-        ({"post_pretrain": PostPretrainSettings(training={"learning_rat": 1})}, "did you mean `learning_rate`"),
+        ({"post_pretrain": {"learning_rat": 1}}, "did you mean `learning_rate`"),
         ({"base": "/nowhere/at/all"}, "not a hub id"),
     ):
         with pytest.raises(InputError, match=message):
@@ -371,14 +371,14 @@ def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
 def test_settings_from_mappings():
     assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}).total_experts == 7
     with pytest.raises(InputError, match="must hold `key: value` lines, found list"):
-        read(PostPretrainSettings, ["x"], "stage1.yaml")
-    with pytest.raises(InputError, match="known: training, block_size, tokens_per_language"):
-        read(PostPretrainSettings, {"zzz": 1}, "stage1.yaml")
+        read(PostPretrainConfig, ["x"], "stage1.yaml")
+    with pytest.raises(InputError, match="known: block_size, tokens_per_language"):
+        read(PostPretrainConfig, {"zzz": 1}, "stage1.yaml")
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
 def test_checkpointing_by_either_name(tmp_path, name):
-    settings = PostPretrainSettings(training={name: True, f"{name}_kwargs": {"use_reentrant": False}})
-    arguments = settings.config(tmp_path, 0)
+    settings = PostPretrainSettings(**{name: True, f"{name}_kwargs": {"use_reentrant": False}})
+    arguments = settings.made(tmp_path, 0)
     assert getattr(arguments, CHECKPOINTING) is True
     assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}

@@ -82,11 +82,11 @@ def test_each_says_what_it_is_and_explains_every_key(name):
 
 # METHODS.md and the papers: dotted keys of the first expansion, and what they must be.
 MOE_LPR_STAGES = {
-    "post_pretrain.block_size": 1024, "post_pretrain.balance_coef": 0.01, "post_pretrain.training.learning_rate": 5e-5,
-    "post_pretrain.training.lr_scheduler_type": "cosine", "post_pretrain.training.bf16": True,
+    "post_pretrain.block_size": 1024, "post_pretrain.balance_coef": 0.01, "post_pretrain.learning_rate": 5e-5,
+    "post_pretrain.lr_scheduler_type": "cosine", "post_pretrain.bf16": True,
     "review.block_size": 512, "review.old_documents": 50_000, "review.new_per_old": 2,
     "review.language_prior_coef": 0.1,
-    "review.balance_coef": 0, "review.training.learning_rate": 5e-5, "plan.top_k": 2,
+    "review.balance_coef": 0, "review.learning_rate": 5e-5, "plan.top_k": 2,
 }  # fmt: skip
 LAYER_MOE = {
     **MOE_LPR_STAGES, "plan.method": "layer-moe", "plan.total_experts": 3 * 24, "plan.minimum": 2,
@@ -97,7 +97,7 @@ DMOE = {
     "plan.method": "dmoe", "plan.groups": 9, "plan.ratio": 0.4, "plan.top_k": 2, "deviation.steps": 10,
     "deviation.learning_rate": 8e-6, "deviation.batch_size": 2048, "deviation.block_size": 512,
     "deviation.last_layers": 3, "group.group_coef": 1.28, "group.block_size": 2048, "joint.block_size": 2048,
-    "joint.balance_coef": 0.02, "group.training.learning_rate": 2e-5, "joint.training.learning_rate": 2e-5,
+    "joint.balance_coef": 0.02, "group.learning_rate": 2e-5, "joint.learning_rate": 2e-5,
     "sequences": (512, 512), "languages": 18,
 }  # fmt: skip
 DELTA = {
@@ -108,10 +108,10 @@ DELTA = {
 G1, G2 = "el hu tr", "bn hi ne"
 ELBAYAD = {
     "plan.method": "moe-lpr", "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
-    "post_pretrain.block_size": 1024, "post_pretrain.training.adam_beta1": 0.9,
-    "post_pretrain.training.adam_beta2": 0.98, "post_pretrain.training.adam_epsilon": 1e-6,
-    "post_pretrain.training.lr_scheduler_type": "inverse_sqrt", "post_pretrain.training.warmup_steps": 800,
-    "post_pretrain.training.max_steps": 10_000, "sequences": (1024, 512), "new": "el hu ga gd",
+    "post_pretrain.block_size": 1024, "post_pretrain.adam_beta1": 0.9,
+    "post_pretrain.adam_beta2": 0.98, "post_pretrain.adam_epsilon": 1e-6,
+    "post_pretrain.lr_scheduler_type": "inverse_sqrt", "post_pretrain.warmup_steps": 800,
+    "post_pretrain.max_steps": 10_000, "sequences": (1024, 512), "new": "el hu ga gd",
     # Gaelic has 16,316 pairs, two documents each.
     "review.old_documents": 15_000, "review.new_per_old": 2,
 }  # fmt: skip
@@ -150,11 +150,11 @@ NUMBERS = {
     },
     "recommended": {
         "plan.method": "moe-lpr", "plan.experts": 2, "plan.exclusive": True,
-        "post_pretrain.training.learning_rate": 2e-3, "post_pretrain.training.max_steps": 150,
+        "post_pretrain.learning_rate": 2e-3, "post_pretrain.max_steps": 150,
         "post_pretrain.block_size": 512, "gates": GateSettings(), "new": "hu",
     },
     "laptop-smollm2-135m": {
-        "post_pretrain.training.learning_rate": 2e-3, "review.training.learning_rate": 3e-3,
+        "post_pretrain.learning_rate": 2e-3, "review.learning_rate": 3e-3,
         "plan.method": "moe-lpr", "plan.experts": 3, "plan.only_layers": "9-20", "post_pretrain.balance_coef": 0.01,
         "review.language_prior_coef": 0.1, "review.new_per_old": 2, "new": "hu",
     },
@@ -178,7 +178,7 @@ def found_at(recipe, key):
     if key == "sequences":
         stages = (first.group, first.joint) if first.family == "dmoe" else (first.post_pretrain, first.review)
         gpus = 1 if "SmolLM2" in recipe.base else 8
-        return tuple(sequences(stage.training, gpus) for stage in stages)
+        return tuple(sequences(stage.given, gpus) for stage in stages)
     value = first
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)

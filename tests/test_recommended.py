@@ -52,13 +52,13 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     ours, theirs = recipe.post_pretrain, recommended.post_pretrain
     assert ours.block_size == theirs.block_size
     for name in ("learning_rate", "lr_scheduler_type", "warmup_steps"):
-        assert ours.training[name] == theirs.training[name]
+        assert ours.given[name] == theirs.given[name]
     # The byte tokenizer: a byte is a token, and one more ends each document.
     tokens = sum(len(doc.encode()) for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents())
     steps = max(tokens // 512, 1)
     assert f"about {steps} steps, of {tokens:,} tokens" in text
-    assert recipe.post_pretrain.training["num_train_epochs"] == 1
-    assert recipe.post_pretrain.training["per_device_train_batch_size"] == 1
+    assert recipe.post_pretrain.given["num_train_epochs"] == 1
+    assert recipe.post_pretrain.given["per_device_train_batch_size"] == 1
     for wanted in (
         r"post_pretrain: about \d+ steps.* tokens at hand, about: hu [\d,]+.* memory about .* GB.* disk up to .* GB; ",
     ):
@@ -91,7 +91,7 @@ def test_rates_name_their_source():
                           ("recommended", "moe-lpr-qwen1.5-1.8b"))  # fmt: skip
     for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
         rates = rates_for(parameters)
-        assert recipe["post_pretrain"]["training"]["learning_rate"] == rates.stage
+        assert recipe["post_pretrain"]["learning_rate"] == rates.stage
 
 
 def test_the_batch_fits_the_memory(base, texts, monkeypatch):
@@ -99,7 +99,7 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
     sizes = []
     for memory in (10**12, 1):
         monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
-        training = Recipe.of_text(new_recipe(str(base), *given), "x").post_pretrain.training
+        training = Recipe.of_text(new_recipe(str(base), *given), "x").post_pretrain.given
         assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] == 16
         sizes.append((training["per_device_train_batch_size"], any("checkpointing" in name for name in training)))
     assert sizes == [(16, False), (1, True)]

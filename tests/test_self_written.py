@@ -107,7 +107,7 @@ def test_the_file_says_where_it_comes_from_and_review_reads_it(root, tmp_path):
     }
     assert rows[0]["versions"].keys() == {"hf_moe_expand", "transformers", "torch"}
     settings = {"block_size": 16, "distillation_coef": 1.0, "language_prior_coef": 0.0}
-    settings["training"] = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    settings |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
     (tmp_path / "review.json").write_text(json.dumps(settings))
     text = ("--data", f"en={out}", "--data", f"el={root / 'el.jsonl'}")
     invoke("train", "review", root / "expanded", tmp_path / "out", *text, "--config", tmp_path / "review.json")
@@ -154,7 +154,7 @@ def test_defaults_of_the_checkpoint_do_not_bend_the_distribution(base, monkeypat
 
 
 def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):
-    config = {"block_size": 16, "everything": True, "training": {"max_steps": 1, "per_device_train_batch_size": 2}}
+    config = {"block_size": 16, "everything": True, "max_steps": 1, "per_device_train_batch_size": 2}
     (tmp_path / "all.json").write_text(json.dumps(config))
     text = ("--data", f"el={root / 'el.jsonl'}")
     invoke("train", "post-pretrain", root / "expanded", tmp_path / "all", *text, "--config", tmp_path / "all.json")

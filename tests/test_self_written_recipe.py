@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, keywords, save_dense, write_texts
 from transformers import Trainer
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
@@ -21,11 +22,10 @@ from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed
 from hf_moe_expand.self_written import writer_of
 from hf_moe_expand.settings import AnalysisSettings, EvaluationSettings, SelfWrittenSettings
-from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.steps.write import WriteOldText
 
 TRAINING = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 2}
-PostPretrainSettings, ReviewSettings = settings_of(PostPretrainConfig), settings_of(ReviewConfig)
+PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
 WRITTEN = "self_written.jsonl"
 
 
@@ -45,8 +45,8 @@ def recipe(root, tmp_path):
         self_written=SelfWrittenSettings(documents=12, tokens=40),
         analysis=AnalysisSettings(tokens=100, block_size=32, batch_size=4),
         plan=plan_settings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
-        post_pretrain=PostPretrainSettings(block_size=32, training=TRAINING),
-        review=ReviewSettings(block_size=32, distillation_coef=1.0, training=TRAINING),
+        post_pretrain=PostPretrainSettings(block_size=32, **TRAINING),
+        review=ReviewSettings(block_size=32, distillation_coef=1.0, **TRAINING),
         evaluation=EvaluationSettings(block_size=32, batch_size=4),
     )  # fmt: skip
 
@@ -286,7 +286,7 @@ def test_the_commands_of_a_user_without_any_old_text(root, tmp_path):
     plan = ("--experts", "2", "--layers", "3", "--old", "und", "--new", "el")
     invoke("plan", "moe-lpr", *plan, "--out", tmp_path / "plan.json")
     invoke("expand", root / "base", tmp_path / "expanded", "--plan", tmp_path / "plan.json")
-    config.write_text(json.dumps({"block_size": 16, "distillation_coef": 1.0, "training": TRAINING}), "utf-8")
+    config.write_text(json.dumps({"block_size": 16, "distillation_coef": 1.0, **TRAINING}), "utf-8")
     texts = ("--data", f"und={out}", "--data", f"el={root / 'el.jsonl'}")
     invoke("train", "review", tmp_path / "expanded", tmp_path / "reviewed", *texts, "--config", config)
     assert history(tmp_path / "reviewed").last.stages[-1].written_by == {"und": "base"}

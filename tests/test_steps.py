@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import save_dense, write_texts
+from conftest import keywords, save_dense, write_texts
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
 from hf_moe_expand.checkpoint.reader import CheckpointReader
@@ -16,7 +16,6 @@ from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.schema import changed
 from hf_moe_expand.settings import AverageSettings, EvaluationSettings, ExpandSettings
-from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.steps.analyze import AnalyzeSimilarity
 from hf_moe_expand.steps.evaluate import Evaluate
@@ -41,8 +40,8 @@ def recipe(tmp_path):
         new={"el": str(tmp_path / "el.jsonl")},
         test={code: str(tmp_path / f"{code}.test.jsonl") for code in WORDS},
         plan=plan_settings("moe-lpr", experts=2),
-        post_pretrain=settings_of(PostPretrainConfig)(block_size=16, training=TRAINING),
-        review=settings_of(ReviewConfig)(block_size=16, training=TRAINING),
+        post_pretrain=keywords(PostPretrainConfig, block_size=16, **TRAINING),
+        review=keywords(ReviewConfig, block_size=16, **TRAINING),
         evaluation=EvaluationSettings(block_size=16),
     )
 
@@ -82,7 +81,7 @@ def test_changed_settings_are_noticed_by_the_first_step_that_has_them(recipe):
     for changes, message in [
         ({"seed": 1}, "seed: changed after step `plan`"),
         ({"expand": changed(recipe.expand, expert_init="random")}, "expand: expand: changed after step `expand`"),
-        ({"review": changed(recipe.review, balance_coef=0.5)}, "review: review: changed after step `review`"),
+        ({"review": recipe.review.but(balance_coef=0.5)}, "review: review: changed after step `review`"),
         ({"review": None}, None),
         ({"evaluation": EvaluationSettings(block_size=8)}, None),
     ]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, keywords, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
@@ -28,7 +28,6 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import DivergedError, InputError
 from hf_moe_expand.records import History
 from hf_moe_expand.stages import run
-from hf_moe_expand.stages.config import STATED, settings_of
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 
@@ -203,9 +202,9 @@ def test_without_a_file_a_stage_trains_for_one_epoch(root, tmp_path):
     arguments[-1] = f"el={tmp_path / 'more.jsonl'}"
     said = invoke(*arguments)
     record = History.of(json.loads((tmp_path / "out" / "config.json").read_text())).last.stages[-1]
-    assert record.settings["training"] == {
+    assert record.settings | {
         "num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "cosine"
-    }  # fmt: skip
+    } == record.settings  # fmt: skip
     assert record.tokens_seen == record.tokens["el"] // 1024 * 1024
     assert f"post-pretrain: {record.steps} steps of 8,192 tokens, learning rate 5e-05 (cosine)" in said
 
@@ -219,11 +218,12 @@ def test_without_a_file_a_stage_trains_for_one_epoch(root, tmp_path):
     ],
 )
 def test_a_default_changes_only_where_it_is_named(tmp_path, training, wanted):
-    of_yaml = settings_of(PostPretrainConfig)(training=training).config(tmp_path, 0)
+    of_yaml = keywords(PostPretrainConfig, **training).made(tmp_path, 0)
+    stated = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type")
     for made in (of_yaml, PostPretrainConfig(str(tmp_path), **training)):
-        found = made.recorded()["training"]
+        found = made.recorded()
         assert made.num_train_epochs == wanted[0]
-        assert tuple(found[name] for name in STATED) == wanted
+        assert tuple(found[name] for name in stated) == wanted
 
 
 def test_the_callers_configuration_stays_as_it_is(root, data, tmp_path):
@@ -274,7 +274,7 @@ def test_weights_that_the_last_step_spoilt_are_not_written(root, data, tmp_path)
 
 
 def test_on_the_command_line_divergence_is_exit_code_2(root, tmp_path, monkeypatch, capsys):
-    settings = "block_size: 16\ntraining: {max_steps: 3, learning_rate: 1e30, disable_tqdm: true}\n"
+    settings = "{block_size: 16, max_steps: 3, learning_rate: 1e30, disable_tqdm: true}\n"
     (tmp_path / "stage.yaml").write_text(settings)
     folders, text = (root / "expanded", tmp_path / "out"), f"el={root / 'el.jsonl'}"
     arguments = ("train", "post-pretrain", *folders, "--data", text, "--config", tmp_path / "stage.yaml")

@@ -38,8 +38,8 @@ def place(request, tmp_path_factory):
     Plan("own", counts, [0], old=["en"], new=["el"]).save(root / "plan.json")
     Plan("own", more, [0], old=["en", "el"], new=["hu"], grows_from=counts).save(root / "more.json")
     training = {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True}
-    write_json(root / "stage.json", {"block_size": 16, "training": training})
-    write_json(root / "review.json", {"block_size": 16, "distillation_coef": 0.5, "training": training})
+    write_json(root / "stage.json", {"block_size": 16, **training})
+    write_json(root / "review.json", {"block_size": 16, "distillation_coef": 0.5, **training})
     invoke("expand", root / "base", root / "expanded", "--plan", root / "plan.json")
     text = {code: ("--data", f"{code}={root / code}.jsonl") for code in TEXT}
     invoke("train", "post-pretrain", root / "expanded", root / "1", *text["el"], "--config", root / "stage.json")

@@ -131,11 +131,11 @@ def test_an_interrupted_run_ends_with_the_same_curves(root, monkeypatch):
 
 
 def test_two_ranks_score_what_one_does_and_one_writes(root):
-    settings = {"block_size": 16, "temperature": 2, "training": {"max_steps": 3, "learning_rate": 1e-2}}
+    settings = {"block_size": 16, "temperature": 2, "max_steps": 3, "learning_rate": 1e-2}
     text = [part for code in ("el", "tr") for part in ("--data", f"{code}={root / code}.jsonl")]
     text += ["--validation", f"tr={root}/tr.test.jsonl"]
     for batch in (4, 2):  # in a step four blocks either way
-        settings["training"]["per_device_train_batch_size"] = batch
+        settings["per_device_train_batch_size"] = batch
         (root / f"{batch}.yaml").write_text(json.dumps(settings))
     expand_checkpoint(save_dense(root / "no-dropout"), root / "plain", Plan("moe-lpr", [2, 1, 1], new=["el", "tr"]))
     invoke("train", "post-pretrain", root / "plain", root / "one", *text, "--config", root / "4.yaml")

@@ -22,8 +22,8 @@ old: {en: ROOT/en.jsonl}
 new: {el: ROOT/el.jsonl}
 analysis: {tokens: 30}
 plan: {total_experts: 7, classifier_layers: 1}
-post_pretrain: {block_size: 32, training: {max_steps: 2}}
-review: {block_size: 32, training: {max_steps: 2}}
+post_pretrain: {block_size: 32, max_steps: 2}
+review: {block_size: 32, max_steps: 2}
 """
 DMOE = """
 base: ROOT/base
@@ -32,8 +32,8 @@ old: {en: ROOT/en.jsonl}
 new: {el: ROOT/el.jsonl, tr: ROOT/tr.jsonl}
 deviation: {steps: 1, batch_size: 1, block_size: 16}
 plan: {method: dmoe, groups: 2, ratio: 0.5}
-group: {block_size: 32, training: {max_steps: 2}}
-joint: {block_size: 32, training: {max_steps: 2}}
+group: {block_size: 32, max_steps: 2}
+joint: {block_size: 32, max_steps: 2}
 """
 
 
@@ -62,25 +62,26 @@ def merged(one, other):
     return {key: value for key, value in both.items() if other.get(key, 0) is not None}
 
 
+def try_case(case, root, number):
+    """Does what the case asks for, in the folder `root`."""
+    case = yaml.safe_load(yaml.safe_dump(case).replace("ROOT", str(root)))
+    if "recipe" in case:
+        good = yaml.safe_load((DMOE if case.get("dmoe") else GOOD).replace("ROOT", str(root)))
+        path, offline = root / f"{number}.yaml", bool(case.get("offline"))
+        path.write_text(yaml.safe_dump(merged(good, case["recipe"])), "utf-8")
+        validate_recipe(Recipe.load(path, unset_ok=offline), offline)
+    elif "stage" in case:
+        config = getattr(hf_moe_expand, case["stage"])(**case["keywords"])
+        texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in case.get("texts", ["el"])}
+        train_stage(root / case.get("model", "expanded"), root / f"out{number}", texts, config)
+    else:
+        read_plan_settings(case["plan"])
+
+
 def line_of(case, root, number):
     """The error line of a case."""
-
-    def here(text):
-        return text.replace("ROOT", str(root))
-
     with pytest.raises(InputError) as error:
-        if "recipe" in case:
-            good = yaml.safe_load(here(DMOE if case.get("dmoe") else GOOD))
-            path = root / f"{number}.yaml"
-            path.write_text(yaml.safe_dump(merged(good, yaml.safe_load(here(yaml.safe_dump(case["recipe"]))))), "utf-8")
-            validate_recipe(Recipe.load(path, unset_ok=bool(case.get("offline"))), offline=bool(case.get("offline")))
-        elif "stage" in case:
-            keywords = yaml.safe_load(here(yaml.safe_dump(case["keywords"])))
-            config = getattr(hf_moe_expand, case["stage"])(**keywords)
-            texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in case.get("texts", ["el"])}
-            train_stage(root / case.get("model", "expanded"), root / f"out{number}", texts, config)
-        else:
-            read_plan_settings(case["plan"])
+        try_case(case, root, number)
     return str(error.value).replace(str(root), "ROOT").replace(f"{number}.yaml", "recipe.yaml")
 
 

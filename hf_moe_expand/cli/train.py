@@ -45,18 +45,11 @@ def _verb(key: str) -> Callable[..., None]:
         overwrite: Overwrite = False,
     ) -> None:
         check_checkpoints(model, expanded=True)
-        from ..schema import changed
-
-        settings = _settings(key, config)
-        texts = {code: text.source for code, text in text_sources(validation or []).items()}
-        if texts:
-            from ..stages.config import ValidationSettings
-
-            before = settings.validation or ValidationSettings()
-            settings = changed(settings, validation=changed(before, texts={**before.texts, **texts}))
+        held_out = {code: text.source for code, text in text_sources(validation or []).items()}
+        settings = _settings(key, config, held_out)
         from ..stages.run import check_frozen, train_stage
 
-        record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
+        record = train_stage(model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite)
         if _is_first_rank():
             frozen = check_frozen(model, out, record.stage)
             print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
@@ -81,7 +74,7 @@ def train_adapt(
     settings = _settings("adapt", config)
     (source,) = text_sources([data]).values()
     tests = text_sources(test or [])
-    done = adapt_language(model, out, source, settings.config(out, seed), seed, overwrite)
+    done = adapt_language(model, out, source, settings.made(out, seed), seed, overwrite)
     if not _is_first_rank():
         return
     print("expert  perplexity of the new language")
@@ -107,17 +100,15 @@ def train_dense(
     overwrite: Overwrite = False,
 ) -> None:
     check_checkpoints(model)
-    from ..schema import changed
-
     settings: Any = _settings("dense", config)
     if only_new_blocks:
-        if "method" in settings.model_fields_set and settings.method != "new-blocks":
+        if settings.given.get("method", "new-blocks") != "new-blocks":
             raise InputError(f"{config}: method is {settings.method!r}, but --only-new-blocks was given; drop one.")
-        settings = changed(settings, method="new-blocks")
+        settings = settings.but(method="new-blocks")
     from ..stages.kinds.dense import check_old_blocks
     from ..stages.run import train_stage
 
-    record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
+    record = train_stage(model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite)
     if _is_first_rank():
         frozen = ""
         if settings.method == "new-blocks":
@@ -125,13 +116,20 @@ def train_dense(
         print(f"wrote {out}: {record.steps} steps{frozen}")
 
 
-def _settings(key: str, config: Path | None) -> Any:
-    """The settings of a stage from its file; the defaults without a file."""
-    from ..schema import read
+def _settings(key: str, config: Path | None, held_out: dict[str, str] = {}) -> Any:  # noqa: B006 (is not changed)
+    """The keywords of a stage from its file, and held-out text of the command line; the defaults without a file."""
+    from ..schema import changed, read
     from ..stages import all_stages
     from ..yamlfile import read_yaml
 
-    return read(all_stages()[key].settings_class(), {} if config is None else read_yaml(config), str(config or ""))
+    settings: Any = read(all_stages()[key].settings, {} if config is None else read_yaml(config), str(config or ""))
+    if not held_out:
+        return settings
+    from ..stages.config import ValidationSettings
+
+    before = settings.validation or ValidationSettings()
+    validation = changed(before, texts={**before.texts, **held_out})
+    return settings.but(validation=validation)
 
 
 def _is_first_rank() -> bool:

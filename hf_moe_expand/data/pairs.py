@@ -352,3 +352,12 @@ def padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
     """`[rows, longest]`, padded at the end."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+
+
+def check_pairs(source: LanguageText, tokenizer: Any = None) -> None:
+    """Refuses an encoder-decoder's text, as far as its first row shows, without translations or in a language that the
+    tokenizer, where it is at hand, has no code for."""
+    pair = source.first_pair()
+    if pair is not None and tokenizer is not None:
+        encoder, direction = PairEncoder(tokenizer), SentencePair(**pair).direction
+        encoder.check(filter(encoder.translates, (direction, direction[::-1])))

@@ -103,6 +103,10 @@ class LanguageText:
         """SHA-256 of each local file."""
         return [_digest(path, *_version(path)) for path in self.files()]
 
+    def contents(self) -> list[str]:
+        """Its source and the hashes of its files, for a fingerprint."""
+        return [self.source, *self.digests()]
+
     def documents(self) -> Iterator[str]:
         """Yields the documents of the local files one by one; none for text on the hub.
 
@@ -110,6 +114,10 @@ class LanguageText:
             InputError: see `load`.
         """
         return (row["text"] for row in self._rows())
+
+    def count(self, most: int) -> int:
+        """The number of documents, counted up to `most`; text on the hub is taken to be enough."""
+        return sum(1 for _ in islice(self.documents(), most)) if self.files() else most
 
     def _rows(self, as_pairs: bool = False) -> Iterator[dict[str, str]]:
         for path in self.files():
@@ -344,3 +352,8 @@ def translation_start(pair: Pair, source: str) -> str:
     """The start of `translation_line`, up to the translation."""
     names = [language_name(code) for code in pair]
     return f"{names[0]}: {source} → {names[1]}:"
+
+
+def contents(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
+    """The fingerprint of each language's text."""
+    return {code: text.contents() for code, text in sources.items()}

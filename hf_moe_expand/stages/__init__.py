@@ -14,7 +14,8 @@ from . import kinds
 
 if TYPE_CHECKING:
     from ..trainers.freezing import Trained
-    from .base import Stage, TrainingStage
+    from .base import Stage
+    from .config import StageConfig
 
 
 def stage_keys() -> list[str]:
@@ -49,11 +50,11 @@ def stages_for(family: str) -> "list[type[Stage]]":
 
 
 @cache
-def training_stages() -> "tuple[type[TrainingStage], ...]":
+def training_stages() -> "tuple[type[StageConfig], ...]":
     """Every stage that trains an expanded model."""
-    from .base import TrainingStage
+    from .config import StageConfig
 
-    return tuple(stage for stage in all_stages().values() if issubclass(stage, TrainingStage) and stage.families)
+    return tuple(stage for stage in all_stages().values() if issubclass(stage, StageConfig) and stage.families)
 
 
 def trained_parts(stage: str) -> "Trained | None":

@@ -1,29 +1,49 @@
-"""The configuration of a training stage: `transformers.TrainingArguments` with the stage's own fields.
+"""The configuration of a stage that trains: `transformers.TrainingArguments` with the stage's own fields.
 
-A subclass declares its fields once, for the checks, the keys of a stage in a recipe, the arguments of
-`HfArgumentParser`, the table in docs/settings.md and the JSON schema.
+A field is declared once: its type is the check, its `help` the documentation. A recipe's stage, a `--config` file and
+Python give the same keywords. In YAML they are checked by the fields alone, and the object is made where it trains.
 """
 
-import json
+import copy
 import math
+import re
+import types
 import typing
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
-import pydantic
 import torch
-from pydantic import Field
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from pydantic import AllowInfNan, BeforeValidator, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic_core import core_schema
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import trainer_log_levels
 
+from ..checkpoint.source import COMPANIONS, load_expanded_config
+from ..data.packing import PackedText, pack_texts
+from ..data.pairs import pack_pairs
+from ..distributed import SHARDING
 from ..errors import InputError, errors_at
+from ..evaluation.validation import VALIDATION, ValidationCallback
+from ..jsonfile import parse_json
 from ..memory import has_bfloat16
+from ..modeling.configuration_layer_moe import joins_packs
 from ..recipe_paths import Place
-from ..schema import Count, Declared, Text, Whole, read
+from ..records import History
+from ..schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read
+from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
-from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
+from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
+from ..trainers.samplers import LanguageMix
+from .base import Stage
 
 NO_BFLOAT16 = (
     "bf16: this machine has no instructions for bfloat16 and emulates it, up to thirty times slower than float32: "
@@ -31,15 +51,51 @@ NO_BFLOAT16 = (
 )
 BlockSize = Annotated[Whole, Field(ge=2)]
 
+_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
+# What a run sets itself, with the arguments on which the losses rely.
+_SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
+_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
+_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
+# The library's fields with bounds that its training loop needs, or that its types do not say.
+_BOUNDED: dict[str, Any] = {
+    "gradient_accumulation_steps": Count,
+    "dataloader_num_workers": Annotated[Whole, Field(ge=0)],
+    "max_grad_norm": Coefficient,
+    "weight_decay": Coefficient,
+    "save_steps": Positive,
+    "logging_steps": Positive,
+    "max_steps": Annotated[Whole, Field(ge=-1)],
+    "warmup_steps": Coefficient,
+    **dict.fromkeys(("log_level", "log_level_replica"), Literal[tuple(trainer_log_levels)]),  # type: ignore[misc]
+}
+_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}
+
+
+class Help(str):
+    """The description of a field that a stage declares with `setting`."""
+
 
 def setting(default: Any, help: str) -> Any:
     """A field of a stage: its default, and its description for documentation and `--help`.
 
     A stage trains on the losses that the types of its fields name: `Annotated[Coefficient, BalanceLoss]`.
     """
-    if isinstance(default, type):
-        return field(default_factory=default, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    kind = "default_factory" if isinstance(default, type) else "default"
+    return field(**{kind: default}, metadata={"help": Help(help)})
+
+
+def mapping_of(cls: type[Declared]) -> Any:
+    """The type of a field that holds settings of a class: a mapping, JSON on a command line, or None."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("{"):
+            try:
+                value = parse_json(value)
+            except ValueError as error:
+                raise InputError(f"{value!r}: not a JSON object ({error}).") from None
+        return value if value is None or isinstance(value, cls) else read(cls, value)
+
+    return Annotated[Union[cls, str, None], PlainValidator(checked, json_schema_input_type=cls | None)]  # noqa: UP007
 
 
 class ValidationSettings(Declared):
@@ -52,188 +108,404 @@ class ValidationSettings(Declared):
     )
 
 
-@dataclass
-class StageConfig(TrainingArguments):
-    """Fields common to every training stage.
+Validation = mapping_of(ValidationSettings)
 
-    Every argument of `TrainingArguments` works. Six have other defaults: `num_train_epochs` 1, `lr_scheduler_type`
-    cosine, `logging_steps` 10, `save_total_limit` 1, `report_to` none, `seed` 0.
+
+@dataclass
+class StageConfig(TrainingArguments, Stage):
+    """A stage that trains: its settings are fields, and its losses stand in their types.
+
+    Every argument of `TrainingArguments` works. Besides those that are declared here, five have other defaults:
+    `logging_steps` 10, `save_total_limit` 1, `report_to` none, `seed` 0, and `use_cpu` where there is no accelerator.
+
+    Attributes:
+        trains: the parts of the model that it trains.
+        trainer_class: its Trainer, set where the Trainer is defined.
+        companions: patterns of files that are copied to the trained model.
+        given: the keywords that were given, or set afterwards.
 
     Raises:
         InputError: a field has another type, is out of range, or contradicts another field.
     """
 
-    _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, "distributed_config")  # type: ignore[assignment]
+    trains: ClassVar[Trained]
+    trainer_class: ClassVar[Any] = None
+    companions: ClassVar[Sequence[str]] = COMPANIONS
+    _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
-    num_train_epochs: float = 1.0
-    lr_scheduler_type: SchedulerType | str = "cosine"
     logging_steps: float = 10
     save_total_limit: int | None = 1
     report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser reads this order alone)
     seed: int = 0
-    use_cpu: bool | None = None  # type: ignore[assignment]  # where no accelerator is available
+    use_cpu: bool | None = None  # type: ignore[assignment]
     distributed_config: dict | str | None = field(
         default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
     )
     block_size: BlockSize = setting(1024, "tokens in a block")
+    num_train_epochs: Coefficient = setting(1.0, "passes over the text, where `max_steps` does not say the steps")
+    per_device_train_batch_size: Count = setting(8, "blocks in a forward pass of a device")
+    learning_rate: Positive = setting(5e-5, "highest learning rate")
+    lr_scheduler_type: SchedulerType | str = setting("cosine", "how the learning rate changes")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.settings = cls
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Self:
+        self = super().__new__(cls)
+        names = [f.name for f in fields(cls) if f.init]
+        self.given = cls._unlike_defaults(dict(zip(names, args, strict=False)) | keywords)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in vars(self) and name in self.__dataclass_fields__:
+            self.given = self.given | {name: value}
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
-        # The given arguments, which the history records, before TrainingArguments adds the others.
-        self.given = {name: getattr(self, name) for name in _argument_names() if self._was_given(name)}
-        own = {name: _from_json(getattr(self, name)) for name in own_fields(type(self))}
-        checked = read(settings_of(type(self)), own)  # type: ignore[arg-type]
-        for name in own:
-            setattr(self, name, getattr(checked, name))
-        for name in ("seed", "data_seed"):
-            check_seed(getattr(self, name), name)
-        if self.use_cpu is None:
-            self.use_cpu = not torch.accelerator.is_available()
-        if self.data_seed is None:
-            self.data_seed = self.seed
-        if self.distributed_config is not None and "save_strategy" not in self.given:
-            self.save_strategy = "no"
-        with refused_by_the_library("training"):
+        checked = {name: getattr(self, name) for name in (*own_fields(type(self)), *_BOUNDED)}
+        read_values = read(type(self), {name: _plain(value) for name, value in checked.items()})
+        for name in checked:
+            setattr(self, name, getattr(read_values, name))
+        self._settle()
+        check_seed(self.seed)
+        check_seed(self.data_seed, "data_seed")
+        with refused_by_the_library():
             super().__post_init__()
             self.get_process_log_level()
-        accepted_arguments(self)
         if self.bf16 and not has_bfloat16():
             warnings.warn(NO_BFLOAT16, stacklevel=3)
-        self._made = {name: getattr(self, name) for name in _argument_names()}
+        self._is_made = True
 
-    def _was_given(self, name: str) -> bool:
-        value, default = getattr(self, name), _default(name)
-        # The library's "no" is false: HfArgumentParser passes it so.
-        return value != default and any(setting and setting != "no" for setting in (value, default))
+    def _settle(self) -> None:
+        """Defaults that depend on other fields."""
+        if self.data_seed is None:
+            self.data_seed = self.seed
+        if self.use_cpu is None:
+            self.use_cpu = not torch.accelerator.is_available()
+        if self.distributed_config is not None and "save_strategy" not in self.given:
+            self.save_strategy = "no"
+
+    # --- keywords -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of_keywords(cls, **keywords: Any) -> Self:
+        """The configuration that keywords will make, with the defaults of all other fields: nothing is made for which a
+        device, an output folder or a library of a reporter is needed. `made` makes it."""
+        plan = cls.__new__(cls, **keywords)
+        plan.given = keywords
+        for f in fields(cls):
+            vars(plan)[f.name] = keywords[f.name] if f.name in keywords else _default(f)
+        plan._settle()
+        return plan
+
+    def but(self, **keywords: Any) -> Self:
+        """The configuration that the same keywords will make, but for these."""
+        return read(type(self), {**self.given, **keywords})
+
+    def made(self, output_dir: Any, seed: int, where: str = "") -> Self:
+        """The configuration with which training starts, of the keywords that were given.
+
+        Raises:
+            InputError: the library refuses a keyword, here or on this machine; the message begins with `where`.
+        """
+        keywords = {**copy.deepcopy(self.given), "output_dir": str(output_dir), "seed": seed, "data_seed": seed}
+        with errors_at(where):
+            made = type(self)(**keywords)
+        made.given = {**self.given, **made.given}
+        return made
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """In YAML: a mapping of keywords, which becomes a configuration that is not made yet."""
+        own, keys = own_fields(cls), {}
+        for name, hint in cls.keyword_types().items():
+            f = cls.__dataclass_fields__[name]
+            shown = {"default": _plain(f.default)} if name in own and f.default is not MISSING else {}
+            about = f.metadata.get("help", "an argument of transformers.TrainingArguments").partition(". ")[0]
+            hint = Annotated[hint, Field(description=about, json_schema_extra=shown)]
+            keys[name] = core_schema.typed_dict_field(handler.generate_schema(hint), required=False)
+        return core_schema.no_info_wrap_validator_function(
+            cls._read,
+            core_schema.typed_dict_schema(keys, extra_behavior="forbid"),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda stage: stage.keywords()),
+        )
+
+    @classmethod
+    def _read(cls, value: Any, handler: Callable[[Any], dict[str, Any]]) -> Self:
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping) and "training" in value:
+            value = _flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
+        if isinstance(value, Mapping):
+            value = {_CHECKPOINTING.sub(CHECKPOINTING, str(name)): inner for name, inner in value.items()}
+            if name := next((name for name in _SET if name in value), None):
+                raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
+        plan = cls.of_keywords(**handler(value))
+        plan.check_alone()
+        return plan
+
+    def check_alone(self) -> None:
+        """Refuses keywords for what a run does itself, where no Trainer is at hand that could do it."""
+        for name, value in self.given.items():
+            if name in _SCORED and value not in (False, "no", None):
+                raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
+            if name in _PUBLISHED and value:
+                raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
+        if self.save_only_model:
+            raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
+
+    @classmethod
+    @cache
+    def keyword_types(cls) -> dict[str, Any]:
+        """The type of each keyword in YAML, the stage's own first."""
+        hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
+        others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
+        return {name: _BOUNDED.get(name) or _strict(hints[name]) for name in (*own, *others)}
+
+    @classmethod
+    def _unlike_defaults(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords with another value than the default's: a command line's parser gives all of them. To it the
+        library's "no" is false."""
+        found = {}
+        for name, value in keywords.items():
+            default = _default(cls.__dataclass_fields__[name]) if name in cls.__dataclass_fields__ else MISSING
+            if value != default and any(one and one != "no" for one in (value, default)):
+                found[name] = value
+        return found
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords that were given, as JSON."""
+        return {name: _json(value) for name, value in self.given.items()}
+
+    def recorded(self) -> dict[str, Any]:
+        """The stage's settings for its history, JSON: its declared fields, and all other keywords that were given."""
+        names = dict.fromkeys([*own_fields(type(self)), *self.given])
+        return {name: _json(getattr(self, name)) for name in names if name not in (*_SET[:3], *_PUBLISHED)}
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
-        own = self.recorded()
-        return {**super().to_dict(), **{name: own[name] for name in own_fields(type(self))}}
+        own = {name: _json(getattr(self, name)) for name in own_fields(type(self))}
+        return {**super().to_dict(), **own}
 
-    def chosen(self) -> dict[str, Any]:
-        """The training arguments that were given, or set afterwards."""
-        changed = {name: getattr(self, name) for name, value in self._made.items() if getattr(self, name) != value}
-        return {**self.given, **changed}
+    # --- what the stage does --------------------------------------------------------------------------------------
 
-    def recorded(self) -> dict[str, Any]:
-        """The stage's settings for its history: its own fields, the chosen training arguments and `STATED`."""
-        own = {name: getattr(self, name) for name in own_fields(type(self))}
-        training = {name: getattr(self, name) for name in STATED} | self.chosen()
-        return {name: _json(value) for name, value in own.items()} | {
-            "training": {name: _json(value) for name, value in training.items()}
-        }
+    def trained(self) -> tuple[str, Trained]:
+        """Its name in a history, and the parts of the model that train."""
+        return self.name, self.trains
 
+    @classmethod
+    def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+        return list(new)
 
-# The training arguments that a history records whether they were given or not.
-STATED = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type")
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        """Refuses text in languages for which the stage is not made, missing text, and settings that contradict them
+        or the model. Returns what else there is to say, one line each.
 
+        Args:
+            model: configuration of the expanded model, or of what is planned.
+            texts: text of each language: a `LanguageText` or a data set.
+        """
+        if not texts:
+            raise InputError("No text was given: name files with --data.")
+        return []
 
-class StageSettings(Declared):
-    """A stage in a recipe or in a file of its own: the fields of its configuration, and under `training` the arguments
-    of `TrainingArguments`."""
+    @classmethod
+    def check_model(cls, model_config: Any) -> None:
+        """Refuses a model of another family."""
+        if model_config.model_type in cls.families:
+            return
+        if "dmoe" in cls.families:
+            raise InputError(
+                f"The checkpoint has no language groups (model_type {model_config.model_type!r}): `train {cls.name}` "
+                "is for DMoE; expand the base with a dmoe plan."
+            )
+        raise InputError(
+            "This is a DMoE checkpoint, which has no frozen expert for old languages to return to: use `train group`, "
+            "`train joint` or `train adapt`."
+        )
 
-    config_class: ClassVar[type[StageConfig]]
-
-    training: dict[Text, Any] = Field(
-        {},
-        description="arguments of `transformers.TrainingArguments`; by default "
-        + ", ".join(f"`{name}: {StageConfig.__dataclass_fields__[name].default}`" for name in STATED),
-    )
-
-    def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
-        """The stage's configuration; refuses training arguments that are unknown, set by this package, or wrong."""
-        prefix = f"{where}." if where else ""
-        training = check_training_arguments(self.training, f"{prefix}training")
-        own = {name: getattr(self, name) for name in own_fields(self.config_class)}
-        with errors_at(where):
-            config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
-        config.given = dict(self.training)
+    @classmethod
+    def load_config(cls, folder: Path) -> Any:
+        """The configuration of a checkpoint that the stage trains; refuses other kinds."""
+        config = load_expanded_config(folder)
+        cls.check_model(config)
         return config
 
+    @classmethod
+    def known_languages(cls, model: Any, texts: Iterable[str]) -> tuple[list[str], list[str]]:
+        """The old and the new languages of a model."""
+        return languages_of(model)
 
-def check_seed(seed: int | None, name: str = "seed") -> None:
+    def saved_parameters(self, network: Any) -> tuple[int, int]:
+        """The number of parameters in a training checkpoint, and of those among them that train.
+
+        Args:
+            network: the model without its weights.
+        """
+        total = sum(parameter.numel() for parameter in network.parameters())
+        return total, freeze(network, self.trained()[1]).trainable
+
+    def scoring(
+        self, folder: Path, tokenizer: Any, languages: Sequence[str], model_config: Any
+    ) -> list[ValidationCallback]:
+        """What scores the held-out text that the settings name, and writes the scores to the folder."""
+        validation = getattr(self, "validation", None)
+        if validation is None or not validation.texts:
+            return []
+        if tokenizer is None:
+            raise InputError("validation names held-out text: pass the tokenizer as processing_class.")
+        path = folder / VALIDATION
+        return [ValidationCallback(validation, tokenizer, path, self.block_size, languages, model_config)]
+
+    def make_trainer(self, network: Any, packed: PackedText, callbacks: list[Any]) -> Any:
+        """The Trainer of a loaded model."""
+        return self.trainer_class(network, self, train_dataset=packed, callbacks=callbacks)
+
+    def to_write(self, folder: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights to write, from the whole weights of a finished training; on the first rank."""
+        return weights
+
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
+        """Blocks of the stage's text.
+
+        Args:
+            texts: documents of each language (column `text`); for an encoder-decoder, sentence pairs to and from it.
+            model_config: configuration of the expanded model, whose history orders the languages.
+        """
+        old, new = languages_of(model_config)
+        texts = {code: texts[code] for code in (*old, *new) if code in texts}
+        if model_config.is_encoder_decoder:
+            amounts = self.amounts(texts, model_config)
+            return pack_pairs(texts, tokenizer, self.block_size, self.seed, languages=[*old, *new], **amounts)
+        return pack_texts(
+            texts, tokenizer, self.block_size, self.seed, languages=[*old, *new],
+            groups=self.block_groups(texts, model_config), **self.amounts(texts, model_config),
+        )  # fmt: skip
+
+    def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
+        """The amount of text to take of each language: arguments of `pack_texts`."""
+        return {"tokens_per_language": getattr(self, "tokens_per_language", None)}
+
+    def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]] | None:
+        """Languages that may share a block; None for all."""
+        return None
+
+    def mix(self, packed: PackedText, model_config: Any) -> LanguageMix | None:
+        """The weights and schedule of languages; None for shuffled rows."""
+        return None
+
+    @classmethod
+    def language_classes(cls, model_config: Any, languages: Sequence[str]) -> list[int] | None:
+        """The class of each language for the losses: 0 for the base model's languages, g for those of expansion g."""
+        classes = History.of(model_config).classes
+        return [classes.get(code, 0) for code in languages]
+
+    def losses(self) -> list[RouterLoss]:
+        """The losses whose coefficients are fields of the configuration, in the order of the fields. A field of the
+        loss itself, such as `GateBudgetLoss.gate_budget`, takes the value of the stage's field of this name."""
+        losses, types = [], self.keyword_types()
+        for name in own_fields(type(self)):
+            for loss in getattr(types[name], "__metadata__", ()):
+                if not (isinstance(loss, type) and issubclass(loss, RouterLoss)):
+                    continue
+                if (coef := getattr(self, name)) or loss.logged_at_zero:
+                    others = [f.name for f in fields(loss) if f.name != "coef" and f.name in types]
+                    losses.append(loss(coef, **{other: getattr(self, other) for other in others}))
+        return losses
+
+
+def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
+    """The languages before a model's last expansion, and those that it added; for DMoE, in the order of the groups. The
+    packs of a joined model count as one expansion."""
+    history = History.of(model_config)
+    last = history.last
+    if joins_packs(model_config):
+        old = history.first.old_languages
+        return old, [code for code in history.languages if code not in old]
+    groups = getattr(model_config, "language_groups", None)
+    if not groups:
+        return last.old_languages, last.new_languages
+    return last.old_languages, [code for group in groups for code in group if code not in last.old_languages]
+
+
+@cache
+def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
+    """The fields that a stage declares with `setting`, by name; those of the library last."""
+    declared = [f for f in fields(cls) if isinstance(f.metadata.get("help"), Help)]
+    return {f.name: f for f in sorted(declared, key=lambda f: f.name in TrainingArguments.__dataclass_fields__)}
+
+
+def _strict(hint: Any) -> Any:
+    """A field's type for YAML, which has numbers of its own: text is no number. Members of an enumeration are read by
+    their values."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, Enum):
+            values = Literal[tuple(member.value for member in option)]  # type: ignore[valid-type]
+            return Annotated[values, BeforeValidator(lambda value: "no" if value is False else value)]  # in YAML 1.1
+    if all(option in _STRICT for option in options):
+        return Union[tuple(_STRICT[option] for option in options)]  # type: ignore[return-value]  # noqa: UP007
+    if any(option is dict or typing.get_origin(option) is dict for option in options):
+        return Annotated[Any, BeforeValidator(_text_or_mapping)]
+    return Any if ParallelismConfig in options else hint
+
+
+def _text_or_mapping(value: Any) -> Any:
+    if not isinstance(value, str | Mapping | None):
+        raise InputError(f"{value!r} is neither a file nor a mapping; give one of these.")
+    return value
+
+
+def _flat(keywords: dict[str, Any], nested: Any) -> dict[str, Any]:
+    """A stage whose training arguments stand under `training`, as earlier releases wrote it."""
+    if not isinstance(nested, Mapping):
+        raise InputError(f"training: expected `key: value` lines, found {nested!r}.")
+    if both := sorted(set(keywords) & set(nested)):
+        raise InputError(f"`{both[0]}` is given twice, under `training` too: leave one out.")
+    shown = ", ".join(f"{name}: {value}" for name, value in nested.items())
+    warnings.warn(
+        f"a stage's `training:` is read, but no longer needed: write its keys beside the others ({shown}).",
+        FutureWarning, stacklevel=2,
+    )  # fmt: skip
+    return {**keywords, **nested}
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
     """Refuses a seed that the generators of random numbers do not take."""
-    if seed is not None and not 0 <= seed < 2**32:
+    if not 0 <= seed < 2**32:
         raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
 
 
-def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
-    """The fields that a stage adds to `TrainingArguments`, and their types."""
-    library = {f.name for f in fields(TrainingArguments)} | {"distributed_config"}
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: _without_json(hints[f.name]) for f in fields(cls) if f.name not in library}
+@contextmanager
+def refused_by_the_library(where: str = "") -> Iterator[None]:
+    """Turns the errors of `TrainingArguments` and its like into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"{where}{error} is not a known value of its key.") from None
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, AttributeError) as error:
+        raise InputError(f"{where}{error}") from None
 
 
-def declared_losses(cls: type[StageConfig], values: Any) -> list[RouterLoss]:
-    """The losses whose coefficients are fields of a stage's configuration, in the order of the fields.
-
-    Args:
-        values: the configuration or the settings that hold the fields' values. A field of the loss itself, such as
-            `GateBudgetLoss.gate_budget`, takes the value of the stage's field of this name, if there is one.
-    """
-    hints = own_fields(cls)
-    losses = []
-    for name, hint in hints.items():
-        for loss in getattr(hint, "__metadata__", ()):
-            if not (isinstance(loss, type) and issubclass(loss, RouterLoss)):
-                continue
-            coef = getattr(values, name)
-            if coef or loss.logged_at_zero:
-                others = {f.name: getattr(values, f.name) for f in fields(loss) if f.name != "coef" and f.name in hints}
-                losses.append(loss(coef, **others))
-    return losses
+def default_of(f: Any) -> dict[str, Any]:
+    """The default of a dataclass's field, as an argument of `field`."""
+    return {"default": f.default} if f.default_factory is MISSING else {"default_factory": f.default_factory}
 
 
-def _without_json(hint: Any) -> Any:
-    """The type of a field without the text that a command line's JSON is; `_from_json` has read it."""
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is not Annotated and any(
-        isinstance(option, type) and issubclass(option, Declared) for option in options
-    ):
-        return typing.Union[tuple(option for option in options if option is not str)]  # noqa: UP007
-    return hint
+def _default(f: Any) -> Any:
+    return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
-@cache
-def settings_of(cls: type[StageConfig]) -> type[StageSettings]:
-    """The class of a stage's settings in YAML, made from its configuration's own fields."""
-    declared = {f.name: f for f in fields(cls)}
-    keys: dict[str, Any] = {}
-    for name, hint in own_fields(cls).items():
-        f = declared[name]
-        default = {"default": f.default} if f.default is not MISSING else {"default_factory": f.default_factory}
-        keys[name] = (hint, Field(**default, description=f.metadata["help"]))
-    made = pydantic.create_model(cls.__name__.replace("Config", "Settings"), __base__=StageSettings, **keys)
-    made.__doc__ = cls.__doc__
-    made.config_class = cls
-    return made
-
-
-@cache
-def _argument_names() -> tuple[str, ...]:
-    """The training arguments that a history records."""
-    others = ("block_size", "output_dir", "seed", "data_seed", *PUBLISHED)  # a token is never recorded
-    return tuple(f.name for f in fields(StageConfig) if f.init and f.name not in others)
-
-
-@cache
-def _default(name: str) -> Any:
-    f = StageConfig.__dataclass_fields__[name]
-    return f.default if f.default_factory is MISSING else f.default_factory()
-
-
-def _from_json(value: Any) -> Any:
-    """Reads a mapping that the command line gave as JSON."""
-    if isinstance(value, str) and value.startswith("{"):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{value!r}: not a JSON object ({error.msg}).") from None
-    return value.model_dump() if isinstance(value, Declared) else value
+def _plain(value: Any) -> Any:
+    """Members of enumerations as their values."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def _json(value: Any) -> Any:
-    """Converts settings to mappings, and members of enumerations to their values."""
+    """Settings as mappings, members of enumerations as their values, and numbers that JSON does not have as text."""
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such number
-    return value.model_dump() if isinstance(value, Declared) else getattr(value, "value", value)
+        return str(value)
+    return value.model_dump() if isinstance(value, Declared) else _plain(value)

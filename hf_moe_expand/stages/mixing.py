@@ -6,17 +6,32 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
+from ..errors import errors_at
 from ..recipe_paths import Place
 from ..schema import Count, Number
 from ..trainers.samplers import LanguageMix
-from .base import TrainingStage
-from .checks import is_mixed, read_curriculum
-from .config import setting
+from .config import StageConfig, setting
+
+
+def is_mixed(config: Any) -> bool:
+    """Whether a stage's languages are weighted or scheduled."""
+    return getattr(config, "curriculum", None) is not None or getattr(config, "temperature", 1.0) != 1.0
+
+
+def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
+    """The curriculum that a stage's configuration names; refuses one for other languages than the stage's."""
+    if getattr(config, "curriculum", None) is None:
+        return None
+    curriculum = Curriculum.load(config.curriculum)
+    with errors_at(config.curriculum):
+        curriculum.check_languages(languages)
+    return curriculum
 
 
 @dataclass
-class MixedConfig(TrainingStage):
+class MixedConfig(StageConfig):
     """Fields of the stages whose languages may be weighted or scheduled."""
 
     tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")

@@ -63,6 +63,8 @@ class TrainingFolder:
         if not record.is_file() or not whole:
             return None
         before = read_json(record, "the record of a training run")
+        settings = before.get("settings") or {}
+        before["settings"] = {**settings, **settings.pop("training", {})}  # where earlier releases wrote some of them
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             named = [name for name in changed if name != "settings"]
             if "settings" in changed:

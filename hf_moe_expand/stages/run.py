@@ -27,10 +27,8 @@ from ..schema import changed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import trained_parts
-from .arguments import check_training_arguments
-from .base import TrainingStage
-from .checks import read_curriculum
 from .config import StageConfig, check_seed
+from .prepare import prepare
 from .resume import TrainingFolder
 
 
@@ -62,7 +60,7 @@ def train_stage(
         InputError: the data does not fit the languages, a setting is wrong, or the disk has too little room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
-    if not isinstance(config, TrainingStage):
+    if not isinstance(config, StageConfig):
         raise InputError(
             f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "
             "GroupConfig, JointConfig, AdaptConfig or DenseConfig."
@@ -75,13 +73,12 @@ def train_stage(
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
-    check_training_arguments(config.recorded()["training"], "training")
-    config.check(config.facts(before, data))
-    curriculum = read_curriculum(config, list(data))
-    recorded = config.recorded()
-    if curriculum is not None:
-        config.max_steps = curriculum.steps
-    settings = recorded | ({} if curriculum is None else {"curriculum": curriculum.model_dump()})
+    config.check_alone()
+    prepared = prepare(config, before, data)
+    settings = config.recorded()
+    if prepared.curriculum is not None:
+        settings["curriculum"] = prepared.curriculum.model_dump()
+        config.max_steps = prepared.curriculum.steps
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     if config.process_index == 0:
@@ -93,8 +90,7 @@ def train_stage(
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
-        texts = {code: source.load(before.is_encoder_decoder) for code, source in data.items()}
-        packed = config.pack(texts, tokenizer, before)
+        packed = prepared.pack(tokenizer)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.

@@ -17,9 +17,9 @@ from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
 from ..trainers.masking import Masking, MaskingMixin
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
-from .base import TrainingStage, languages_of
-from .checks import is_mixed
-from .config import declared_losses
+from .config import StageConfig, languages_of
+from .mixing import is_mixed
+from .prepare import prepare
 from .recording import RecordingTrainer
 
 
@@ -46,7 +46,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         InputError: the data set has other columns or languages, or lacks a language; or the loss is not finite.
     """
 
-    stage: ClassVar[type[TrainingStage]]
+    stage: ClassVar[type[StageConfig]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -75,10 +75,10 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         self.freeze_report: FreezeReport = freeze(model, EVERYTHING if everything else trained, self.trained_as)
         if config is not None:
             self.settings = config.recorded()
-            router_losses = declared_losses(type(config), config) if router_losses is None else router_losses
+            router_losses = config.losses() if router_losses is None else router_losses
             masking = getattr(config, "masking", None) if masking is None else masking
         elif router_losses is None:
-            router_losses = declared_losses(self.stage, self.stage.settings_class().model_construct())
+            router_losses = self.stage.of_keywords().losses()
         own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
         if train_dataset is not None:
             train_dataset, mix, language_classes = self._prepared(
@@ -103,7 +103,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
     def _prepared(
         self,
         model: Any,
-        config: TrainingStage | None,
+        config: StageConfig | None,
         data: Any,
         tokenizer: Any,
         mix: LanguageMix | None,
@@ -131,7 +131,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             classes = self.stage.language_classes(model.config, self.packed.languages)
         return self.packed.dataset, mix, classes
 
-    def _packed(self, model: Any, config: TrainingStage | None, data: Dataset, tokenizer: Any) -> PackedText:
+    def _packed(self, model: Any, config: StageConfig | None, data: Dataset, tokenizer: Any) -> PackedText:
         if config is None or tokenizer is None:
             raise InputError(
                 f"train_dataset holds text: pass {self.stage.__name__}(...) as args, which sets the "
@@ -140,9 +140,9 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         old, new = languages_of(model.config)
         texts = _by_language(data, old, new, model.config.is_encoder_decoder)
         config.check_model(model.config)
-        config.check(config.facts(model.config, texts))
+        prepared = prepare(config, model.config, texts)
         with config.main_process_first(desc="pack"):
-            return config.pack(texts, tokenizer, model.config)
+            return prepared.pack(tokenizer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:

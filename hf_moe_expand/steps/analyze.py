@@ -10,7 +10,8 @@ from ..analysis.similarity import measure_similarity
 from ..errors import InputError
 from ..models import load_for_inference
 from ..self_written import SelfWrittenText
-from .base import Checks, ExpansionRun, RunStep, StepResult
+from ..stages.outlook import Found, Outlook, StepResult
+from .base import ExpansionRun, RunStep
 
 
 class AnalyzeSimilarity(RunStep):
@@ -25,8 +26,8 @@ class AnalyzeSimilarity(RunStep):
             "texts": self.run.contents(codes),
         }  # fmt: skip
 
-    def check(self, checks: Checks) -> None:
-        check_tokens(self.run, checks)
+    def check(self, outlook: Outlook) -> Found:
+        return Found(outlook, check_tokens(self.run, outlook))
 
     def work(self) -> StepResult:
         run = self.run
@@ -46,10 +47,10 @@ class AnalyzeDeviation(RunStep):
         new = self.run.new
         return {"deviation": self.run.expansion.deviation.model_dump(), "new": new, "texts": self.run.contents(new)}
 
-    def check(self, checks: Checks) -> None:
+    def check(self, outlook: Outlook) -> Found:
         """Refuses text with fewer bytes than the needed tokens, since a token has at least one byte."""
-        if checks.offline:
-            return
+        if outlook.offline:
+            return Found(outlook)
         settings = self.run.expansion.deviation
         needed = settings.steps * settings.batch_size * settings.block_size
         for code in self.run.new:
@@ -67,6 +68,7 @@ class AnalyzeDeviation(RunStep):
                     "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., "
                     "batch_size: ...}`."
                 )
+        return Found(outlook)
 
     def work(self) -> StepResult:
         run, work = self.run, self.run.folder / "deviation.work"
@@ -84,11 +86,12 @@ def _range(values: Sequence[float], digits: str = ".3f") -> str:
     return f"{min(values):{digits}} to {max(values):{digits}}"
 
 
-def check_tokens(run: ExpansionRun, checks: Checks) -> None:
-    """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs."""
-    if checks.offline or checks.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
-        return
-    settings = run.expansion.analysis
+def check_tokens(run: ExpansionRun, outlook: Outlook) -> list[str]:
+    """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs; returns a
+    line that says which languages have enough."""
+    if outlook.offline or outlook.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
+        return []
+    settings, enough = run.expansion.analysis, []
     for code in run.expansion.analyzed_languages(run.old, further=run.number > 1):
         source = run.sources[code]
         if isinstance(source, SelfWrittenText):
@@ -98,6 +101,7 @@ def check_tokens(run: ExpansionRun, checks: Checks) -> None:
                     f"analysis reads {settings.tokens:,} of each language: raise self_written.documents, or lower "
                     "`analysis: {tokens: ...}`."
                 )
-        elif source.files() and checks.counted.get(code, 0) < settings.tokens:
-            token_blocks(code, source.documents(), checks.tokenizer, settings.tokens, settings.block_size)
-            checks.counted[code] = settings.tokens
+        elif source.files():
+            token_blocks(code, source.documents(), outlook.tokenizer, settings.tokens, settings.block_size)
+            enough.append(code)
+    return [f"analysis: {' '.join(enough)} have enough text"] if enough else []

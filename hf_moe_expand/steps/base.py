@@ -1,72 +1,16 @@
-"""The base class of a recipe's steps, and the state that their checks share before anything runs."""
+"""The base class of a recipe's steps, and what a step knows of its expansion."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-from ..checkpoint.source import resolve_checkpoint
-from ..data.pairs import PairEncoder, SentencePair, texts_for
-from ..data.sources import LanguageText
-from ..disk import StepOutput
-from ..models import load_tokenizer
-from ..planning.plan import Plan
+from ..data.pairs import texts_for
+from ..data.sources import LanguageText, contents
 from ..recipe import Expansion, Recipe
-from ..self_written import SelfWrittenText
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step: a line for the user, and facts for the run's page."""
-
-    summary: str
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Checks:
-    """The state of a recipe's checks, which run step by step before anything else runs.
-
-    Attributes:
-        config: configuration of the dense base; None if it is not on this machine.
-        offline: download nothing; skip checks that need an absent file, with a line that says so.
-        lines: one line for each check that passed or was skipped.
-        counts: experts of each layer after the expansions so far; before the analysis, the numbers are right, but not
-            which layers have them.
-        least: experts that every layer is certain to have.
-        copyable: experts that every layer is certain to have had before the expansion that is checked.
-        counted: tokens of each language that are known to exist.
-        plan: a plan with the sizes of the last expansion's; None if the base is not on this machine.
-        network: the expanded model of this plan, without weights; None if the base is not on this machine.
-        written: what the steps write to the disk, in order.
-    """
-
-    recipe: Recipe
-    config: Any
-    offline: bool
-    lines: list[str] = field(default_factory=list)
-    counts: Sequence[int] = ()
-    least: int = 0
-    copyable: int = 0
-    counted: dict[str, int] = field(default_factory=dict)
-    plan: Plan | None = None
-    network: Any = None
-    written: list[StepOutput] = field(default_factory=list)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The base's tokenizer; asked for where `offline` is false."""
-        return load_tokenizer(resolve_checkpoint(self.recipe.base, self.recipe.revision), self.recipe.base)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of `network` in the base's type."""
-        dtype = self.config.dtype or torch.float32
-        return dtype.itemsize * sum(parameter.numel() for parameter in self.network.parameters())
+from ..records import History
+from ..stages.outlook import Found, Outlook, StepResult
 
 
 @dataclass(frozen=True)
@@ -102,9 +46,21 @@ class ExpansionRun:
     def revision(self) -> str | None:
         return self.recipe.revision if self.start == self.recipe.base else None
 
+    @property
+    def history(self) -> History:
+        """The languages that the expanded model will know."""
+        new = [expansion.new for expansion in self.recipe.all_expansions[: self.number]]
+        return History.planned(self.recipe.old_languages, *map(list, new))
+
     def texts(self, languages: Iterable[str], config: Any) -> dict[str, Any]:
         """The documents of each language, shuffled; for an encoder-decoder, its sentence pairs."""
         return texts_for(config, {code: self.sources[code] for code in languages}, self.recipe.seed)
+
+    def documents(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The shuffled text of all languages, and that of the anchors that the recipe names."""
+        sources = {code: self.sources[code] for code in dict.fromkeys([*self.old, *self.new])}
+        texts = {code: source.load().shuffle(seed=self.recipe.seed)["text"] for code, source in sources.items()}
+        return texts, {code: source.load()["text"] for code, source in self.recipe.anchor_sources.items()} or None
 
     def contents(self, languages: Iterable[str]) -> dict[str, Any]:
         """The fingerprint of these languages' text: its sources, and a hash of each local file."""
@@ -133,8 +89,8 @@ class Step(ABC):
         """The inputs of the step as JSON: keys of the recipe, and contents of files."""
 
     @abstractmethod
-    def check(self, checks: Checks) -> None:
-        """Refuses wrong settings and texts, as far as possible before anything runs, and adds its lines to `checks`."""
+    def check(self, outlook: Outlook) -> Found:
+        """Refuses wrong settings and texts, as far as possible before anything runs."""
 
     @abstractmethod
     def work(self) -> StepResult:
@@ -160,20 +116,3 @@ class RunStep(Step):
 
     def __post_init__(self) -> None:
         self.name, self.output = f"{self.run.prefix}{self.title}", self.run.folder / self.writes
-
-
-def check_pairs(source: LanguageText, checks: Checks) -> None:
-    """Refuses an encoder-decoder's text, as far as its first row shows, without translations or in a language that the
-    base's tokenizer has no code for."""
-    pair = source.first_pair()
-    if pair is not None and not checks.offline:
-        encoder, direction = PairEncoder(checks.tokenizer), SentencePair(**pair).direction
-        encoder.check(filter(encoder.translates, (direction, direction[::-1])))
-
-
-def contents(sources: dict[str, LanguageText]) -> dict[str, Any]:
-    """Source and hashes of each text, for a fingerprint; the run's own text follows from the inputs of its step."""
-    return {
-        code: [] if isinstance(text, SelfWrittenText) else [text.source, *text.digests()]
-        for code, text in sources.items()
-    }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.source import load_config
-from ..data.sources import LanguageText
+from ..data.sources import LanguageText, contents
 from ..errors import errors_at
 from ..evaluation.chat import QUESTIONS, check_chat
 from ..evaluation.perplexity import language_stream
@@ -15,7 +15,8 @@ from ..languages import UNDETERMINED
 from ..recipe import Recipe
 from ..recipe_paths import unset_variable
 from ..records import History
-from .base import Checks, Step, StepResult, contents
+from ..stages.outlook import Found, Outlook, StepResult
+from .base import Step
 
 
 @dataclass
@@ -57,22 +58,23 @@ class Evaluate(Step):
             return {code: list(QUESTIONS[code]) for code in self.recipe.old if code in QUESTIONS}
         return {code: list(file.documents()) for code, file in self._files().items()}
 
-    def check(self, checks: Checks) -> None:
+    def check(self, outlook: Outlook) -> Found:
         """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it, and
         which languages have none."""
-        recipe, most = self.recipe, self.recipe.evaluation.max_tokens
+        recipe, most, found = self.recipe, self.recipe.evaluation.max_tokens, Found(outlook)
         if codes := self._unmeasured():
-            checks.lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
+            found.lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
         for code, file in self._files().items():
             with errors_at(f"evaluation.questions.{code}"):
-                if not checks.offline or not unset_variable(file.source):
+                if not outlook.offline or not unset_variable(file.source):
                     file.check()
-        if checks.offline or most is None or checks.config.is_encoder_decoder:
-            return
+        if outlook.offline or most is None or outlook.config.is_encoder_decoder:
+            return found
         for code, source in recipe.test_sources.items():
             if source.files():
                 with errors_at(f"test.{code}"):
-                    language_stream(code, {code: list(islice(source.documents(), 1))}, checks.tokenizer, most)
+                    language_stream(code, {code: list(islice(source.documents(), 1))}, outlook.tokenizer, most)
+        return found
 
     def _languages(self) -> list[list[str]]:
         """The base's languages, then those of each expansion: of a join, those that its packs name."""

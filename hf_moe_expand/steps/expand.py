@@ -1,5 +1,6 @@
 """The step that expands a dense checkpoint, or grows an expanded one."""
 
+from dataclasses import replace
 from typing import Any
 
 from ..analysis.gating import gate_from_file
@@ -10,11 +11,12 @@ from ..checkpoint.new_experts import check_kinds, chosen_kind
 from ..checkpoint.stored import network_of
 from ..checkpoint.writer import check_shard_size
 from ..disk import StepOutput
-from ..errors import InputError, errors_at
+from ..errors import errors_at
 from ..models import load_for_inference
 from ..planning.plan import Plan
+from ..stages.outlook import Found, Outlook, StepResult
 from .analyze import check_tokens
-from .base import Checks, RunStep, StepResult
+from .base import RunStep
 from .gates import GATE_FILE, gate_layer
 
 # The settings that say what the new experts are.
@@ -36,22 +38,16 @@ class Expand(RunStep):
             inputs |= {"analysis": self.run.expansion.analysis.model_dump(), "texts": self.run.contents(self.run.new)}
         return inputs
 
-    def check(self, checks: Checks) -> None:
+    def check(self, outlook: Outlook) -> Found:
         settings = self.run.expansion.expand
         with errors_at("expand"):
             check_kinds(settings.expert_init, settings.expert_kind)
             check_shard_size(settings.max_shard_size)
-        copied = settings.copy_from
-        if self.run.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.copyable:
-            raise InputError(
-                f"expansion {self.run.number}: expand.copy_from is {copied}, but a layer may have only experts "
-                f"0..{checks.copyable - 1}: give one of these."
-            )
-        if self._copies_nearest:
-            check_tokens(self.run, checks)
-        if checks.plan is not None:
-            checks.network = self._network(checks.config, checks.plan)
-            checks.written.append(StepOutput(self.output, checks.checkpoint_bytes))
+        lines = check_tokens(self.run, outlook) if self._copies_nearest else []
+        if outlook.plan is None:
+            return Found(outlook, lines)
+        outlook = replace(outlook, network=self._network(outlook.config, outlook.plan))
+        return Found(outlook, lines, [StepOutput(self.output, outlook.checkpoint_bytes)])
 
     def _network(self, dense: Any, plan: Plan) -> Any:
         """The model that `plan` makes of the dense base, without weights."""
@@ -61,6 +57,7 @@ class Expand(RunStep):
                 check_dense_plan(plan, dense, self.run.start)
             kind = chosen_kind(network_of(dense), plan, **settings.model_dump(include=_KIND))
             config = planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing)
+        self.run.history.write(config)
         return network_of(config)
 
     def work(self) -> StepResult:

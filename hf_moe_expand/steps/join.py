@@ -1,7 +1,7 @@
 """The step that joins language packs, in place of a plan, an expansion and stage 1."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from ..models import check_decoder, load_tokenizer
 from ..records import History
 from ..self_written import SelfWrittenText
 from ..settings import JoinSettings
-from ..stages.base import languages_of
-from .base import Checks, RunStep, StepResult
+from ..stages.config import languages_of
+from ..stages.outlook import Found, Outlook, StepResult
+from .base import RunStep
 
 
 @dataclass
@@ -41,23 +42,22 @@ class JoinPacks(RunStep):
         inputs = {"join": self.settings.model_dump(), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
         return inputs | ({"texts": self.run.contents(self._given)} if self.settings.calibrate else {})
 
-    def check(self, checks: Checks) -> None:
+    def check(self, outlook: Outlook) -> Found:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
         settings = self.settings
         with errors_at("join"):
             check_shard_size(settings.max_shard_size)
-        if checks.offline and (checks.config is None or not all(map(_is_whole_folder, settings.packs))):
-            checks.lines.append("skipped: join: base and packs are not whole on this machine")
-            return
+        if outlook.offline and (outlook.config is None or not all(map(_is_whole_folder, settings.packs))):
+            return Found(outlook, ["skipped: join: base and packs are not whole on this machine"])
         with errors_at("join.packs"):
             packs = load_packs(settings.packs, self.output, overwrite=True)
             check_packs(packs, settings.keep_both, bytes_too=False)
             self._check_base(packs[0], contents=False)
         config = joined_config(packs)
-        self._check_text(packs, config, checks.offline)
-        checks.network = network_of(config)
-        checks.written.append(StepOutput(self.output, checks.checkpoint_bytes))
-        checks.lines.append(f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}")
+        self._check_text(packs, config, outlook.offline)
+        outlook = replace(outlook, network=network_of(config))
+        line = f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}"
+        return Found(outlook, [line], [StepOutput(self.output, outlook.checkpoint_bytes)])
 
     def _check_base(self, pack: Pack, contents: bool) -> None:
         """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""

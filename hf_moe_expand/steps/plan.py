@@ -1,13 +1,16 @@
 """The step that makes the plan."""
 
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.source import load_config, resolve_checkpoint
+from ..errors import InputError
 from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
 from ..results import DeviationResult, SimilarityResult
 from ..schema import changed
-from .base import Checks, RunStep, StepResult
+from ..stages.outlook import Found, Outlook, StepResult
+from .base import RunStep
 from .gates import gate_layer
 
 
@@ -19,15 +22,17 @@ class MakePlan(RunStep):
     def inputs(self) -> dict[str, Any]:
         return {"plan": self.run.expansion.planned.model_dump(), "old": self.run.old, "new": self.run.new}
 
-    def check(self, checks: Checks) -> None:
+    def check(self, outlook: Outlook) -> Found:
         """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
-        if checks.config is None:
-            return
-        layers, codes, settings = count_layers(checks.config), self.run.new, self.run.expansion.planned
+        if outlook.config is None:
+            return Found(outlook)
+        self._check_copied(outlook.least)
+        recipe = self.run.recipe
+        layers, codes, settings = count_layers(outlook.config), self.run.new, self.run.expansion.planned
         same = [1.0] * layers
-        encoder = _encoder_layers(checks.config)
+        encoder = _encoder_layers(outlook.config)
         similarity = SimilarityResult(
-            old=checks.recipe.old_languages, new=codes, tokens=0, pairs={}, new_new=None, new_old=same,
+            old=recipe.old_languages, new=codes, tokens=0, pairs={}, new_new=None, new_old=same,
             similarity=same, encoder_layers=encoder,
         )  # fmt: skip
         falling = [1 - layer / layers for layer in range(layers)]
@@ -37,23 +42,26 @@ class MakePlan(RunStep):
             steps=0, learning_rate=0.0, batch_size=0, block_size=0, seed=0,
         )  # fmt: skip
         plan = make_plan(
-            settings, layers, checks.recipe.old_languages, codes, similarity, checks.recipe.seed, deviation,
-            grows_from=checks.counts, encoder_layers=encoder,
+            settings, layers, recipe.old_languages, codes, similarity, recipe.seed, deviation,
+            grows_from=() if outlook.plan is None else outlook.plan.experts_per_layer, encoder_layers=encoder,
         )  # fmt: skip
-        grown = plan.experts_per_layer
-        checks.copyable = checks.least
-        expanded = [count for count in grown if count > 1]
+        least, classifiers = outlook.least, len(plan.classifier_layers)
         if settings.fixed_counts:
-            checks.least = min(expanded)
-        elif not (checks.least and getattr(settings, "only_layers", None)):
+            least = min(count for count in plan.experts_per_layer if count > 1)
+        elif not (least and getattr(settings, "only_layers", None)):
             # Else other layers do not grow.
-            checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
-        checks.counts, checks.plan = grown, plan
-        classifiers = len(plan.classifier_layers)
-        checks.lines.append(
-            f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, "
-            f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
-        )
+            least += getattr(settings, "minimum", None) or (1 if least else 2)
+        line = f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, {classifiers} classifier"
+        return Found(replace(outlook, plan=plan, least=least), [line + ("" if classifiers == 1 else "s")])
+
+    def _check_copied(self, least: int) -> None:
+        """Refuses a further expansion that copies an expert which some layer may not have."""
+        copied = self.run.expansion.expand.copy_from
+        if self.run.number > 1 and isinstance(copied, int) and copied >= least:
+            raise InputError(
+                f"expansion {self.run.number}: expand.copy_from is {copied}, but a layer may have only experts "
+                f"0..{least - 1}: give one of these."
+            )
 
     def work(self) -> StepResult:
         run, planned = self.run, self.run.expansion.planned

@@ -11,7 +11,8 @@ from ..models import check_decoder
 from ..recipe import Recipe
 from ..self_written import check_positions, write_texts
 from ..settings import SelfWrittenSettings
-from .base import Checks, Step, StepResult
+from ..stages.outlook import Found, Outlook, StepResult
+from .base import Step
 
 # Generous: bytes of a token's text, and of the words about its origin in a document's row.
 _TOKEN, _ORIGIN = 8, 600
@@ -33,20 +34,17 @@ class WriteOldText(Step):
     def inputs(self) -> dict[str, Any]:
         return {"self_written": self.chosen.model_dump()}
 
-    def check(self, checks: Checks) -> None:
-        recipe, chosen = self.recipe, self.chosen
-        if checks.config is not None:
-            check_decoder(checks.config, recipe.base, "texts that the base writes itself (self_written)")
-            tokenizer = None if checks.offline else checks.tokenizer
+    def check(self, outlook: Outlook) -> Found:
+        chosen, written = self.chosen, []
+        if outlook.config is not None:
+            check_decoder(outlook.config, self.recipe.base, "texts that the base writes itself (self_written)")
             with errors_at("self_written"):
-                for sample in chosen.samples(recipe.seed).values():
-                    check_positions(sample, checks.config, tokenizer)
+                for sample in chosen.samples(self.recipe.seed).values():
+                    check_positions(sample, outlook.config, outlook.tokenizer)
             size = len(chosen.prompts) * chosen.documents * (chosen.tokens * _TOKEN + _ORIGIN)
-            checks.written.append(StepOutput(self.output, size))
-        checks.lines.append(
-            f"self_written: the base writes {chosen.documents:,} documents of up to {chosen.tokens:,} tokens: "
-            + ", ".join(chosen.prompts)
-        )
+            written.append(StepOutput(self.output, size))
+        says = f"the base writes {chosen.documents:,} documents of up to {chosen.tokens:,} tokens"
+        return Found(outlook, [f"self_written: {says}: {', '.join(chosen.prompts)}"], written)
 
     def work(self) -> StepResult:
         recipe = self.recipe

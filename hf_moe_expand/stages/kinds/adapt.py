@@ -22,20 +22,18 @@ from ...distributed import launched
 from ...errors import InputError, named_as
 from ...evaluation.perplexity import evaluate_model
 from ...languages import check_language_code
-from ...models import load_for_inference, longest_block
+from ...models import check_block_size, load_for_inference, longest_block
 from ...records import ExpansionRecord, History, StageRecord
 from ...schema import Count, Whole
 from ...scratch import beside, scratch_folder
 from ...trainers.freezing import Trained
-from ..base import TrainingStage
-from ..checks import check_block_size
-from ..config import BlockSize, setting
+from ..config import BlockSize, StageConfig, setting
 from ..run import check_frozen, train_stage
 from ..trainer import StageTrainer
 
 
 @dataclass
-class AdaptConfig(TrainingStage):
+class AdaptConfig(StageConfig):
     """DMoE's adaptation to a new language (section 3.3): `L = L_CLM`."""
 
     key = "adapt"

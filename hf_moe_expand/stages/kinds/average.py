@@ -3,8 +3,14 @@
 Example: hf-moe-expand merge average qwen-el-2 --weight 0.8 --out qwen-el
 """
 
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.merge import average_experts
+from ...errors import InputError
 from ...settings import AverageSettings
 from ..base import Stage
+from ..outlook import Outlook, StepResult
 
 
 class AverageExperts(Stage):
@@ -18,3 +24,24 @@ class AverageExperts(Stage):
     runs_unasked = False
     optional = True
     settings = AverageSettings
+
+    @classmethod
+    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
+        expand = run.expansion.expand
+        if expand.expert_init == "random" and expand.expert_kind == "ffn":
+            raise InputError(
+                "average: averages experts with the FFNs that they copied, but expand.expert_init is 'random': leave "
+                "`average` out, or take 'copy'."
+            )
+        if run.number > 1 and expand.copy_from != 0 and expand.expert_kind != "ffn":
+            raise InputError(
+                f"average: expand.copy_from is {expand.copy_from!r}, but LoRA and added experts are averaged with "
+                "expert 0 alone: leave `average` or `copy_from` out."
+            )
+        return []
+
+    @classmethod
+    def work(cls, settings: Any, run: Any, before: Path, out: Path) -> StepResult:
+        size, weight = run.expansion.expand.max_shard_size, settings.weight
+        average_experts(before, out, weight, max_shard_size=size, overwrite=True)
+        return StepResult(f"{weight:g} of each new expert, {1 - weight:g} of the FFN that it copied")

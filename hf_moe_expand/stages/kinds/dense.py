@@ -20,12 +20,9 @@ from ...checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_chec
 from ...checkpoint.stored import layer_list, network_of
 from ...data.packing import PackedText, collate_without_languages, pack_texts
 from ...errors import InputError
-from ...models import longest_block
 from ...schema import Count, Declared, Number, Text
 from ...trainers.freezing import EVERYTHING
-from ..base import TrainingStage
-from ..checks import StageFacts
-from ..config import setting
+from ..config import StageConfig, mapping_of, setting
 from ..recording import RecordingTrainer
 
 
@@ -40,7 +37,7 @@ class LoraSettings(Declared):
 
 
 @dataclass
-class DenseConfig(TrainingStage):
+class DenseConfig(StageConfig):
     """Continued pre-training of a dense model: `L = L_NTP`."""
 
     key = "dense"
@@ -55,7 +52,7 @@ class DenseConfig(TrainingStage):
     method: Literal["full", "lora", "new-blocks"] = setting(
         "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
     )
-    lora: LoraSettings | str | None = setting(LoraSettings, "the adapters of `method: lora`")
+    lora: mapping_of(LoraSettings) = setting(LoraSettings, "the adapters of `method: lora`")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,18 +70,15 @@ class DenseConfig(TrainingStage):
         return config
 
     @classmethod
-    def facts(cls, model_config: Any, texts: Iterable[str]) -> StageFacts:
-        languages = list(texts)
-        return StageFacts(
-            [], languages, languages, longest=longest_block(model_config), is_encoder_decoder=False, model=model_config
-        )
+    def known_languages(cls, model: Any, texts: Iterable[str]) -> tuple[list[str], list[str]]:
+        return [], list(texts)
 
-    def check_text(self, facts: StageFacts) -> None:
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         if self.method != "lora" and self.lora != LoraSettings():
             raise InputError(f"lora: the method is {self.method}, but lora has settings; set `method: lora`.")
-        if self.method == "new-blocks" and not getattr(facts.model, "new_layers", None):
+        if self.method == "new-blocks" and not getattr(model, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
-        super().check_text(facts)
+        return super().check(model, texts)
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
         return pack_texts(texts, tokenizer, self.block_size, self.seed, tokens_per_language=self.tokens_per_language)

@@ -4,10 +4,16 @@ Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from ...analysis.gate_fit import GateReport
+from ...analysis.gating import check_languages, fit_gates
+from ...data.sources import contents
+from ...errors import errors_at
 from ...settings import GateSettings
 from ..base import Stage
+from ..outlook import Outlook, StepResult
 
 
 class FitGates(Stage):
@@ -25,3 +31,33 @@ class FitGates(Stage):
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
+
+    @classmethod
+    def inputs(cls, settings: Any, run: Any) -> dict[str, Any]:
+        return {"texts": run.contents([*run.old, *run.new]), "anchors": contents(run.recipe.anchor_sources)}
+
+    @classmethod
+    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
+        if outlook.config is not None and not run.recipe.joins:
+            anchors = run.recipe.anchor_sources or None
+            with errors_at("gates"):
+                check_languages(run.history.classes, [*run.old, *run.new], anchors)
+        share = f"{100 * settings.unseen_share:g} % of the tokens of a language that the gate has not seen"
+        return [f"gates: at most {share} go to new experts"]
+
+    @classmethod
+    def work(cls, settings: Any, run: Any, before: Path, out: Path) -> StepResult:
+        texts, anchors = run.documents()
+        report = fit_gates(
+            before, out, texts, anchors, settings, seed=run.recipe.seed,
+            max_shard_size=run.expansion.expand.max_shard_size, overwrite=True,
+        )  # fmt: skip
+        return gate_result(report.gates)
+
+
+def gate_result(report: GateReport) -> StepResult:
+    """What a run says of a gate that was fitted."""
+    passing = ", ".join(f"{code} {100 * shares[0]:.0f} %" for code, shares in report.new.items())
+    facts = {"layer": report.layer, "unseen": report.unseen, "named": report.named}
+    facts["new"] = {code: {str(key): share for key, share in of.items()} for code, of in report.new.items()}
+    return StepResult(f"in layer {report.layer}; new experts take {passing} of the new languages' tokens", facts)

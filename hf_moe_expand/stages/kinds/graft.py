@@ -3,8 +3,13 @@
 Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
 """
 
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.graft import check_fine_tune, graft_delta
 from ...settings import GraftSettings
 from ..base import Stage
+from ..outlook import Outlook, StepResult
 
 
 class Graft(Stage):
@@ -19,3 +24,20 @@ class Graft(Stage):
     runs_unasked = False
     optional = True
     settings = GraftSettings
+
+    @classmethod
+    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
+        recipe, instruct = run.recipe, settings.instruct
+        if outlook.offline:
+            return [f"skipped: whether {instruct} is a fine-tune of {recipe.base}"]
+        check_fine_tune(recipe.base, instruct, settings.keep_tokenizer, recipe.revision)
+        return [f"graft: {instruct}, of the base's shapes"]
+
+    @classmethod
+    def work(cls, settings: Any, run: Any, before: Path, out: Path) -> StepResult:
+        recipe = run.recipe
+        report = graft_delta(
+            before, out, recipe.base, settings.instruct, scale=settings.scale, keep_tokenizer=settings.keep_tokenizer,
+            revision=recipe.revision, max_shard_size=run.expansion.expand.max_shard_size, overwrite=True,
+        )  # fmt: skip
+        return StepResult(f"base and instruct have a cosine of {report.instruct_cosine:.4f}")

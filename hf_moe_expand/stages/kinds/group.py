@@ -3,7 +3,7 @@
 Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --data tr=tr.jsonl --config group.yaml
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,8 +15,7 @@ from ...schema import Coefficient
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss, GroupLoss
 from ...trainers.samplers import GroupedSampler
-from ..checks import StageFacts
-from ..config import BlockSize, ValidationSettings, setting
+from ..config import BlockSize, Validation, ValidationSettings, setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
 
@@ -36,7 +35,7 @@ class GroupConfig(MixedConfig):
     block_size: BlockSize = setting(2048, "tokens in a block")
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.0, "weight of the load-balancing loss")
     group_coef: Annotated[Coefficient, GroupLoss] = setting(1.28, "lambda: weight of the language-group loss")
-    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
+    validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
     def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]]:
         return super().block_groups(texts, model_config) or model_config.language_groups
@@ -49,14 +48,15 @@ class GroupConfig(MixedConfig):
         group_of = {code: number for number, group in enumerate(model_config.language_groups) for code in group}
         return [group_of.get(code, 0) for code in languages]
 
-    def check_text(self, facts: StageFacts) -> None:
-        super().check_text(facts)
-        with_text, groups = set(facts.texts), facts.model.language_groups if facts.model is not None else []
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        said = super().check(model, texts)
+        with_text, groups = set(texts), getattr(model, "language_groups", None) or []
         for number, group in enumerate(groups):
             if not set(group) & with_text:
                 raise InputError(f"Group {number} ({', '.join(group)}): none of its languages has text; give some.")
         if groups and (alone := sorted(with_text - {code for group in groups for code in group})):
             raise InputError(f"{', '.join(alone)}: in no language group of this checkpoint; leave its text out.")
+        return said
 
 
 class GroupTrainer(StageTrainer):

@@ -3,7 +3,7 @@
 Example: hf-moe-expand train post-pretrain qwen-el qwen-el-1 --data el=el.jsonl --config stage1.yaml
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,8 +12,7 @@ from ...schema import Coefficient, Flag, Share
 from ...trainers.freezing import EVERYTHING, Trained
 from ...trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
 from ...trainers.masking import Masking
-from ..checks import StageFacts
-from ..config import ValidationSettings, setting
+from ..config import Validation, ValidationSettings, languages_of, mapping_of, setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
 
@@ -35,7 +34,7 @@ class PostPretrainConfig(MixedConfig):
     )
     replay: Flag = setting(False, "train on text of the old languages too")
     everything: Flag = setting(False, "train all parameters, the plain mixture of experts as a baseline")
-    masking: Masking | str | None = setting(Masking, "masking during training")
+    masking: mapping_of(Masking) = setting(Masking, "masking during training")
     budget_coef: Annotated[Coefficient, GateBudgetLoss] = setting(
         0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
     )
@@ -43,7 +42,7 @@ class PostPretrainConfig(MixedConfig):
     localized_balance_coef: Annotated[Coefficient, LocalizedBalanceLoss] = setting(
         0.0, "weight of LoRAMoE's localized balancing constraint"
     )
-    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
+    validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
     def trained(self) -> tuple[str, Trained]:
         return ("everything", EVERYTHING) if self.everything else (self.name, self.trains)
@@ -52,15 +51,16 @@ class PostPretrainConfig(MixedConfig):
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]
 
-    def check_text(self, facts: StageFacts) -> None:
-        if getattr(facts.model, "exclusive_experts", False) and (self.language_prior_coef or self.masking != Masking()):
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        old, new = languages_of(model)
+        if getattr(model, "exclusive_experts", False) and (self.language_prior_coef or self.masking != Masking()):
             raise InputError(
                 "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
                 "for the LPR loss: leave masking and language_prior_coef out."
             )
-        if missing := [code for code in facts.new if code not in facts.texts]:
+        if missing := [code for code in new if code not in texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
-        old_with_text = [code for code in facts.old if code in facts.texts]
+        old_with_text = [code for code in old if code in texts]
         if old_with_text and not self.replay:
             raise InputError(
                 f"{', '.join(old_with_text)}: post-pretraining reads only new languages; set `replay: true` to train "
@@ -70,6 +70,7 @@ class PostPretrainConfig(MixedConfig):
             raise InputError(
                 "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
             )
+        return []
 
 
 class PostPretrainTrainer(StageTrainer):

@@ -15,14 +15,12 @@ from ...records import History
 from ...schema import Coefficient, Count, Flag, Positive
 from ...trainers.freezing import Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from ..base import TrainingStage, languages_of
-from ..checks import StageFacts
-from ..config import BlockSize, ValidationSettings, setting
+from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of, setting
 from ..trainer import StageTrainer
 
 
 @dataclass
-class ReviewConfig(TrainingStage):
+class ReviewConfig(StageConfig):
     """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): `L_NTP + language_prior_coef * L_LPR + classifier_coef * L_CLS`, to
     which `distillation_coef * L_KD` may be added."""
 
@@ -51,49 +49,67 @@ class ReviewConfig(TrainingStage):
     distillation_coef: Annotated[Coefficient, DistillationLoss] = setting(
         0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
     )
-    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
+    validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check_text(self, facts: StageFacts) -> None:
-        if getattr(facts.model, "exclusive_experts", False):
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        old, new = languages_of(model)
+        if getattr(model, "exclusive_experts", False):
             raise InputError(
                 "exclusive experts take the tokens of their languages alone, so that no router is left to review: "
                 "leave the review out (`review: null`)."
             )
-        if missing := [code for code in (*facts.old, *facts.new) if code not in facts.texts]:
+        if missing := [code for code in (*old, *new) if code not in texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
             )
-        if not facts.old:
+        if not old:
             raise InputError(
                 "No old language was given: review needs text of the base's languages, which the base can write itself "
                 "(`hf-moe-expand sample`; `self_written` in a recipe)."
             )
         if self.distillation_coef:
-            _check_distillation(facts)
+            _check_distillation(model)
+        return self._fewer_documents(texts, old, new)
+
+    def _fewer_documents(self, texts: Mapping[str, Any], old: list[str], new: list[str]) -> list[str]:
+        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
+        it takes if the settings allow fewer."""
+        if self.old_documents is None:
+            return []
+        wanted = dict.fromkeys(old, self.old_documents)
+        wanted |= dict.fromkeys(new, max(1, round(self.old_documents * (self.new_per_old or NEW_PER_OLD))))
+        taken = self._documents({code: _count(texts[code], most) for code, most in wanted.items()}, old, new)
+        counts = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
+        return [f"fewer documents than asked for: {counts}"] if taken != wanted else []
+
+    def _documents(self, available: Mapping[str, int], old: list[str], new: list[str]) -> dict[str, int]:
+        each = self.new_per_old or NEW_PER_OLD
+        return review_documents(available, old, new, self.old_documents, each, self.fewer_documents)
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
         old, new = languages_of(model_config)
         by_documents = self.old_documents is not None or self.new_per_old is not None or self.fewer_documents
         if not (by_documents or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
-        available = {code: len(dataset) for code, dataset in texts.items()}
-        limits = (self.old_documents, self.new_per_old or NEW_PER_OLD, self.fewer_documents)
-        return {"documents": review_documents(available, old, new, *limits)}
+        return {"documents": self._documents({code: len(dataset) for code, dataset in texts.items()}, old, new)}
 
 
-def _check_distillation(facts: StageFacts) -> None:
-    if facts.is_encoder_decoder:
+def _count(text: Any, most: int) -> int:
+    """Documents of a text, at most so many; one that is not at hand is taken to be enough."""
+    return most if text is None else len(text) if isinstance(text, Dataset) else text.count(most)
+
+
+def _check_distillation(model: Any) -> None:
+    if model.is_encoder_decoder:
         raise InputError(
             "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
             "does not make: leave distillation_coef out."
         )
-    if facts.model is None:
-        return
-    history = History.of(facts.model)
+    history = History.of(model)
     if not history.first.old_languages:
         raise InputError(
             "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "

@@ -1,0 +1,185 @@
+"""Checks a stage before it trains: for `validate`, for `train_stage` and for the Trainers alike."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.training_args import OptimizerNames
+
+from ..data.curriculum import Curriculum
+from ..data.pairs import check_pairs
+from ..data.sources import LanguageText
+from ..distributed import check_sharding
+from ..errors import InputError, errors_at
+from ..evaluation.validation import validation_sources
+from ..forecast import Forecast, forecast, tokens_at_hand
+from ..models import check_block_size, longest_block
+from ..recipe_paths import unset_variable
+from ..trainers.freezing import Trained
+from ..trainers.masking import check_gates
+from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
+from .config import StageConfig, refused_by_the_library
+from .mixing import is_mixed, read_curriculum
+
+# Optimizers that choose among the modules of the model, which is not there yet.
+_CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")
+# Steps that are done again without much loss.
+_FEW_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A stage that may train.
+
+    Attributes:
+        name: its name in the history.
+        trains: the parts of the model that train.
+        texts: text of each language: a `LanguageText`, or a data set.
+        model: configuration of the model.
+        curriculum: the step at which each language enters; None without one.
+        lines: what could not be checked, and what the settings mean.
+    """
+
+    config: StageConfig
+    model: Any
+    texts: Mapping[str, Any]
+    name: str
+    trains: Trained
+    curriculum: Curriculum | None
+    lines: Sequence[str]
+
+    def pack(self, tokenizer: Any) -> Any:
+        """The text, read and in blocks."""
+        pairs = self.model.is_encoder_decoder
+        loaded = {
+            code: text.load(pairs) if isinstance(text, LanguageText) else text for code, text in self.texts.items()
+        }
+        return self.config.pack(loaded, tokenizer, self.model)
+
+    def forecast(self, network: Any, tokenizer: Any = None) -> Forecast:
+        """What the training takes, of a model without weights; without a tokenizer, the text is not counted."""
+        config = self.config
+        counted = {} if tokenizer is None else {c: tokens_at_hand(text, tokenizer) for c, text in self.texts.items()}
+        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+        found = forecast(network, config, counted, dtype, bool(getattr(config, CHECKPOINTING)))
+        shared_out = config.distributed_config or config.deepspeed
+        return replace(found, memory=None) if shared_out else found
+
+
+def prepare(
+    config: StageConfig,
+    model: Any,
+    texts: Mapping[str, Any],
+    key: str = "",
+    offline: bool = False,
+    tokenizer: Any = None,
+) -> Prepared:
+    """Checks a stage with its model and its text.
+
+    Args:
+        config: the stage's configuration, or the keywords that will make it (`StageConfig.of_keywords`).
+        model: configuration of the model that trains: of a checkpoint, or of what a recipe plans.
+        texts: text of each language: a `LanguageText`, or a data set.
+        key: the stage's key in a recipe, which messages name.
+        offline: skip checks that need an absent file.
+        tokenizer: of an encoder-decoder, to check its held-out text.
+
+    Raises:
+        InputError: a setting contradicts the text, the model or another setting.
+    """
+    prefix = f"{key}." if key else ""
+    old, new = config.known_languages(model, texts)
+    if unknown := sorted({*texts} - {*old, *new}):
+        raise InputError(
+            f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
+            f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
+        )
+    with errors_at(key):
+        check_arguments(config, model.is_encoder_decoder)
+        lines = [f"{key}: {line}" for line in config.check(model, texts)]
+    check_gates(
+        getattr(config, "masking", None), bool(getattr(model, "conditional_routing", False)), f"{prefix}masking"
+    )
+    check_block_size(config.block_size, longest_block(model), f"{prefix}block_size")
+    if config.given.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
+        lines.append(f'{key}: save_strategy is "no": after an interruption the stage starts anew')
+    validation = getattr(config, "validation", None)
+    held_out = {} if validation is None else validation_sources(validation)
+    named = [*(text.source for text in held_out.values()), getattr(config, "curriculum", None)]
+    if offline and (unset := next(filter(None, map(unset_variable, filter(None, named))), None)):
+        return Prepared(config, model, texts, *config.trained(), None, [*lines, f"skipped: {key}: {unset} is not set"])
+    for code, source in held_out.items():
+        with errors_at(f"{prefix}validation.texts.{code}"):
+            if model.is_encoder_decoder and tokenizer is not None:
+                check_pairs(source, tokenizer)
+            else:
+                source.check()
+    file = config.deepspeed
+    if isinstance(file, str) and Path(file).suffix and not Path(file).is_file():
+        if not offline:
+            raise InputError(f"{prefix}deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
+        lines.append(f"skipped: {key}: deepspeed: {file} is not on this machine")
+    curriculum = _checked_order(config, list(texts), key) if is_mixed(config) else None
+    return Prepared(config, model, texts, *config.trained(), curriculum, lines)
+
+
+def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> None:
+    """Refuses training arguments that would drop a gradient, and those that the library would refuse or misread only
+    while it trains."""
+    if (getattr(config, f"{CHECKPOINTING}_kwargs") or {}).get("use_reentrant"):
+        raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
+    check_sharding(config.given)
+    if config.label_smoothing_factor and is_encoder_decoder is False:
+        # Of a decoder, Trainer would smooth the unshifted labels.
+        raise InputError("label_smoothing_factor is not supported for decoders; set it to 0.")
+    if config.max_steps == 0 or (config.max_steps < 0 and not config.num_train_epochs):
+        raise InputError("max_steps and num_train_epochs give no step: set one of them above 0.")
+    reporters = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
+    with refused_by_the_library("report_to: "):
+        for integration in get_reporting_integration_callbacks(
+            [one for one in reporters if one not in ("none", "all")]
+        ):
+            integration()  # raises if its library is not installed
+    _check_optimizer(config)
+
+
+def _check_optimizer(config: Any) -> None:
+    """Makes the optimizer and the schedule of the learning rate of a single weight, as the Trainer will."""
+    config = copy.copy(config)
+    vars(config)["optim"] = OptimizerNames(config.optim)
+    if config.optim.value.startswith(_CHOOSE_MODULES):
+        return
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with refused_by_the_library("optim: "):
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(config)
+        optimizer = kind([{"params": [weight], "weight_decay": config.weight_decay}], **options)
+    with refused_by_the_library("lr_scheduler_type: "):
+        warmup = config.get_warmup_steps(1000)
+        get_scheduler(config.lr_scheduler_type, optimizer, warmup, 1000, config.lr_scheduler_kwargs)
+
+
+def _checked_order(config: StageConfig, languages: Sequence[str], key: str) -> Curriculum | None:
+    """The curriculum; refuses arguments that contradict it, or the order of the batches."""
+    given, at = config.given, f"{key}: " if key else ""
+    accelerator = given.get("accelerator_config")
+    if isinstance(accelerator, str):
+        raise InputError(f"{at}accelerator_config: must be a mapping with a curriculum or a temperature.")
+    if given.get("ignore_data_skip") or (accelerator or {}).get("split_batches"):
+        raise InputError(
+            f"{at}ignore_data_skip and split_batches cannot be used with a curriculum or a temperature, whose batches "
+            "have an order; leave them out."
+        )
+    curriculum = read_curriculum(config, languages)
+    if curriculum is None:
+        return None
+    if "num_train_epochs" in given or given.get("max_steps", curriculum.steps) != curriculum.steps:
+        raise InputError(
+            f"{config.curriculum} is for {curriculum.steps} steps, but {key or 'the configuration'} sets another "  # type: ignore[attr-defined]
+            "length: leave max_steps and num_train_epochs out, or make the curriculum again with --steps."
+        )
+    return curriculum
