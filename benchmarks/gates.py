@@ -98,7 +98,7 @@ def bits(model: Any, texts: Sequence[str], tokenizer: Any, way: str = "", code: 
     for ids, mask, positions in batches(texts, tokenizer):
         ends = [ids.shape[1]] if way == "end" else None
         said = {"languages": code} if way == "told" else {}
-        with model.routing_control.setting("message_ends", ends) if way == "end" else nullcontext():
+        with model.routing_control.asking(message_ends=ends) if way == "end" else nullcontext():
             logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
         wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
         labels = torch.where(wanted, ids[:, 1:], -100)

@@ -25,7 +25,7 @@ from .routing import (
     token_classes,
     with_shared_expert,
 )
-from .routing_control import RoutingControl
+from .routing_control import RoutingControl, RoutingRequest
 
 
 class ExpandedFFN(nn.Module):
@@ -89,24 +89,32 @@ class ExpandedFFN(nn.Module):
         Raises:
             ValueError: `use_expert` names an expert that the layer does not have.
         """
-        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
-        known, classifier_logits_TC = self._known(x_Th, hidden_states)
-        alone = self._alone(known)
-        # In training with a router, a recomputation, which nothing captures, must save what the first pass saved.
-        is_unseen = self.router is None or (self.control.capture is None and not self.training)
-        if alone is not None and is_unseen:
-            return self._run_alone(alone, hidden_states, residual, self.training)
-        if known is not None and self.router is None:
-            return self._run_classes(known, hidden_states, residual)
-        routing = self.route(x_Th, known, classifier_logits_TC, alone)
-        if self.control.capture is not None:
-            self.control.capture.layers[self.layer_index] = routing
+        request, x_Th = self.control.request, hidden_states.reshape(-1, hidden_states.shape[-1])
+        known, classifier_logits_TC = self._known(request, x_Th, hidden_states)
+        alone = self._alone(request, known)
+        routing = None
+        # In training a recomputation, which nothing captures, must save what the first pass saved.
+        if self.router is not None and (alone is None or self.training or request.capture is not None):
+            routing = self.route(request, x_Th, known, classifier_logits_TC, alone)
+            if request.capture is not None:
+                request.capture.layers[self.layer_index] = routing
         if alone is not None:
             return self._run_alone(alone, hidden_states, residual, self.training)
-        if self.is_added:
-            return self._run_added(hidden_states, residual, routing)
-        home_T = self._home(known)
-        changes = self.training and self.control.change_choice is not None
+        if routing is None:
+            y = self._run_classes(known, hidden_states, residual)  # type: ignore[arg-type]
+        elif self.is_added:
+            y = self._run_added(hidden_states, residual, routing)
+        else:
+            y = self._run_chosen(request, known, hidden_states, residual, routing)
+        return y
+
+    def _run_chosen(
+        self, request: RoutingRequest, known: TokenClasses | None, hidden_states: torch.Tensor,
+        residual: torch.Tensor | None, routing: LayerRouting,
+    ) -> Any:  # fmt: skip
+        """The weighted sum of each token's experts; a token that goes home gets expert 0's output."""
+        home_T = self._home(request, known)
+        changes = self.training and request.change_choice is not None
         takes_all = self.top_k == len(self.experts) and routing.allowed is None and not changes
         index_TK = None if takes_all else routing.experts
         if index_TK is not None and home_T is not None:
@@ -117,10 +125,8 @@ class ExpandedFFN(nn.Module):
         )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
-        if home_T is None:
-            return y
         # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
-        return _chosen(home_T, self._run_alone(0, hidden_states, residual, training=False), y)
+        return y if home_T is None else _chosen(home_T, self._run_alone(0, hidden_states, residual, False), y)
 
     def _run_classes(self, known: TokenClasses, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
         """Each class's expert on all tokens, with the dense layer's shapes; every token gets its own class's output."""
@@ -159,42 +165,41 @@ class ExpandedFFN(nn.Module):
         return y
 
     def route(
-        self, x_Th: torch.Tensor, known: TokenClasses | None, classifier_logits_TC: torch.Tensor | None,
-        alone: int | None,
+        self, request: RoutingRequest, x_Th: torch.Tensor, known: TokenClasses | None,
+        classifier_logits_TC: torch.Tensor | None, alone: int | None,
     ) -> LayerRouting:  # fmt: skip
         """The routing of each token, from its hidden states `[T, h]` and what `_known` says of its language; `alone` is
         the expert that all tokens take."""
         logits_TN, class_T = self.router(x_Th), None if known is None else known.class_T  # type: ignore[misc]
         conditional = self.conditional_gate is not None
-        if self.control.change_logits is not None:
+        if request.change_logits is not None:
             shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
-            logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
+            logits_TN = torch.cat([shared_TN, request.change_logits(routed_TN, self.top_k)], -1)
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
-        allowed_TN = None if self.control.forced_expert is not None else self._allowed(logits_TN, class_T)
+        allowed_TN = None if request.expert is not None else self._allowed(request, logits_TN, class_T)
         if alone is not None:
             weights_TK = torch.ones_like(logits_TN[:, :1])
             index_TK = torch.full_like(weights_TK, alone, dtype=torch.long)
         else:
-            weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
+            weights_TK, index_TK = self._choose(request, logits_TN, allowed_TN)
         told_T = class_T if self.classifier is None else None
         return LayerRouting(
             logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, told_T
         )
 
     def _known(
-        self, x_Th: torch.Tensor, hidden_states: torch.Tensor
+        self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor
     ) -> tuple[TokenClasses | None, torch.Tensor | None]:
         """The tokens' classes before they are routed, and the classifier's logits `[T, C]`; each may be None.
 
         A class is the one that the user gives a sequence, or else the layer's own decision (`_own_classes`), or else,
         with exclusive experts or beside sequences that the user knows, the newest expansion's."""
-        control = self.control
         logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        told, newest = control.classes, len(self.experts_of_class) - 1
+        told, newest = request.classes, len(self.experts_of_class) - 1
         is_told = told is not None and None not in told
-        known = self._own_classes(x_Th, hidden_states, logits_TC, is_told or control.forced_expert is not None)
-        if control.change_logits is not None:
+        known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_told or request.expert is not None)
+        if request.change_logits is not None:
             return None, None
         if known is None and (told is not None or self.exclusive):
             known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
@@ -204,21 +209,22 @@ class ExpandedFFN(nn.Module):
             others = [] if is_told else known.present
             present = None if others is None else sorted({number for number in (*told, *others) if number is not None})
             known = TokenClasses(torch.where(told_T < 0, known.class_T, told_T), present)
-        if known is not None and self.exclusive and control.expansion is not None:
-            most = control.expansion
+        if known is not None and self.exclusive and request.expansion is not None:
+            most = request.expansion
             present = None if known.present is None else sorted({min(number, most) for number in known.present})
             known = TokenClasses(known.class_T.clamp(max=most), present)
         return known, logits_TC
 
     def _own_classes(
-        self, x_Th: torch.Tensor, hidden_states: torch.Tensor, logits_TC: torch.Tensor | None, is_known: bool
-    ) -> TokenClasses | None:
+        self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor,
+        logits_TC: torch.Tensor | None, is_known: bool,
+    ) -> TokenClasses | None:  # fmt: skip
         """The decision of the gate, which in layers below it is home, or else of the layer's classifier; in training
         the classes of the rows, for exclusive experts alone; None without any, or where `is_known` says that nobody
         asks: such a pass, too, is evidence for the tokens that follow."""
         rule, text = self.gate_rule, self.control.gate_pass
         if self.training:
-            given = self.control.token_classes if self.exclusive else None
+            given = request.token_classes if self.exclusive else None
             # Virtual tokens have no row.
             return given if given is not None and len(given.class_T) == len(x_Th) else None
         if self.language_gate is not None:
@@ -245,41 +251,45 @@ class ExpandedFFN(nn.Module):
             return 0
         return first if self.exclusive and end - first == 1 else None
 
-    def _alone(self, known: TokenClasses | None) -> int | None:
+    def _alone(self, request: RoutingRequest, known: TokenClasses | None) -> int | None:
         """The expert that runs alone for every token, as far as the host knows; None if several may run."""
-        forced = self.control.forced_expert
+        forced = request.expert
         if forced is not None:
             if forced >= len(self.experts):
                 raise ValueError(
                     f"Layer {self.layer_index} has no expert {forced}; give one of 0..{len(self.experts) - 1}."
                 )
             return forced
-        if self.control.expansion == 0 and not self.training:
+        if request.expansion == 0 and not self.training:
             return 0
         return None if known is None or known.only is None else self.expert_of(known.only)
 
-    def _home(self, known: TokenClasses | None) -> torch.Tensor | None:
+    def _home(self, request: RoutingRequest, known: TokenClasses | None) -> torch.Tensor | None:
         """`[T]` bool, the tokens that the gate or the user sends to expert 0; None where there are none, or expert 0
         has the dense layer's shapes anyway, as all experts run on all tokens."""
-        if known is None or self.training or (self.classifier is not None and self.control.classes is None):
+        if known is None or self.training or (self.classifier is not None and request.classes is None):
             return None
         if len(self.experts) <= self.top_k or (known.present is not None and 0 not in known.present):
             return None
         return known.class_T == 0
 
-    def _allowed(self, logits_TN: torch.Tensor, class_T: torch.Tensor | None) -> torch.Tensor | None:
+    def _allowed(
+        self, request: RoutingRequest, logits_TN: torch.Tensor, class_T: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """`[T, N]` bool: the experts that each token may use; None for all."""
         allowed_TN = None
         if class_T is not None:
             allowed_TN = experts_allowed(class_T, self.experts_of_classes, self.exclusive)
-        if self.control.expansion is None or self.exclusive:
+        if request.expansion is None or self.exclusive:
             return allowed_TN
         earlier_N = (
-            torch.arange(logits_TN.shape[-1], device=logits_TN.device) < (self.experts_of_class[self.control.expansion])
+            torch.arange(logits_TN.shape[-1], device=logits_TN.device) < (self.experts_of_class[request.expansion])
         )
         return earlier_N.expand_as(logits_TN) if allowed_TN is None else allowed_TN & earlier_N
 
-    def _choose(self, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, request: RoutingRequest, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and expert indices of each token."""
         conditional = self.conditional_gate is not None
         routed_TN = logits_TN[:, int(conditional) :]
@@ -289,8 +299,8 @@ class ExpandedFFN(nn.Module):
             closed_T = ~routed_allowed_TN.any(-1)
             routed_allowed_TN = routed_allowed_TN | closed_T.unsqueeze(-1)
         choice = Choice(*select_experts(routed_TN, self.top_k, routed_allowed_TN), routed_TN.shape[-1], closed_T)
-        if self.training and self.control.change_choice is not None:
-            choice = self.control.change_choice(self.layer_index, choice)
+        if self.training and request.change_choice is not None:
+            choice = request.change_choice(self.layer_index, choice)
         if not conditional:
             return choice.weights, choice.experts
         return beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)

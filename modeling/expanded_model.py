@@ -179,21 +179,23 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         """The `ExpandedFFN` of each expanded layer, by layer index."""
         return {module.layer_index: module for module in self.modules() if isinstance(module, ExpandedFFN)}  # type: ignore[attr-defined]
 
-    def capture_routing(self) -> AbstractContextManager[Routing]:
+    @contextmanager
+    def capture_routing(self) -> Iterator[Routing]:
         """Records the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
 
         Logits and weights keep their graph. Of several passes, the last one's routing is kept.
         """
-        return self.routing_control.setting("capture", Routing())
+        with self.routing_control.asking(capture=(routing := Routing())):
+            yield routing
 
-    def use_expert(self, expert: int) -> AbstractContextManager[int]:
+    def use_expert(self, expert: int) -> AbstractContextManager[None]:
         """Inside, every token goes only to this expert in every expanded layer; expert 0 gives the base model's
         output."""
-        return self.routing_control.setting("forced_expert", expert)
+        return self.routing_control.asking(expert=expert)
 
-    def use_expansion(self, expansion: int) -> AbstractContextManager[int]:
+    def use_expansion(self, expansion: int) -> AbstractContextManager[None]:
         """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
-        return self.routing_control.setting("expansion", expansion)
+        return self.routing_control.asking(expansion=expansion)
 
     @contextmanager
     def use_languages(self, languages: str | Sequence[str | None]) -> Iterator[None]:
@@ -209,10 +211,10 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if
                 it has another number of sequences than there are codes.
         """
-        control = self.routing_control
         classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
-        sequences = None if isinstance(languages, str) else len(classes)
-        with control.setting("classes", classes), control.setting("sequences", sequences):
+        with self.routing_control.asking(
+            classes=classes, sequences=None if isinstance(languages, str) else len(classes)
+        ):
             yield
 
     def generate(
@@ -234,19 +236,18 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         Raises:
             ValueError: see `use_languages`; or the number of codes is not that of the sequences.
         """
-        control = self.routing_control
         if self.config.language_gate is not None and not can_compile(self.config):  # type: ignore[attr-defined]
             # The library would compile the forward pass into CUDA graphs, whose outputs the gate may not keep.
             kwargs.setdefault("disable_compile", True)
         if languages is not None:
             with self.use_languages(languages):
                 return self.generate(inputs, *args, judge_prompt=judge_prompt, **kwargs)
-        if control.sequences is not None:
-            check_count(control.sequences, inputs, kwargs)
+        if (sequences := self.routing_control.request.sequences) is not None:
+            check_count(sequences, inputs, kwargs)
         ends = None
         if judge_prompt is not False and self.config.language_gate is not None:  # type: ignore[attr-defined]
             ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
-        with control.setting("sequences", None), control.setting("message_ends", ends):  # each sequence has beams
+        with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,9 +257,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             ValueError: inside of `use_languages` and its like: it generates in a thread of its own, which they do not
                 reach.
         """
-        control = self.routing_control
-        settings = (control.capture, control.forced_expert, control.expansion, control.classes)
-        if any(value is not None for value in settings):
+        asked = self.routing_control.request
+        if any(value is not None for value in (asked.capture, asked.expert, asked.expansion, asked.classes)):
             raise ValueError(
                 "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
                 "and capture_routing around it do not reach: use generate."
@@ -368,7 +368,7 @@ def _check_server(config: Any, has_mixtures: bool) -> None:
 
 def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     check_runner(decoder.config)
-    ends = control.message_ends or ()
+    ends = control.request.message_ends or ()
     control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends)
 
 

@@ -1,5 +1,5 @@
-"""The object that the expanded layers of one model share: it records their routing, can override it, and holds the
-language hint, the language of each sequence of a batch where the user knows it.
+"""What a caller wants of a forward pass (to record the routing, to override it, or to name the languages), and the
+object through which the expanded layers of one model read it.
 
 Shape suffixes as in `routing.py`.
 """
@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from operator import attrgetter
 from typing import Any
@@ -32,71 +32,82 @@ class Routing:
         return len(self.layers)
 
 
-def _of_thread(name: str) -> Any:
-    """A property whose value belongs to the thread that sets it; None in all others."""
+@dataclass(frozen=True)
+class RoutingRequest:
+    """What a caller wants of forward passes.
 
-    def read(control: "RoutingControl") -> Any:
-        if control._latest and _in_backward_pass() and not getattr(control._own, "touched", False):
-            return control._latest.get(name)
-        return getattr(control._own, name, None)
+    Attributes:
+        capture: where each layer's routing is recorded.
+        expert: the expert that every token takes, in every layer.
+        expansion: the expansion after which the model routes; 0 is the base model.
+        classes: the class of each sequence's language, where the user names it: 0 for the base model's.
+        sequences: the number of sequences that `classes` speaks of; None if any number is right.
+        message_ends: the columns at which the messages of a prompt end, each of which the language gate judges whole;
+            None judges no prompt.
+        token_classes: in training, the classes of the batch's tokens, for exclusive experts.
+        change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
+            classifiers.
+        change_choice: called only in training: takes a layer's index and its choice, returns the choice to use.
+    """
 
-    def write(control: "RoutingControl", value: Any) -> None:
-        control._own.touched = True
-        setattr(control._own, name, value)
-        control._latest[name] = value
-
-    return property(read, write)
-
-
-def _in_backward_pass() -> bool:
-    """Whether autograd calls, which runs the forward pass again under gradient checkpointing: on a GPU, in a thread of
-    its own."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    capture: Routing | None = None
+    expert: int | None = None
+    expansion: int | None = None
+    classes: Sequence[int | None] | None = None
+    sequences: int | None = None
+    message_ends: Sequence[int] | None = None
+    token_classes: TokenClasses | None = None
+    change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    change_choice: Callable[[int, Choice], Choice] | None = None
 
 
 class RoutingControl:
-    """Records the routing of all expanded FFNs of one model, and can override their routers.
+    """The request that all expanded layers of one model read.
 
     A plain object instead of hooks: it takes part in every forward pass, whoever calls it, and a recomputation under
-    gradient checkpointing (outside the capture) is not recorded again. What a thread sets holds for its own forward
+    gradient checkpointing (outside the capture) is not recorded again. What a thread asks for holds for its own forward
     passes alone (and for their backward passes), so several may use one model at a time.
     """
-
-    capture: Routing | None = _of_thread("capture")
-    forced_expert: int | None = _of_thread("forced_expert")
-    expansion: int | None = _of_thread("expansion")
-    # The class of each sequence's language, where the user names it: 0 for the base model's, None if unknown.
-    classes: Sequence[int | None] | None = _of_thread("classes")
-    # The number of sequences of each forward pass that `classes` speaks of; None if any number is right.
-    sequences: int | None = _of_thread("sequences")
-    # In training, the classes of the batch's tokens, for exclusive experts.
-    token_classes: TokenClasses | None = _of_thread("token_classes")
-    # Of the forward pass that runs, the texts that the language gate judges.
-    gate_pass: GatePass | None = _of_thread("gate_pass")
-    # The columns at which the messages of a prompt end, each of which the gate judges whole; None judges no prompt.
-    message_ends: Sequence[int] | None = _of_thread("message_ends")
 
     def __init__(self) -> None:
         # Thread-local, and no context variable: `torch.compile` traces the one and refuses the other.
         self._own = threading.local()
-        self._latest: dict[str, Any] = {}  # of whichever thread set it last
-        # For analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses classifiers.
-        self.change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-        # Called only in training: takes a layer's index and its choice, returns the choice to use.
-        self.change_choice: Callable[[int, Choice], Choice] | None = None
+        self._latest = RoutingRequest()  # of whichever thread asked last
+
+    @property
+    def request(self) -> RoutingRequest:
+        """What this thread asks for. On a GPU autograd runs the forward pass again, under gradient checkpointing, in a
+        thread of its own, for the one that asked last."""
+        own = getattr(self._own, "request", None)
+        if own is not None:
+            return own
+        in_backward_pass = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        return self._latest if in_backward_pass else _NOTHING
 
     @contextmanager
-    def setting(self, name: str, value: Any) -> Iterator[Any]:
-        """Inside, the attribute `name` has this value."""
-        before = getattr(self, name)
-        setattr(self, name, value)
+    def asking(self, **changes: Any) -> Iterator[None]:
+        """Inside, this thread's request has these values."""
+        before = self.request
+        self._own.request = self._latest = replace(before, **changes)
         try:
-            yield value
+            yield
         finally:
-            setattr(self, name, before)
+            self._own.request = self._latest = before
 
-    def __reduce__(self) -> tuple:  # copies and pickles have settings of their own
+    @property
+    def gate_pass(self) -> GatePass | None:
+        """Of this thread's forward pass, the texts that the language gate judges."""
+        return getattr(self._own, "gate_pass", None)
+
+    @gate_pass.setter
+    def gate_pass(self, value: GatePass | None) -> None:
+        self._own.gate_pass = value
+
+    def __reduce__(self) -> tuple:  # copies and pickles have requests of their own
         return RoutingControl, ()
+
+
+_NOTHING = RoutingRequest()
 
 
 def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int | None]:
@@ -168,8 +179,8 @@ def with_languages(forward: Callable) -> Callable:
         if languages is not None:
             with self.use_languages(languages):
                 return forward_with_languages(self, *args, **kwargs)
-        if self.routing_control.sequences is not None:
-            check_count(self.routing_control.sequences, args[0] if args else None, kwargs)
+        if (sequences := self.routing_control.request.sequences) is not None:
+            check_count(sequences, args[0] if args else None, kwargs)
         return forward(self, *args, **kwargs)
 
     # accelerate unwinds a forward that it has wrapped along `__wrapped__`, and would unwind this one too.

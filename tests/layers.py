@@ -1,6 +1,7 @@
 """Expanded layers for tests, and the slow definition of what their experts compute."""
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -105,3 +106,8 @@ def assert_is_the_definition(run, experts, x_Th, weights_TK, index_TK, autocast=
     for one, other in pairs:
         scale = max(other.abs().max().item(), 1e-6)
         torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * scale)
+
+
+def ask(layer, **changes) -> None:
+    """From here on, forward passes of this thread through the layer have these values in their request."""
+    layer.control._own.request = replace(layer.control.request, **changes)

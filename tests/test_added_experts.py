@@ -14,6 +14,7 @@ from conftest import (
     tiny_config,
     write_texts,
 )
+from layers import ask
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
@@ -44,7 +45,7 @@ def saved(tmp_path_factory):
 
 def of_definition(ffn, x_Th, residual, activation):
     """`E_0(x) + sum_e w_e D_e(x)`, one token and expert after the other, in float64."""
-    routing = ffn.route(x_Th, None, None, None)
+    routing = ffn.route(ffn.control.request, x_Th, None, None, None)
     y = ffn.experts[0](x_Th[None], *(() if residual is None else (residual[None],)))
     y = (y[0] if isinstance(y, tuple) else y)[0].double()
     for token, (weights, experts) in enumerate(zip(routing.weights, routing.experts, strict=True)):
@@ -75,9 +76,9 @@ def test_it_is_its_definition(base, top_k):
             with_one = ffn.experts[1](x_BSh)
             alone = ffn.experts[0](x_BSh, *(() if residual is None else (residual,)))
             alone = alone[0] if isinstance(alone, tuple) else alone
-            ffn.control.forced_expert = 1
+            ask(ffn, expert=1)
             found = ffn(x_BSh, *(() if residual is None else (residual,)))
-            ffn.control.forced_expert = None
+            ask(ffn, expert=None)
             assert torch.equal(found[0] if isinstance(found, tuple) else found, alone + with_one)
 
 

@@ -18,9 +18,7 @@ from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.scratch import work_folder
-from hf_moe_expand.stages.kinds import dense
-from hf_moe_expand.stages.kinds.dense import LoraSettings, check_old_blocks
-from hf_moe_expand.stages.recording import RecordingTrainer
+from hf_moe_expand.stages.kinds.dense import DenseTrainer, LoraSettings, check_old_blocks
 
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 3}
 TEXTS = [f"{number} times {number} is {number * number}, as everybody knows." for number in range(60)]
@@ -142,24 +140,24 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
     chosen = config(method=method, max_steps=5, save_steps=2)
     train_stage(root / "base", tmp_path / "whole", data, chosen)
 
-    class Stopped(RecordingTrainer):
+    class Stopped(DenseTrainer):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.add_callback(StopAt())
 
     resumed = []
 
-    class Watched(RecordingTrainer):
+    class Watched(DenseTrainer):
         def train(self, resume_from_checkpoint=None):
             resumed.append(resume_from_checkpoint)
             return super().train(resume_from_checkpoint=resume_from_checkpoint)
 
-    monkeypatch.setattr(dense, "RecordingTrainer", Stopped)
+    monkeypatch.setattr(DenseConfig, "trainer_class", Stopped)
     torch.manual_seed(123)  # the seed is the run's own
     with pytest.raises(KeyboardInterrupt):
         train_stage(root / "base", tmp_path / "out", data, chosen)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(dense, "RecordingTrainer", Watched)
+    monkeypatch.setattr(DenseConfig, "trainer_class", Watched)
     with pytest.raises(InputError, match="interrupted run with other seed"):
         train_stage(root / "base", tmp_path / "out", data, chosen, seed=1)
     other = save_dense(tmp_path / "other", seed=1)

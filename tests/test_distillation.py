@@ -10,7 +10,6 @@ from one_step import build, rows, train
 from peft import LoraConfig, get_peft_model
 
 from hf_moe_expand import DistillationLoss, Plan, ReviewConfig, expand_model
-from hf_moe_expand.stages.config import declared_losses
 from hf_moe_expand.trainers.losses import BalanceLoss, ClassifierLoss, LanguagePriorLoss, distillation_loss
 from hf_moe_expand.trainers.losses.distillation import base_logits
 
@@ -35,7 +34,7 @@ def forward_passes(model):
     found = []
 
     def note(module, _, kwargs, output):
-        found.append((len(output.logits), model.routing_control.forced_expert, torch.is_grad_enabled()))
+        found.append((len(output.logits), model.routing_control.request.expert, torch.is_grad_enabled()))
 
     hook = model.register_forward_hook(note, with_kwargs=True)
     try:
@@ -143,7 +142,7 @@ def test_the_base_has_no_dropout_and_no_adapter():
 
 
 def test_review_distils_where_its_coefficient_says_so(tmp_path):
-    plain = declared_losses(ReviewConfig, ReviewConfig(str(tmp_path)))
+    plain = ReviewConfig(str(tmp_path)).losses()
     assert plain == [BalanceLoss(0.0), LanguagePriorLoss(0.1), ClassifierLoss(0.1)]
     alone = ReviewConfig(str(tmp_path), language_prior_coef=0.0, distillation_coef=0.5)
-    assert declared_losses(ReviewConfig, alone)[-1] == DistillationLoss(0.5)
+    assert alone.losses()[-1] == DistillationLoss(0.5)

@@ -262,7 +262,7 @@ def test_recomputed_the_step_is_the_same(grown, tmp_path, languages):
     one_step(tmp_path / "again", recomputed, *blocks(*languages), classes=(0, 1, 2), **checkpointed())
     for (name, ours), theirs in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    assert plain.routing_control.token_classes is None
+    assert plain.routing_control.request.token_classes is None
 
 
 def test_a_stage_trains_the_new_experts_and_says_so(el, tmp_path):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from layers import layer_config
+from layers import ask, layer_config
 from torch import nn
 
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
@@ -116,7 +116,7 @@ def test_tokens_that_all_go_to_expert_0_have_the_dense_output_bit_for_bit():
         layer.classifier.weight.copy_(torch.stack([torch.ones(HIDDEN), torch.zeros(HIDDEN)]))
     x = torch.rand(3, 17, HIDDEN)  # positive: all classed old
     assert torch.equal(layer(x), layer.experts[0](x))
-    layer.control.forced_expert = 0
+    ask(layer, expert=0)
     x = torch.randn(3, 17, HIDDEN)
     assert torch.equal(layer(x), layer.experts[0](x))
 
@@ -201,7 +201,7 @@ def test_equal_experts_give_the_dense_output_in_bfloat16_too():
 
 def test_routing_is_float32_under_autocast_and_captured_with_its_graph():
     layer = build(3, 2, classifier=True)
-    layer.control.capture = routing = Routing()
+    ask(layer, capture=(routing := Routing()))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.randn(8, HIDDEN)
         layer(x)
@@ -222,7 +222,7 @@ def test_idle_experts_get_zero_gradients_in_training():
 
 def test_a_forced_expert_that_a_layer_lacks_is_an_error():
     layer = build(2, 2)
-    layer.control.forced_expert = 2
+    ask(layer, expert=2)
     with pytest.raises(ValueError, match=r"Layer 0 has no expert"):
         layer(torch.randn(3, HIDDEN))
 
@@ -238,7 +238,7 @@ def test_router_initialisation_is_xavier_normal_and_seeded():
 
 def test_the_captured_decision_is_the_one_that_was_carried_out():
     layer = build(5, 2, classifier=True).eval()
-    layer.control.capture = routing = Routing()
+    ask(layer, capture=(routing := Routing()))
     x = torch.randn(40, HIDDEN)
     y = layer(x)
     found = routing.layers[0]
@@ -257,11 +257,11 @@ def test_the_captured_decision_is_the_one_that_was_carried_out():
 
 def test_the_captured_decision_under_an_override():
     layer = build(4, 2, classifier=True).eval()
-    layer.control.capture = routing = Routing()
-    layer.control.forced_expert = 3
+    ask(layer, capture=(routing := Routing()))
+    ask(layer, expert=3)
     layer(torch.randn(6, HIDDEN))
     assert torch.equal(routing.layers[0].weight_of_each_expert(), torch.eye(4)[3].expand(6, 4))
-    layer.control.forced_expert, layer.control.expansion = None, 0
+    ask(layer, expert=None, expansion=0)
     layer(torch.randn(6, HIDDEN))
     assert routing.layers[0].allowed.sum(-1).tolist() == [1] * 6
     assert torch.equal(routing.layers[0].weight_of_each_expert(), torch.eye(4)[0].expand(6, 4))

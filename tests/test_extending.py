@@ -8,13 +8,13 @@ from typing import Annotated
 
 import pytest
 import yaml
-from conftest import run_python, save_dense, write_texts
+from conftest import keywords, run_python, save_dense, write_texts
 
 import hf_moe_expand
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.schema import Coefficient
-from hf_moe_expand.stages.config import declared_losses, setting, settings_of
+from hf_moe_expand.stages.config import setting
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "extending.md").read_text("utf-8")
@@ -76,7 +76,7 @@ def test_the_guides_loss_trains(place, monkeypatch):
     exec(f"@dataclass\nclass Longer(hf_moe_expand.ReviewConfig):\n    {field}", namespace | globals(), namespace)
     longer = namespace["Longer"]
     assert longer("out", router_entropy_coef=0.5).router_entropy_coef == 0.5
-    losses = declared_losses(longer, settings_of(longer)(router_entropy_coef=0.5))
+    losses = keywords(longer, router_entropy_coef=0.5).losses()
     assert losses[-1] == namespace["RouterEntropyLoss"](0.5)
     with pytest.raises(InputError, match="router_entropy_coef is -1"):
         longer("out", router_entropy_coef=-1.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import byte_tokenizer, enable_checkpointing, invoke, save_dense, tiny_config, write_texts
-from layers import layer_config
+from layers import ask, layer_config
 from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
 from transformers import AutoModelForCausalLM
 
@@ -284,14 +284,14 @@ def test_gate_masking_leaves_the_shared_expert_alone():
 def test_the_classifier_and_earlier_expansions_close_the_gate():
     layer = build(5, 2, conditional=True, classifier=True, earlier=(3,)).eval()
     x = torch.randn(30, HIDDEN)
-    layer.control.expansion = 0
+    ask(layer, expansion=0)
     assert torch.equal(layer(x), layer.experts[0](x))
-    layer.control.expansion = 1
+    ask(layer, expansion=1)
     found = layer(x)
     for expert in layer.experts[3:]:  # those that came later have no say
         expert.down.weight.data.add_(100)
     assert torch.equal(layer(x), found)
-    layer.control.expansion = None
+    ask(layer, expansion=None)
     with torch.no_grad():
         layer.classifier.weight.zero_()[0] = x[0]
     assert torch.equal(layer(x[:1]), layer.experts[0](x[:1]))
@@ -300,9 +300,9 @@ def test_the_classifier_and_earlier_expansions_close_the_gate():
 def test_the_routing_that_losses_see_is_each_experts_share():
     layer = build(conditional=True).train()
     x = torch.randn(50, HIDDEN)
-    layer.control.capture = Routing()
+    ask(layer, capture=(routing := Routing()))
     layer(x)
-    found = layer.control.capture.layers[0]
+    found = routing.layers[0]
     gate = torch.sigmoid(x @ layer.conditional_gate.weight[0])
     scores = found.router_logits.softmax(-1)
     torch.testing.assert_close(scores[:, 0], 1 - gate)

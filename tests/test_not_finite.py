@@ -117,14 +117,12 @@ def test_logs_of_a_trainer_show_numbers(tmp_path):
 
 def test_an_overflow_in_a_training_leaves_readable_records(root, tmp_path, monkeypatch):
     """fp16's scaler skips such a step and logs its gradient."""
-    from hf_moe_expand.stages.recording import RecordingTrainer
+    from hf_moe_expand.stages.trainer import StageTrainer
 
     save_dense(tmp_path / "base")
     expand_checkpoint(tmp_path / "base", tmp_path / "expanded", PLAN)
-    log = RecordingTrainer.log
-    monkeypatch.setattr(
-        RecordingTrainer, "log", lambda self, logs, *rest: log(self, {**logs, "scale": math.inf}, *rest)
-    )
+    log = StageTrainer.log
+    monkeypatch.setattr(StageTrainer, "log", lambda self, logs, *rest: log(self, {**logs, "scale": math.inf}, *rest))
     config = PostPretrainConfig(block_size=16, max_steps=2, logging_steps=1, disable_tqdm=True)
     text = {"el": LanguageText("el", str(root / "el.jsonl"))}
     train_stage(tmp_path / "expanded", tmp_path / "out", text, config)

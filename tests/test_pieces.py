@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_dense
+from datasets import Dataset
 from one_step import build, rows, train
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments, default_data_collator
 
 from hf_moe_expand import DistillationLoss, Plan, expand_model
+from hf_moe_expand.stages.kinds.dense import DenseTrainer
 from hf_moe_expand.trainers import pieces as module
-from hf_moe_expand.trainers.pieces import LogitsInPieces, PiecewiseLossMixin
+from hf_moe_expand.trainers.pieces import LogitsInPieces
 
 IDS, LANGUAGES = rows()
 TOKENS = 5  # of a piece; no divisor of anything here
@@ -146,15 +148,17 @@ def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, wi
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_smoothed_labels_take_the_logits_of_the_whole_batch(small_pieces, tmp_path, widest, smoothing):
-    class InPieces(PiecewiseLossMixin, Trainer):
-        pass
-
-    examples = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
+    """Of a dense model; the stages refuse them for it, a Trainer does not."""
+    examples = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
     arguments = TrainingArguments(
         tmp_path, max_steps=1, label_smoothing_factor=smoothing, report_to="none", use_cpu=True, disable_tqdm=True
     )
-    InPieces(tiny_dense("qwen2"), arguments, train_dataset=examples).train()
-    assert bool(widest) == (smoothing == 0.0)
+    if smoothing:
+        with pytest.raises(ValueError, match="label_smoothing_factor is not supported"):
+            DenseTrainer(tiny_dense("qwen2"), arguments, default_data_collator, examples)
+        return
+    DenseTrainer(tiny_dense("qwen2"), arguments, default_data_collator, examples).train()
+    assert widest
 
 
 def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):

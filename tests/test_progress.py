@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_moe_expand.stages.recording import _duration, _SaysProgress, _shares
+from hf_moe_expand.stages.recording import Progress, _duration, _shares
 
 
 def said(capsys, seconds, disable_tqdm, begin=0, pairs=False):
@@ -14,7 +14,7 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False):
     trainer = SimpleNamespace(
         get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None
     )
-    callback = _SaysProgress(trainer, lambda: now[0])
+    callback = Progress(trainer, lambda: now[0])
     arguments = SimpleNamespace(
         block_size=50, disable_tqdm=disable_tqdm, lr_scheduler_type="cosine", learning_rate=0.01
     )

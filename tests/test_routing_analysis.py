@@ -271,8 +271,8 @@ def test_changed_logits_overrule_router_and_classifier():
     with torch.no_grad():
         with model.use_expert(1):
             expected = model(ids).logits
-        model.routing_control.change_logits = only_expert_1
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        with model.routing_control.asking(change_logits=only_expert_1):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_perplexity_under_random_routing():

@@ -141,7 +141,7 @@ def test_the_word_holds_inside_the_call_alone():
     with model.use_languages(["en", "el"]):
         inside = model(**batch).logits
     assert torch.equal(inside, model(**batch, languages=["en", "el"]).logits)
-    assert model.routing_control.classes is None
+    assert model.routing_control.request.classes is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from pydantic import Field
 from ..errors import InputError
 from ..modeling.routing import Choice
 from ..schema import Declared, Probability
-from .freezing import TrainerBase
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
@@ -63,32 +62,11 @@ def mask_routing(model: Any, masking: Masking | None) -> AbstractContextManager:
     if masking is None or masking == Masking():
         return nullcontext()
     check_gates(masking, model.config.conditional_routing)
-    return model.routing_control.setting("change_choice", _MaskedChoice(masking, min(model.expanded_ffns())))
-
-
-class MaskingMixin(TrainerBase):
-    """Put in front of a Trainer class: its training steps mask the routing of an expanded model.
-
-    Args:
-        masking: the masking; None turns it off.
-
-    Raises:
-        InputError: gate masking is set, but the model has no gates.
-    """
-
-    def __init__(self, model: Any, *args: Any, masking: Masking | None = None, **kwargs: Any) -> None:
-        if masking is not None:
-            check_gates(masking, model.config.conditional_routing)
-        self.masking = masking
-        super().__init__(model, *args, **kwargs)
-
-    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        with mask_routing(self.accelerator.unwrap_model(model), self.masking):
-            return super().training_step(model, inputs, num_items_in_batch)
+    return model.routing_control.asking(change_choice=_MaskedChoice(masking, min(model.expanded_ffns())))
 
 
 class _MaskedChoice:
-    """Changes the choices of one model's layers; for `RoutingControl.change_choice`."""
+    """Changes the choices of one model's layers; for `RoutingRequest.change_choice`."""
 
     def __init__(self, masking: Masking, first_layer: int) -> None:
         self.masking = masking

@@ -18,14 +18,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..checkpoint.local import EXPANDED
-from .freezing import TrainerBase, evaluating
+from .freezing import evaluating
 
 _IGNORED = -100
 # A training that would compute more logits at once than the first, 256 MB in float32, computes as many at a time as the
 # second says.
 LARGE, PIECE = 1 << 26, 1 << 24
 _PROBED = 8  # tokens
+
+
+def is_large(tokens: int, vocabulary: int) -> bool:
+    """Whether the logits of so many tokens are computed in pieces."""
+    return tokens * vocabulary > LARGE
 
 
 class LogitsInPieces:
@@ -107,53 +111,3 @@ class LogitsInPieces:
 
 def _nats(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
-
-
-class PiecewiseLossMixin(TrainerBase):
-    """Put in front of a Trainer class: the next-token loss of a large batch of a decoder is computed in pieces.
-
-    The loss and its gradients are those of the whole batch, to rounding. Batches of at most `LARGE` logits, other
-    models' losses, and models that are split over devices or compiled are left to the Trainer.
-    """
-
-    compute_loss_func: Any
-    _pieces: LogitsInPieces | bool | None = False  # False until the first batch that is large enough
-
-    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        # Before a forward pass is recorded: finding the head takes one of its own.
-        if self._pieces is False and self._is_large(model, inputs):
-            self._pieces = LogitsInPieces.of(self.accelerator.unwrap_model(model), self.accelerator.autocast)
-        return super().training_step(model, inputs, num_items_in_batch)
-
-    def compute_loss(
-        self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        pieces = self._pieces
-        if not isinstance(pieces, LogitsInPieces) or not model.training or not self._is_large(model, inputs):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with pieces.head_inputs() as hidden_states:
-
-            def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-                outputs.in_pieces, outputs.hidden_of_head = pieces, hidden_states[0]
-                return pieces.next_token_loss(hidden_states[0], labels, num_items_in_batch)
-
-            self.compute_loss_func = loss
-            try:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            finally:
-                self.compute_loss_func = None
-
-    def _is_large(self, model: Any, inputs: dict) -> bool:
-        """Whether a batch has more logits than `LARGE`, and nothing forbids to compute them in pieces."""
-        ids, labels, training = inputs.get("input_ids"), inputs.get("labels"), self.args
-        config = getattr(self.accelerator.unwrap_model(model), "config", None)
-        if ids is None or labels is None or config is None or getattr(config, "is_encoder_decoder", False):
-            return False
-        if ids.numel() * (config.get_text_config().vocab_size or 0) <= LARGE or self.compute_loss_func is not None:
-            return False
-        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)
-        fused = training.use_liger_kernel and config.model_type not in EXPANDED  # Liger has kernels for dense types
-        if split or fused or training.torch_compile or training.label_smoothing_factor:
-            return False
-        read = [loss for loss in getattr(self, "router_losses", ()) if loss.needs_outputs]
-        return all(loss.in_pieces for loss in read)

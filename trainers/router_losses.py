@@ -5,6 +5,7 @@ The model's forward pass does not compute these losses. The mixin records the ro
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,8 @@ class RouterLossMixin(TrainerBase):
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()
+        if self.router_losses and not getattr(self.accelerator.unwrap_model(self.model), "expanded_ffns", dict)():
+            raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
 
     @property
@@ -124,16 +127,55 @@ class RouterLossMixin(TrainerBase):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = torch.zeros(1 + self._is_encoder_decoder, 3, dtype=torch.double, device=device)
+        counts = torch.zeros(1 + self._is_encoder_decoder, 2 + self._languages(), dtype=torch.double, device=device)
         for batch in batches:
-            counts += torch.stack([tokens.counts() for tokens in self._tokens(batch)]).to(device)
-        self._step_counts = self._sum_over_ranks(counts).clamp(min=1)
+            counts += self._counts(batch).to(device)
+        self._count_step(self._sum_over_ranks(counts))
         return batches, num_items
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _languages(self) -> int:
+        """The number of language ids."""
+        return 0 if self._language_classes is None else len(self._language_classes)
+
+    def _counts(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """`[1, 2 + languages]` of a decoder's batch, `[2, ...]` of an encoder-decoder's: rows, tokens of no known
+        language, and those of each language id; padding excluded."""
+        languages, counts = self._languages(), []
+        for counted, ids in self._sides(inputs):
+            ids = torch.full_like(counted, -1, dtype=torch.long) if ids is None else ids.long()
+            place = ids.where((ids >= 0) & (ids < languages), -1).flatten() + 2
+            of_side = torch.zeros(2 + languages, dtype=torch.double, device=counted.device)
+            of_side[0] = len(counted)
+            counts.append(of_side.scatter_add(0, place, counted.flatten().double()))
+        return torch.stack(counts)
+
+    def _count_step(self, counts: torch.Tensor) -> None:
+        """Keeps the counts of an optimizer step, over all its micro-batches and ranks: all tokens, those of old
+        languages, those of a known language."""
+        tokens = counts[:, 1:]
+        known = torch.zeros_like(tokens[0]) if self._language_classes is None else torch.ones_like(tokens[0])
+        known[0] = 0
+        old = known.clone()
+        if self._language_classes is not None:
+            old[1:] = (self._language_classes == OLD).to(old)
+        self._step_counts = torch.stack([tokens.sum(-1), (tokens * old).sum(-1), (tokens * known).sum(-1)], -1).clamp(
+            min=1
+        )
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # To the end of the backward pass, in which checkpointing runs the forward pass again.
-        with self.accelerator.unwrap_model(self.model).routing_control.setting("token_classes", None):
-            return super().training_step(*args, **kwargs)
+        with self.asking(inputs):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self.after_backward(loss)
+        return loss
+
+    def asking(self, inputs: Mapping[str, Any]) -> AbstractContextManager:
+        """Inside, the model routes as a training step on these inputs needs it."""
+        control = getattr(self.accelerator.unwrap_model(self.model), "routing_control", None)
+        return nullcontext() if control is None else control.asking(token_classes=self._exclusive_classes(inputs))
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """Called after the backward pass of each micro-batch, with its loss."""
 
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -141,19 +183,16 @@ class RouterLossMixin(TrainerBase):
         tokens = self._tokens(inputs)
         inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
         expanded = self.accelerator.unwrap_model(model)
+        if not hasattr(expanded, "capture_routing"):  # a dense model, which has no router
+            return self.next_token_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_encoder_decoder:
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
-        expanded.routing_control.token_classes = self._exclusive_classes(tokens)
         with expanded.capture_routing() as captured:
             captured.layers = FirstPass()
-            result = super().compute_loss(
-                model, inputs, return_outputs=wants_outputs, num_items_in_batch=num_items_in_batch
-            )
+            result = self.next_token_loss(model, inputs, wants_outputs, num_items_in_batch)
         loss, outputs = result if wants_outputs else (result, None)
-        if not len(captured) and not expanded.expanded_ffns():
-            raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         stacks = []
         for layers, side in zip(by_stack(expanded.config, captured.layers), TOKEN_COLUMNS, strict=False):
             stacks.append([without_virtual_tokens(layer, own_inputs[side]) for layer in layers])
@@ -171,25 +210,33 @@ class RouterLossMixin(TrainerBase):
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
 
-    def _exclusive_classes(self, tokens: list[TokenMasks]) -> TokenClasses | None:
+    def next_token_loss(self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any) -> Any:
+        """The trainer's own loss, without the routers'."""
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def _exclusive_classes(self, inputs: Mapping[str, Any]) -> TokenClasses | None:
         """For exclusive experts, the class of each token by its row's language, and those that occur; None if no token
         of the batch has a language that is known: the newest expansion's experts run then."""
         expanded = self.accelerator.unwrap_model(self.model)
         if not getattr(expanded.config, "exclusive_experts", False) or self._language_classes is None:
             return None
-        newest = torch.full_like(tokens[0].class_T, len(expanded.config.earlier_experts_per_layer or ()) + 1)
+        tokens = self._tokens(inputs)[0]
+        newest = torch.full_like(tokens.class_T, len(expanded.config.earlier_experts_per_layer or ()) + 1)
         # Padding and tokens without a language are the newest expansion's.
-        class_T = torch.where(tokens[0].tagged_T, tokens[0].class_T, newest)
-        return TokenClasses(class_T, class_T.unique().tolist())
+        class_T = torch.where(tokens.tagged_T, tokens.class_T, newest)
+        return TokenClasses(class_T.to(self.args.device), class_T.unique().tolist())
 
     def _tokens(self, inputs: Mapping[str, Any]) -> list[TokenMasks]:
         """The masks of a decoder's tokens, or of an encoder's and of a decoder's."""
+        return [self._masks(counted.flatten(), ids) for counted, ids in self._sides(inputs)]
+
+    def _sides(self, inputs: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         if "input_ids" not in inputs:
             raise ValueError(
                 f"{type(self).__name__}'s batches hold no input_ids, whose tokens the router losses count: this "
                 "trainer takes expanded models, but not RouterLossMixin."
             )
-        return [self._masks(counted.flatten(), ids) for counted, ids in sides(inputs, self._is_encoder_decoder)]
+        return sides(inputs, self._is_encoder_decoder)
 
     def _masks(self, counted: torch.Tensor, ids: torch.Tensor | None) -> TokenMasks:
         if ids is None or self._language_classes is None:

@@ -94,7 +94,7 @@ def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, i
 
 def random_routing(model: Any, seed: int) -> AbstractContextManager:
     """Inside, an expanded model sends every token to uniformly drawn experts, classifiers or not."""
-    return model.routing_control.setting("change_logits", random_experts(seed, model.device))
+    return model.routing_control.asking(change_logits=random_experts(seed, model.device))
 
 
 def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> dict[str, int]:

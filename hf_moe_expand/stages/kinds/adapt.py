@@ -62,12 +62,11 @@ class AdaptTrainer(StageTrainer):
 
     stage = AdaptConfig
 
-    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        for ffn in self.accelerator.unwrap_model(model).expanded_ffns().values():
+    def after_backward(self, loss: torch.Tensor) -> None:
+        super().after_backward(loss)
+        for ffn in self.accelerator.unwrap_model(self.model).expanded_ffns().values():
             if ffn.router.weight.grad is not None:
                 ffn.router.weight.grad[:-1] = 0
-        return loss
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith("router.weight")]

@@ -21,9 +21,9 @@ from ...checkpoint.stored import layer_list, network_of
 from ...data.packing import PackedText, collate_without_languages, pack_texts
 from ...errors import InputError
 from ...schema import Count, Declared, Number, Text
-from ...trainers.freezing import EVERYTHING
+from ...trainers.freezing import EVERYTHING, Trained
 from ..config import StageConfig, mapping_of, setting
-from ..recording import RecordingTrainer
+from ..trainer import StageTrainer
 
 
 class LoraSettings(Declared):
@@ -69,6 +69,13 @@ class DenseConfig(StageConfig):
             )
         return config
 
+    def trained(self) -> tuple[str, Trained]:
+        return f"dense {self.method}", self.trains
+
+    @classmethod
+    def language_classes(cls, model_config: Any, languages: Any) -> None:
+        """There is no router whose loss would need them."""
+
     @classmethod
     def known_languages(cls, model: Any, texts: Iterable[str]) -> tuple[list[str], list[str]]:
         return [], list(texts)
@@ -97,12 +104,19 @@ class DenseConfig(StageConfig):
             network = _with_adapters(network, self.lora)
         elif self.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
-        trainer = RecordingTrainer(network, self, collate_without_languages, packed.dataset, callbacks=callbacks)
-        trainer.packed, trainer.trained_as = packed, f"dense {self.method}"
-        return trainer
+        return self.trainer_class(network, self, collate_without_languages, packed, callbacks=callbacks)
 
     def to_write(self, folder: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         return _merged(folder, self.lora, weights) if self.method == "lora" else weights
+
+
+class DenseTrainer(StageTrainer):
+    """Trains a dense model, whose frozen parts are frozen already."""
+
+    stage = DenseConfig
+
+    def _freeze(self, model: Any, trained: Trained) -> None:
+        return None
 
 
 def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int:

@@ -3,11 +3,11 @@
 Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --data tr=tr.jsonl --config group.yaml
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from torch.utils.data import Sampler
 
 from ...errors import InputError
@@ -80,17 +80,18 @@ class GroupTrainer(StageTrainer):
         groups = [classes[int(languages[0])] for languages in dataset["language_ids"]]
         return GroupedSampler(groups, self.args.per_device_train_batch_size, self.args.seed)
 
-    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        # Includes the backward pass, in which gradient checkpointing runs the forward pass again.
-        with self.accelerator.unwrap_model(model).use_expert(self._group_of(inputs)):
-            return super().training_step(model, inputs, num_items_in_batch)
+    @contextmanager
+    def asking(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        expert = self._group_of(inputs)
+        with super().asking(inputs), self.accelerator.unwrap_model(self.model).use_expert(expert):
+            yield
 
     def _classes(self) -> list[int]:
         if self._language_classes is None:
             raise ValueError("GroupTrainer needs language_classes: the language group of each language id.")
         return self._language_classes.tolist()
 
-    def _group_of(self, inputs: dict) -> int:
+    def _group_of(self, inputs: Mapping[str, Any]) -> int:
         classes = self._classes()
         ids = inputs["language_ids"].unique().tolist()
         groups = {classes[i] for i in ids if i >= 0}
