@@ -23,6 +23,9 @@ from .data.pairs import PairCollator as PairCollator
 from .data.pairs import pack_pairs as pack_pairs
 from .data.sources import LanguageText as LanguageText
 from .evaluation.perplexity import evaluate_model as evaluate_model
+from .extensions import register_loss as register_loss
+from .extensions import register_plan_method as register_plan_method
+from .extensions import register_stage as register_stage
 from .hub import push_to_hub as push_to_hub
 from .modeling import DMoEConfig as DMoEConfig
 from .modeling import DMoEForCausalLM as DMoEForCausalLM

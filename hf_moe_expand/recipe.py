@@ -189,8 +189,8 @@ class Recipe(Expansion):
                 "self_written: no step would read the text: there is no review and no layer-moe plan. Leave it out."
             )
         review, own = getattr(first, "review", None), self.self_written
-        asked = None if review is None else review.old_documents
-        if own is not None and asked and own.documents < asked and not review.fewer_documents:
+        asked = None if review is None or review.fewer_documents else review.old_documents
+        if own is not None and asked and own.documents < asked:
             raise InputError(
                 f"self_written.documents is {own.documents}, but `review` takes {asked} documents of each old language "
                 "(old_documents): raise the one or lower the other."

@@ -12,7 +12,8 @@ from .recipe import Expansion, Recipe
 from .rendering import render
 from .schema import settings_in
 from .stages import all_stages
-from .stages.config import StageConfig, default_of, own_fields
+from .stages.config import StageConfig, own_fields
+from .stages.keywords import default_of
 
 
 def settings_page() -> str:

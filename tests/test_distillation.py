@@ -142,7 +142,7 @@ def test_the_base_has_no_dropout_and_no_adapter():
 
 
 def test_review_distils_where_its_coefficient_says_so(tmp_path):
-    plain = ReviewConfig(str(tmp_path)).losses()
+    plain = ReviewConfig(str(tmp_path)).router_losses()
     assert plain == [BalanceLoss(0.0), LanguagePriorLoss(0.1), ClassifierLoss(0.1)]
     alone = ReviewConfig(str(tmp_path), language_prior_coef=0.0, distillation_coef=0.5)
-    assert alone.losses()[-1] == DistillationLoss(0.5)
+    assert alone.router_losses()[-1] == DistillationLoss(0.5)

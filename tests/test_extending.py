@@ -1,8 +1,11 @@
-"""docs/extending.md: its files, put into a copy of the package, make a method and a stage; its loss trains."""
+"""docs/extending.md: its package, installed, adds a method, a stage and a loss."""
 
+import importlib
+import json
 import re
 import shlex
-import shutil
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +14,18 @@ import yaml
 from conftest import keywords, run_python, save_dense, write_texts
 
 import hf_moe_expand
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import (
+    LayerLoss,
+    Plan,
+    ReviewConfig,
+    expand_checkpoint,
+    extensions,
+    register_loss,
+    register_stage,
+)
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.schema import Coefficient
-from hf_moe_expand.stages.config import setting
+from hf_moe_expand.stages.keywords import setting
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "extending.md").read_text("utf-8")
@@ -34,49 +45,101 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_guides_files_make_a_method_and_a_stage(place):
-    package = place / "copy" / "hf_moe_expand"
-    shutil.copytree(ROOT / "hf_moe_expand", package, ignore=shutil.ignore_patterns("__pycache__"))
-    named = {m.group(1): text for text in blocks("python") if (m := re.match(r"# (hf_moe_expand/\S+)\n", text))}
-    assert len(named) == 2
+@pytest.fixture
+def installed(place):
+    """The guide's package, as pip installs it: its files, and its entry points in a folder beside them."""
+    site = place / "site"
+    (site / "my_extension").mkdir(parents=True)
+    (site / "my_extension" / "__init__.py").touch()
+    named = {m.group(1): text for text in blocks("python") if (m := re.match(r"# (my_extension/\S+)\n", text))}
+    assert len(named) == 3
     for name, text in named.items():
-        (package.parent / name).write_text(text, "utf-8")
+        (site / name).write_text(text, "utf-8")
+    (project,) = map(tomllib.loads, blocks("toml"))
+    facts = site / "my_extension-0.1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['project']['name']}\nVersion: 0.1\n")
+    groups = project["project"]["entry-points"].items()
+    points = [f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in of.items()) for group, of in groups]
+    (facts / "entry_points.txt").write_text("\n".join(points))
+    return site
+
+
+def in_a_process(site, *lines: list[str]) -> str:
+    program = f"sys.path.insert(0, {str(site)!r})\nfrom hf_moe_expand.cli import app\n"
+    program += "".join(f"app({words!r}, standalone_mode=False)\n" for words in lines)
+    return run_python(program, cwd=Path.cwd())
+
+
+def test_the_guides_package_adds_a_method_a_stage_and_a_loss(installed, place):
     (settings,) = map(yaml.safe_load, blocks("yaml"))
-    (place / "warm_up.yaml").write_text(yaml.safe_dump({**settings, "block_size": 32, **SMALL}))
-    stage = {"block_size": 32, **SMALL}
+    small = {**SMALL, "block_size": 32, "logging_steps": 1}
+    (place / "warm_up.yaml").write_text(yaml.safe_dump({**settings, **small, "bf16": False}))
     recipe = {
         "base": "Qwen/Qwen2.5-0.5B", "output": "run", "new": {"el": "el.jsonl"}, "plan": {"method": "ends", "most": 3},
-        "warm_up": stage, "post_pretrain": stage, "review": None,
+        "warm_up": small, "post_pretrain": {**small, "losses": {"router_entropy": 0.5}}, "review": None,
     }  # fmt: skip
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     lines = [shlex.split(line)[1:] for block in blocks("bash") for line in block.splitlines()]
-    lines += [["recipes", "settings"], ["run", "recipe.yaml"]]
-    program = f"sys.path.insert(0, {str(package.parent)!r})\nfrom hf_moe_expand.cli import app\n"
-    program += "".join(f"app({words!r}, standalone_mode=False)\n" for words in lines)
-    said = run_python(program, cwd=Path.cwd())
+    said = in_a_process(installed, *lines, ["recipes", "settings"], ["run", "recipe.yaml"])
     assert "4 2 4 (total 10)" in said
     assert re.search(r"wrote qwen-el-0: .*1 steps.*frozen tensors are byte-identical", said)
     assert "| `most` | 4 | experts of the first and of the last layer" in said
     assert "## `warm_up`" in said
     assert "final checkpoint: run/post_pretrain" in said
-    assert (place / "run" / "warm_up" / "config.json").is_file()
+    for folder in (place / "qwen-el-0", place / "run" / "warm_up", place / "run" / "post_pretrain"):
+        logs = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        entropies = [entry["router_entropy_loss"] for entry in logs if "router_entropy_loss" in entry]
+        assert all(0 < entropy <= 1.3863 for entropy in entropies)  # log 4
+        assert bool(entropies) == (folder.name != "warm_up")
 
 
-def test_the_guides_loss_trains(place, monkeypatch):
+def test_help_names_an_extensions_stage_without_importing_it(installed):
+    (installed / "my_extension" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    with pytest.raises(AssertionError, match="imported"):
+        in_a_process(installed, ["recipes", "list"])  # a broken extension is named, not left out
+    (installed / "my_extension" / "__init__.py").write_text("")
+    assert re.search(r"warm-up +Router warm-up", in_a_process(installed, ["train", "--help"]))
+
+
+def test_the_guides_loss_trains(place, installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
     expand_checkpoint("Qwen/Qwen2.5-0.5B", "qwen-el", Plan("moe-lpr", [3] * 3, old=["en"], new=["el"]))
     real = hf_moe_expand.PostPretrainConfig
     small = {**SMALL, "block_size": 32, "logging_steps": 1}
     monkeypatch.setattr(hf_moe_expand, "PostPretrainConfig", lambda out, **given: real(out, **given, **small))
-    loss, field = [text for text in blocks("python") if not text.startswith("# ")]
+    script, field = [text for text in blocks("python") if not text.startswith("# ")]
     namespace: dict = {}
-    exec(loss, namespace)
+    exec(script, namespace)
     (logged,) = [entry for entry in namespace["trainer"].state.log_history if "router_entropy_loss" in entry]
     assert 0 < logged["router_entropy_loss"] <= 1.0987  # log 3
-    namespace |= {"Annotated": Annotated, "Coefficient": Coefficient, "setting": setting}
+    namespace |= {"Annotated": Annotated, "Coefficient": Coefficient, "setting": setting, "dataclass": dataclass}
     exec(f"@dataclass\nclass Longer(hf_moe_expand.ReviewConfig):\n    {field}", namespace | globals(), namespace)
     longer = namespace["Longer"]
     assert longer("out", router_entropy_coef=0.5).router_entropy_coef == 0.5
-    losses = keywords(longer, router_entropy_coef=0.5).losses()
+    losses = keywords(longer, router_entropy_coef=0.5).router_losses()
     assert losses[-1] == namespace["RouterEntropyLoss"](0.5)
     with pytest.raises(InputError, match="router_entropy_coef is -1"):
         longer("out", router_entropy_coef=-1.0)
+
+
+def test_what_a_script_registers(monkeypatch):
+    @dataclass(frozen=True)
+    class Nothing(LayerLoss):
+        name, metrics = "nothing", ("nothing_loss",)
+
+        def layer_loss(self, batch, layer, count):
+            return 0 * batch.routing[layer].router_logits.sum()
+
+    monkeypatch.setitem(extensions._REGISTERED, "losses", {})
+    with pytest.raises(InputError, match="'nothing': no package registers a loss"):
+        keywords(ReviewConfig, losses={"nothing": 1})
+    assert register_loss(Nothing) is Nothing
+    assert keywords(ReviewConfig, losses={"nothing": 1}).router_losses()[-1] == Nothing(1)
+    with pytest.raises(InputError, match="unknown key `nothin`; did you mean `nothing`"):
+        keywords(ReviewConfig, losses={"nothin": 1})
+    with pytest.raises(InputError, match="losses: nothing is -1: must be a number of at least 0"):
+        keywords(ReviewConfig, losses={"nothing": -1})
+    importlib.import_module("hf_moe_expand.recipe")
+    with pytest.raises(InputError, match="ReviewConfig: recipes are read already: register a stage first"):
+        register_stage(ReviewConfig)

@@ -14,7 +14,7 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 ROOMS = (
     ("errors",),
     ("disk", "extra", "hub_access", "layer_names", "memory", "rendering", "scratch", "yamlfile"),
-    ("jsonfile", "languages", "schema"),
+    ("extensions", "jsonfile", "languages", "schema"),
     ("recipe_paths",),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),
     ("modeling",),

@@ -3,6 +3,7 @@
 import os
 import pydoc
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,9 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import InputError
+from ..extensions import extension_points
 from ..settings import EvaluationSettings
-from ..stages import kinds, stage_keys
+from ..stages import kinds, stage_files
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
 
@@ -27,9 +29,8 @@ class _StageVerb(TyperCommand):
         return super().get_help(ctx)
 
 
-def _add_verb(key: str, work: Callable[..., None]) -> None:
-    file = Path(kinds.__path__[0]) / f"{key}.py"
-    train_app.command(key.replace("_", "-"), cls=_StageVerb, help="", short_help=pydoc.synopsis(str(file)))(work)
+def _add_verb(key: str, work: Callable[..., None], file: str) -> None:
+    train_app.command(key.replace("_", "-"), cls=_StageVerb, help="", short_help=pydoc.synopsis(file))(work)
 
 
 def _verb(key: str) -> Callable[..., None]:
@@ -137,6 +138,9 @@ def _is_first_rank() -> bool:
 
 
 _SPECIAL: dict[str, Callable[..., None]] = {"adapt": train_adapt, "dense": train_dense}
-for _key in stage_keys():
+for _key in stage_files():
     if _key not in ("graft", "gates", "average"):  # which do not train, and are verbs of their own
-        _add_verb(_key, _SPECIAL.get(_key) or _verb(_key))
+        _add_verb(_key, _SPECIAL.get(_key) or _verb(_key), str(Path(kinds.__path__[0]) / f"{_key}.py"))
+for _key, _point in extension_points("stages").items():
+    _spec = find_spec(_point.module)
+    _add_verb(_key, _verb(_key), str(_spec.origin if _spec is not None else ""))

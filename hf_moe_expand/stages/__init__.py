@@ -10,6 +10,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
+from ..extensions import extensions
 from . import kinds
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from .config import StageConfig
 
 
-def stage_keys() -> list[str]:
-    """The keys of all stages, such as `post_pretrain`, from A to Z; imports none."""
+def stage_files() -> list[str]:
+    """The keys of the package's own stages, such as `post_pretrain`, from A to Z; imports none."""
     return [file.name for file in iter_modules(kinds.__path__)]
 
 
@@ -28,9 +30,14 @@ def all_stages() -> "dict[str, type[Stage]]":
     """Every stage by its key: those of a recipe in the order in which they run, then those that are commands alone."""
     from .base import Stage
 
-    for key in stage_keys():
+    for key in stage_files():
         import_module(f"{kinds.__name__}.{key}")
-    stages = sorted((Stage.by_key[key] for key in stage_keys()), key=lambda stage: (not stage.place, stage.place))
+    known = {key: Stage.by_key[key] for key in stage_files()}
+    for key, stage in extensions("stages").items():
+        if key in known or not (isinstance(stage, type) and issubclass(stage, Stage) and stage.key == key):
+            raise InputError(f"{key!r}: a registered stage must be a Stage with this key, which no other stage has.")
+        known[key] = stage
+    stages = sorted(known.values(), key=lambda stage: (not stage.place, stage.place))
     return {stage.key: stage for stage in stages}
 
 
@@ -80,7 +87,6 @@ def freeze(model: Any, stage: Any) -> Any:
         ValueError: the model has a PEFT adapter.
         InputError: `stage` is not the name of a stage.
     """
-    from ..errors import InputError
     from ..trainers import freezing
 
     trained = trained_parts(stage) if isinstance(stage, str) else stage

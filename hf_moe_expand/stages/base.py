@@ -21,6 +21,7 @@ class Stage:
         optional: whether a recipe may turn it off with `null`.
         settings: the class of its settings in YAML; a stage that trains is its own.
         by_key: the stages that are imported.
+        given: of a stage that trains, the keywords that were given, or set afterwards.
     """
 
     key: ClassVar[str]
@@ -33,6 +34,7 @@ class Stage:
     optional: ClassVar[bool] = False
     settings: ClassVar[Any]
     by_key: ClassVar[dict[str, type["Stage"]]] = {}
+    given: dict[str, Any]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

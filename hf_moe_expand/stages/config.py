@@ -5,27 +5,21 @@ Python give the same keywords. In YAML they are checked by the fields alone, and
 """
 
 import copy
-import math
 import re
-import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, Union
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from accelerate import ParallelismConfig
 from datasets import Dataset
-from pydantic import AllowInfNan, BeforeValidator, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic import Field, GetCoreSchemaHandler, PlainValidator
 from pydantic_core import core_schema
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
-from transformers.training_args import trainer_log_levels
 
 from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
@@ -33,17 +27,31 @@ from ..data.pairs import pack_pairs
 from ..distributed import SHARDING
 from ..errors import InputError, errors_at
 from ..evaluation.validation import VALIDATION, ValidationCallback
-from ..jsonfile import parse_json
+from ..extensions import extensions
 from ..memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
 from ..recipe_paths import Place
 from ..records import History
-from ..schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read
+from ..schema import Coefficient, Count, Declared, Positive, Text, Whole, read
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 from ..trainers.samplers import LanguageMix
 from .base import Stage
+from .keywords import (
+    BOUNDED,
+    Help,
+    as_json,
+    check_seed,
+    default_value,
+    flat,
+    known_losses,
+    mapping,
+    plain,
+    refused_by_the_library,
+    setting,
+    strict,
+)
 
 NO_BFLOAT16 = (
     "bf16: this machine has no instructions for bfloat16 and emulates it, up to thirty times slower than float32: "
@@ -56,46 +64,6 @@ _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 _SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
-# The library's fields with bounds that its training loop needs, or that its types do not say.
-_BOUNDED: dict[str, Any] = {
-    "gradient_accumulation_steps": Count,
-    "dataloader_num_workers": Annotated[Whole, Field(ge=0)],
-    "max_grad_norm": Coefficient,
-    "weight_decay": Coefficient,
-    "save_steps": Positive,
-    "logging_steps": Positive,
-    "max_steps": Annotated[Whole, Field(ge=-1)],
-    "warmup_steps": Coefficient,
-    **dict.fromkeys(("log_level", "log_level_replica"), Literal[tuple(trainer_log_levels)]),  # type: ignore[misc]
-}
-_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}
-
-
-class Help(str):
-    """The description of a field that a stage declares with `setting`."""
-
-
-def setting(default: Any, help: str) -> Any:
-    """A field of a stage: its default, and its description for documentation and `--help`.
-
-    A stage trains on the losses that the types of its fields name: `Annotated[Coefficient, BalanceLoss]`.
-    """
-    kind = "default_factory" if isinstance(default, type) else "default"
-    return field(**{kind: default}, metadata={"help": Help(help)})
-
-
-def mapping_of(cls: type[Declared]) -> Any:
-    """The type of a field that holds settings of a class: a mapping, JSON on a command line, or None."""
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith("{"):
-            try:
-                value = parse_json(value)
-            except ValueError as error:
-                raise InputError(f"{value!r}: not a JSON object ({error}).") from None
-        return value if value is None or isinstance(value, cls) else read(cls, value)
-
-    return Annotated[Union[cls, str, None], PlainValidator(checked, json_schema_input_type=cls | None)]  # noqa: UP007
 
 
 class ValidationSettings(Declared):
@@ -108,7 +76,7 @@ class ValidationSettings(Declared):
     )
 
 
-Validation = mapping_of(ValidationSettings)
+Validation = Annotated[ValidationSettings | str | None, mapping(ValidationSettings)]
 
 
 @dataclass
@@ -122,7 +90,6 @@ class StageConfig(TrainingArguments, Stage):
         trains: the parts of the model that it trains.
         trainer_class: its Trainer, set where the Trainer is defined.
         companions: patterns of files that are copied to the trained model.
-        given: the keywords that were given, or set afterwards.
 
     Raises:
         InputError: a field has another type, is out of range, or contradicts another field.
@@ -142,6 +109,9 @@ class StageConfig(TrainingArguments, Stage):
         default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
     )
     block_size: BlockSize = setting(1024, "tokens in a block")
+    losses: Annotated[dict | str | None, PlainValidator(known_losses, json_schema_input_type=dict[str, float])] = (
+        setting(dict, "name: weight of losses that other packages register")
+    )
     num_train_epochs: Coefficient = setting(1.0, "passes over the text, where `max_steps` does not say the steps")
     per_device_train_batch_size: Count = setting(8, "blocks in a forward pass of a device")
     learning_rate: Positive = setting(5e-5, "highest learning rate")
@@ -163,8 +133,8 @@ class StageConfig(TrainingArguments, Stage):
         super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
-        checked = {name: getattr(self, name) for name in (*own_fields(type(self)), *_BOUNDED)}
-        read_values = read(type(self), {name: _plain(value) for name, value in checked.items()})
+        checked = {name: getattr(self, name) for name in (*own_fields(type(self)), *BOUNDED)}
+        read_values = read(type(self), {name: plain(value) for name, value in checked.items()})
         for name in checked:
             setattr(self, name, getattr(read_values, name))
         self._settle()
@@ -195,7 +165,7 @@ class StageConfig(TrainingArguments, Stage):
         plan = cls.__new__(cls, **keywords)
         plan.given = keywords
         for f in fields(cls):
-            vars(plan)[f.name] = keywords[f.name] if f.name in keywords else _default(f)
+            vars(plan)[f.name] = keywords[f.name] if f.name in keywords else default_value(f)
         plan._settle()
         return plan
 
@@ -221,7 +191,7 @@ class StageConfig(TrainingArguments, Stage):
         own, keys = own_fields(cls), {}
         for name, hint in cls.keyword_types().items():
             f = cls.__dataclass_fields__[name]
-            shown = {"default": _plain(f.default)} if name in own and f.default is not MISSING else {}
+            shown = {"default": plain(f.default)} if name in own and f.default is not MISSING else {}
             about = f.metadata.get("help", "an argument of transformers.TrainingArguments").partition(". ")[0]
             hint = Annotated[hint, Field(description=about, json_schema_extra=shown)]
             keys[name] = core_schema.typed_dict_field(handler.generate_schema(hint), required=False)
@@ -236,7 +206,7 @@ class StageConfig(TrainingArguments, Stage):
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping) and "training" in value:
-            value = _flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
+            value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
         if isinstance(value, Mapping):
             value = {_CHECKPOINTING.sub(CHECKPOINTING, str(name)): inner for name, inner in value.items()}
             if name := next((name for name in _SET if name in value), None):
@@ -261,7 +231,7 @@ class StageConfig(TrainingArguments, Stage):
         """The type of each keyword in YAML, the stage's own first."""
         hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
         others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
-        return {name: _BOUNDED.get(name) or _strict(hints[name]) for name in (*own, *others)}
+        return {name: BOUNDED.get(name) or strict(hints[name]) for name in (*own, *others)}
 
     @classmethod
     def _unlike_defaults(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,23 +239,23 @@ class StageConfig(TrainingArguments, Stage):
         library's "no" is false."""
         found = {}
         for name, value in keywords.items():
-            default = _default(cls.__dataclass_fields__[name]) if name in cls.__dataclass_fields__ else MISSING
+            default = default_value(cls.__dataclass_fields__[name]) if name in cls.__dataclass_fields__ else MISSING
             if value != default and any(one and one != "no" for one in (value, default)):
                 found[name] = value
         return found
 
     def keywords(self) -> dict[str, Any]:
         """The keywords that were given, as JSON."""
-        return {name: _json(value) for name, value in self.given.items()}
+        return {name: as_json(value) for name, value in self.given.items()}
 
     def recorded(self) -> dict[str, Any]:
         """The stage's settings for its history, JSON: its declared fields, and all other keywords that were given."""
         names = dict.fromkeys([*own_fields(type(self)), *self.given])
-        return {name: _json(getattr(self, name)) for name in names if name not in (*_SET[:3], *_PUBLISHED)}
+        return {name: as_json(getattr(self, name)) for name in names if name not in (*_SET[:3], *_PUBLISHED)}
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
-        own = {name: _json(getattr(self, name)) for name in own_fields(type(self))}
+        own = {name: as_json(getattr(self, name)) for name in own_fields(type(self))}
         return {**super().to_dict(), **own}
 
     # --- what the stage does --------------------------------------------------------------------------------------
@@ -401,9 +371,10 @@ class StageConfig(TrainingArguments, Stage):
         classes = History.of(model_config).classes
         return [classes.get(code, 0) for code in languages]
 
-    def losses(self) -> list[RouterLoss]:
-        """The losses whose coefficients are fields of the configuration, in the order of the fields. A field of the
-        loss itself, such as `GateBudgetLoss.gate_budget`, takes the value of the stage's field of this name."""
+    def router_losses(self) -> list[RouterLoss]:
+        """The losses whose coefficients are fields of the configuration, in the order of the fields, then those of
+        `losses`. A field of the loss itself, such as `GateBudgetLoss.gate_budget`, takes the value of the stage's field
+        of this name."""
         losses, types = [], self.keyword_types()
         for name in own_fields(type(self)):
             for loss in getattr(types[name], "__metadata__", ()):
@@ -412,7 +383,8 @@ class StageConfig(TrainingArguments, Stage):
                 if (coef := getattr(self, name)) or loss.logged_at_zero:
                     others = [f.name for f in fields(loss) if f.name != "coef" and f.name in types]
                     losses.append(loss(coef, **{other: getattr(self, other) for other in others}))
-        return losses
+        named: Any = self.losses or {}
+        return losses + [extensions("losses")[name](coef) for name, coef in named.items()]
 
 
 def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
@@ -429,83 +401,7 @@ def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
     return last.old_languages, [code for group in groups for code in group if code not in last.old_languages]
 
 
-@cache
-def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
+def own_fields(cls: Any) -> dict[str, Any]:
     """The fields that a stage declares with `setting`, by name; those of the library last."""
     declared = [f for f in fields(cls) if isinstance(f.metadata.get("help"), Help)]
     return {f.name: f for f in sorted(declared, key=lambda f: f.name in TrainingArguments.__dataclass_fields__)}
-
-
-def _strict(hint: Any) -> Any:
-    """A field's type for YAML, which has numbers of its own: text is no number. Members of an enumeration are read by
-    their values."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Enum):
-            values = Literal[tuple(member.value for member in option)]  # type: ignore[valid-type]
-            return Annotated[values, BeforeValidator(lambda value: "no" if value is False else value)]  # in YAML 1.1
-    if all(option in _STRICT for option in options):
-        return Union[tuple(_STRICT[option] for option in options)]  # type: ignore[return-value]  # noqa: UP007
-    if any(option is dict or typing.get_origin(option) is dict for option in options):
-        return Annotated[Any, BeforeValidator(_text_or_mapping)]
-    return Any if ParallelismConfig in options else hint
-
-
-def _text_or_mapping(value: Any) -> Any:
-    if not isinstance(value, str | Mapping | None):
-        raise InputError(f"{value!r} is neither a file nor a mapping; give one of these.")
-    return value
-
-
-def _flat(keywords: dict[str, Any], nested: Any) -> dict[str, Any]:
-    """A stage whose training arguments stand under `training`, as earlier releases wrote it."""
-    if not isinstance(nested, Mapping):
-        raise InputError(f"training: expected `key: value` lines, found {nested!r}.")
-    if both := sorted(set(keywords) & set(nested)):
-        raise InputError(f"`{both[0]}` is given twice, under `training` too: leave one out.")
-    shown = ", ".join(f"{name}: {value}" for name, value in nested.items())
-    warnings.warn(
-        f"a stage's `training:` is read, but no longer needed: write its keys beside the others ({shown}).",
-        FutureWarning, stacklevel=2,
-    )  # fmt: skip
-    return {**keywords, **nested}
-
-
-def check_seed(seed: Any, name: str = "seed") -> None:
-    """Refuses a seed that the generators of random numbers do not take."""
-    if not 0 <= seed < 2**32:
-        raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
-
-
-@contextmanager
-def refused_by_the_library(where: str = "") -> Iterator[None]:
-    """Turns the errors of `TrainingArguments` and its like into an InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except KeyError as error:
-        raise InputError(f"{where}{error} is not a known value of its key.") from None
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError, AttributeError) as error:
-        raise InputError(f"{where}{error}") from None
-
-
-def default_of(f: Any) -> dict[str, Any]:
-    """The default of a dataclass's field, as an argument of `field`."""
-    return {"default": f.default} if f.default_factory is MISSING else {"default_factory": f.default_factory}
-
-
-def _default(f: Any) -> Any:
-    return f.default_factory() if f.default_factory is not MISSING else f.default
-
-
-def _plain(value: Any) -> Any:
-    """Members of enumerations as their values."""
-    return value.value if isinstance(value, Enum) else value
-
-
-def _json(value: Any) -> Any:
-    """Settings as mappings, members of enumerations as their values, and numbers that JSON does not have as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value.model_dump() if isinstance(value, Declared) else _plain(value)

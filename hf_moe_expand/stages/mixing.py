@@ -12,7 +12,8 @@ from ..errors import errors_at
 from ..recipe_paths import Place
 from ..schema import Count, Number
 from ..trainers.samplers import LanguageMix
-from .config import StageConfig, setting
+from .config import StageConfig
+from .keywords import setting
 
 
 def is_mixed(config: Any) -> bool:

@@ -23,7 +23,8 @@ from ..recipe_paths import unset_variable
 from ..trainers.freezing import Trained
 from ..trainers.masking import check_gates
 from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
-from .config import StageConfig, refused_by_the_library
+from .config import StageConfig
+from .keywords import refused_by_the_library
 from .mixing import is_mixed, read_curriculum
 
 # Optimizers that choose among the modules of the model, which is not there yet.

@@ -27,7 +27,8 @@ from ..schema import changed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import trained_parts
-from .config import StageConfig, check_seed
+from .config import StageConfig
+from .keywords import check_seed
 from .prepare import prepare
 from .resume import TrainingFolder
 

@@ -95,10 +95,10 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         self.freeze_report = self._freeze(model, EVERYTHING if everything else trained)
         if config is not None:
             self.settings = config.recorded()
-            router_losses = config.losses() if router_losses is None else router_losses
+            router_losses = config.router_losses() if router_losses is None else router_losses
             masking = getattr(config, "masking", None) if masking is None else masking
         elif router_losses is None:
-            router_losses = self.stage.of_keywords().losses()
+            router_losses = self.stage.of_keywords().router_losses()
         own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
         if train_dataset is not None:
             train_dataset, mix, language_classes = self._prepared(

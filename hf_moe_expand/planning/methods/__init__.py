@@ -3,6 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
+from ...extensions import extensions
 from .base import DEFAULT_METHOD as DEFAULT_METHOD
 from .base import METHODS as METHODS
 from .base import Allocation as Allocation
@@ -17,3 +18,4 @@ from .base import read_plan_settings as read_plan_settings
 
 for _file in iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")
+extensions("plan_methods")  # whose classes register themselves

@@ -27,7 +27,8 @@ from ...records import ExpansionRecord, History, StageRecord
 from ...schema import Count, Whole
 from ...scratch import beside, scratch_folder
 from ...trainers.freezing import Trained
-from ..config import BlockSize, StageConfig, setting
+from ..config import BlockSize, StageConfig
+from ..keywords import setting
 from ..run import check_frozen, train_stage
 from ..trainer import StageTrainer
 

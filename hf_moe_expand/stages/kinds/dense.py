@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from datasets import Dataset
@@ -22,7 +22,8 @@ from ...data.packing import PackedText, collate_without_languages, pack_texts
 from ...errors import InputError
 from ...schema import Count, Declared, Number, Text
 from ...trainers.freezing import EVERYTHING, Trained
-from ..config import StageConfig, mapping_of, setting
+from ..config import StageConfig
+from ..keywords import mapping, setting
 from ..trainer import StageTrainer
 
 
@@ -52,7 +53,9 @@ class DenseConfig(StageConfig):
     method: Literal["full", "lora", "new-blocks"] = setting(
         "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
     )
-    lora: mapping_of(LoraSettings) = setting(LoraSettings, "the adapters of `method: lora`")
+    lora: Annotated[LoraSettings | str | None, mapping(LoraSettings)] = setting(
+        LoraSettings, "the adapters of `method: lora`"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,8 @@ from ...schema import Coefficient
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss, GroupLoss
 from ...trainers.samplers import GroupedSampler
-from ..config import BlockSize, Validation, ValidationSettings, setting
+from ..config import BlockSize, Validation, ValidationSettings
+from ..keywords import setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
 

@@ -10,7 +10,8 @@ from ...schema import Coefficient
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss
 from ...trainers.masking import Masking
-from ..config import BlockSize, Validation, ValidationSettings, mapping_of, setting
+from ..config import BlockSize, Validation, ValidationSettings
+from ..keywords import mapping, setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
 
@@ -30,7 +31,7 @@ class JointConfig(MixedConfig):
 
     block_size: BlockSize = setting(2048, "tokens in a block")
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.02, "weight of the load-balancing loss")
-    masking: mapping_of(Masking) = setting(Masking, "masking during training")
+    masking: Annotated[Masking | str | None, mapping(Masking)] = setting(Masking, "masking during training")
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
     @classmethod

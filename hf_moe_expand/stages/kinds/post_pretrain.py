@@ -12,7 +12,8 @@ from ...schema import Coefficient, Flag, Share
 from ...trainers.freezing import EVERYTHING, Trained
 from ...trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
 from ...trainers.masking import Masking
-from ..config import Validation, ValidationSettings, languages_of, mapping_of, setting
+from ..config import Validation, ValidationSettings, languages_of
+from ..keywords import mapping, setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
 
@@ -34,7 +35,7 @@ class PostPretrainConfig(MixedConfig):
     )
     replay: Flag = setting(False, "train on text of the old languages too")
     everything: Flag = setting(False, "train all parameters, the plain mixture of experts as a baseline")
-    masking: mapping_of(Masking) = setting(Masking, "masking during training")
+    masking: Annotated[Masking | str | None, mapping(Masking)] = setting(Masking, "masking during training")
     budget_coef: Annotated[Coefficient, GateBudgetLoss] = setting(
         0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
     )

@@ -15,7 +15,8 @@ from ...records import History
 from ...schema import Coefficient, Count, Flag, Positive
 from ...trainers.freezing import Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of, setting
+from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of
+from ..keywords import setting
 from ..trainer import StageTrainer
 
 
