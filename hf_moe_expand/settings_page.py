@@ -104,7 +104,7 @@ def _about(field: FieldInfo) -> str:
     if not text[1:2].isupper():
         text = text[:1].lower() + text[1:]
     choices = [str(value) for value in get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
-    if any(choice not in text for choice in choices):
+    if len(choices) < 8 and any(choice not in text for choice in choices):  # else they are the library's
         text += f": {', '.join(f'`{choice}`' for choice in choices)}"
     return text.replace("|", "\\|")
 

@@ -115,7 +115,7 @@ class StageConfig(TrainingArguments, Stage):
     num_train_epochs: Coefficient = setting(1.0, "passes over the text, where `max_steps` does not say the steps")
     per_device_train_batch_size: Count = setting(8, "blocks in a forward pass of a device")
     learning_rate: Positive = setting(5e-5, "highest learning rate")
-    lr_scheduler_type: SchedulerType | str = setting("cosine", "how the learning rate changes")
+    lr_scheduler_type: SchedulerType | str = setting("cosine", "how the learning rate changes: any of the library's schedules")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
