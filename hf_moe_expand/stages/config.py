@@ -115,7 +115,9 @@ class StageConfig(TrainingArguments, Stage):
     num_train_epochs: Coefficient = setting(1.0, "passes over the text, where `max_steps` does not say the steps")
     per_device_train_batch_size: Count = setting(8, "blocks in a forward pass of a device")
     learning_rate: Positive = setting(5e-5, "highest learning rate")
-    lr_scheduler_type: SchedulerType | str = setting("cosine", "how the learning rate changes: any of the library's schedules")
+    lr_scheduler_type: SchedulerType | str = setting(
+        "cosine", "how the learning rate changes: a schedule of the library"
+    )
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -250,8 +252,9 @@ class StageConfig(TrainingArguments, Stage):
 
     def recorded(self) -> dict[str, Any]:
         """The stage's settings for its history, JSON: its declared fields, and all other keywords that were given."""
-        names = dict.fromkeys([*own_fields(type(self)), *self.given])
-        return {name: as_json(getattr(self, name)) for name in names if name not in (*_SET[:3], *_PUBLISHED)}
+        own = {name: getattr(self, name) for name in own_fields(type(self))}
+        left_out = (*_SET[:3], *_PUBLISHED)  # places and secrets, and the seed, which has its own place
+        return {name: as_json(value) for name, value in {**self.given, **own}.items() if name not in left_out}
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""

@@ -102,31 +102,36 @@ def prepare(
         )
     with errors_at(key):
         check_arguments(config, model.is_encoder_decoder)
-        lines = [f"{key}: {line}" for line in config.check(model, texts)]
+        lines = config.check(model, texts)
     check_gates(
         getattr(config, "masking", None), bool(getattr(model, "conditional_routing", False)), f"{prefix}masking"
     )
     check_block_size(config.block_size, longest_block(model), f"{prefix}block_size")
     if config.given.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
-        lines.append(f'{key}: save_strategy is "no": after an interruption the stage starts anew')
+        lines.append('save_strategy is "no": after an interruption the stage starts anew')
     validation = getattr(config, "validation", None)
     held_out = {} if validation is None else validation_sources(validation)
     named = [*(text.source for text in held_out.values()), getattr(config, "curriculum", None)]
     if offline and (unset := next(filter(None, map(unset_variable, filter(None, named))), None)):
-        return Prepared(config, model, texts, *config.trained(), None, [*lines, f"skipped: {key}: {unset} is not set"])
+        skipped = f"skipped: {key}: {unset} is not set"
+        return Prepared(config, model, texts, *config.trained(), None, [*_at(key, lines), skipped])
     for code, source in held_out.items():
         with errors_at(f"{prefix}validation.texts.{code}"):
             if model.is_encoder_decoder and tokenizer is not None:
                 check_pairs(source, tokenizer)
             else:
                 source.check()
-    file = config.deepspeed
+    file, skipped = config.deepspeed, []
     if isinstance(file, str) and Path(file).suffix and not Path(file).is_file():
         if not offline:
             raise InputError(f"{prefix}deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
-        lines.append(f"skipped: {key}: deepspeed: {file} is not on this machine")
+        skipped.append(f"skipped: {key}: deepspeed: {file} is not on this machine")
     curriculum = _checked_order(config, list(texts), key) if is_mixed(config) else None
-    return Prepared(config, model, texts, *config.trained(), curriculum, lines)
+    return Prepared(config, model, texts, *config.trained(), curriculum, [*_at(key, lines), *skipped])
+
+
+def _at(key: str, lines: Sequence[str]) -> list[str]:
+    return [f"{key}: {line}" if key else line for line in lines]
 
 
 def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> None:

@@ -76,6 +76,8 @@ def train_stage(
         config.seed = config.data_seed = seed
     config.check_alone()
     prepared = prepare(config, before, data)
+    if config.process_index == 0 and prepared.lines:
+        print("\n".join(prepared.lines))
     settings = config.recorded()
     if prepared.curriculum is not None:
         settings["curriculum"] = prepared.curriculum.model_dump()
