@@ -213,7 +213,7 @@ def _base_license(base: BaseModel) -> dict[str, str]:
         unreachable = bool(hub_problem())
         card = hf_hub_download(base.hub_id, "README.md", revision=base.revision, local_files_only=unreachable)
         metadata = metadata_load(card) or {}
-    except (OSError, ValueError):
+    except Exception:  # without an answer, or with one that is none of the hub's
         return {}
     return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}
 
