@@ -75,6 +75,8 @@ class RoutingControl:
     gate_pass: GatePass | None = _of_thread("gate_pass")
     # The columns at which the messages of a prompt end, each of which the gate judges whole; None judges no prompt.
     message_ends: Sequence[int] | None = _of_thread("message_ends")
+    # Tokens at the beginning of a new cache that are no text, so that the gate does not miss them.
+    virtual_tokens: int | None = _of_thread("virtual_tokens")
 
     def __init__(self) -> None:
         # Thread-local, and no context variable: `torch.compile` traces the one and refuses the other.
