@@ -277,6 +277,23 @@ def test_a_token_of_another_form_does_not_reach_a_message_either(push):
     assert "***" in found["message"]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "from hf_moe_expand.card import _base_license as ask\nassert ask(BaseModel(name, name, None)) == {}",
+        "from hf_moe_expand.hub_files import base_on_hub as ask\nassert ask(None, name).revision is None",
+    ],
+)
+@pytest.mark.parametrize(
+    "fault", [{"status": 429, "headers": {"Retry-After": "3600"}}, {"body": PAGE}, {"reset": True}]
+)
+def test_what_can_be_done_without_is_not_waited_for(server, client, asked, fault):
+    call = f"from hf_moe_expand.checkpoint.expansion_only import BaseModel\n{asked}"
+    answer = ask(server, client, Fault("HEAD /org/", **fault), call, name=f"org/model-{next(NUMBERS)}")
+    assert answer["slept"] == [] or "reset" in fault
+    assert answer["message"] == ""
+
+
 def test_offline_mode_is_named(client):
     answer = client.run(
         RUN,
