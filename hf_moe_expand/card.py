@@ -21,7 +21,7 @@ from .checkpoint.local import name_in_results, own_name
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation, markdown_table
-from .hub_access import hub_problem
+from .hub_access import hub_problem, patiently
 from .hub_files import CARD, base_on_hub, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import in_words, is_language_code
@@ -211,9 +211,10 @@ def _base_license(base: BaseModel) -> dict[str, str]:
         return {}
     try:
         unreachable = bool(hub_problem())
-        card = hf_hub_download(base.hub_id, "README.md", revision=base.revision, local_files_only=unreachable)
+        where = {"revision": base.revision, "local_files_only": unreachable}
+        card = patiently(hf_hub_download, base.hub_id, "README.md", **where)
         metadata = metadata_load(card) or {}
-    except (OSError, ValueError):
+    except Exception:  # without an answer, or with one that is none of the hub's
         return {}
     return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}
 

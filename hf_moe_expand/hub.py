@@ -5,11 +5,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, hf_hub_download, metadata_load
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from . import __version__
@@ -20,6 +21,8 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError, first_line
 from .evaluation.report import Evaluation
+from .hub_access import patiently
+from .hub_answers import is_quota, refusal, status_of, without_secrets
 from .hub_files import (
     CARD,
     EVALUATION,
@@ -36,6 +39,9 @@ from .jsonfile import read_json
 from .modeling import MODEL_CLASSES
 from .recipe_paths import without_paths
 from .stages import recipe_stages
+
+# Answers to an upload that the same one would get again.
+_FOR_GOOD = (401, 402, 403, 404, 407, 410, 413, 415, 422, 451, 507)
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,14 @@ def push_to_hub(
     check_code(folder)
     CheckpointReader(folder).check_finite()
     api = HfApi(token=token)
-    with _hub_errors(repo_id), tempfile.TemporaryDirectory() as scratch:
+    try:
         validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(f"{repo_id}: not the id of a repository (namespace/name): {error}") from None
+    with tempfile.TemporaryDirectory() as scratch:
         if not dry_run:
-            repo_id = _check_repository(api, repo_id, private)
+            with _hub_errors(repo_id):
+                repo_id = patiently(_check_repository, api, repo_id, private)
         origin = base_of(config) if base is None else base_on_hub(config, base, token)
         if base is not None and origin.revision is None:
             say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
@@ -160,7 +170,8 @@ def push_to_hub(
             return Push(repo_id, branch, None, False, sizes, card)
         say("loading it in a fresh process, without this package ...")
         check_loads_alone(source)
-        commit, changed = _upload(api, repo_id, branch, private, files)
+        with _hub_errors(repo_id, uploads=True):
+            commit, changed = patiently(_upload, api, repo_id, branch, private, files)
         say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
     return Push(repo_id, branch, commit, changed, sizes, card)
 
@@ -243,44 +254,34 @@ def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
 
 def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[str, Path | bytes]) -> tuple[str, bool]:
     """Uploads the files; returns the branch's commit afterwards, and whether it is new."""
-    try:
-        api.create_repo(repo_id, private=private or None, exist_ok=True)
-        if branch != "main":
-            api.create_branch(repo_id, branch=branch, exist_ok=True)
-        info = api.model_info(repo_id, revision=branch)
-        # Weights of an earlier push under other names would be loaded instead of these.
-        stale = [s.rfilename for s in info.siblings or [] if is_weights(s.rfilename) and s.rfilename not in files]
-        additions = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in files.items()]
-        deletions = [CommitOperationDelete(name) for name in stale]
-        message = f"Push with hf-moe-expand {__version__}"
-        done = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision=branch)
-        return done.oid, done.oid != info.sha
-    except (ValueError, RuntimeError, HTTPError, ConnectionError) as error:
-        if "metadata in README.md" in str(error):
-            raise InputError(f"{repo_id}: the hub refuses the card: {' '.join(str(error).split())}") from None
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            raise
-        reason = first_line(error.__cause__ or error)
-        raise InputError(
-            f"{repo_id}: the upload broke off ({reason}). Run the same command again: it sends only missing files."
-        ) from error
+    api.create_repo(repo_id, private=private or None, exist_ok=True)
+    if branch != "main":
+        api.create_branch(repo_id, branch=branch, exist_ok=True)
+    info = api.model_info(repo_id, revision=branch)
+    # Weights of an earlier push under other names would be loaded instead of these.
+    stale = [s.rfilename for s in info.siblings or [] if is_weights(s.rfilename) and s.rfilename not in files]
+    additions = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in files.items()]
+    deletions = [CommitOperationDelete(name) for name in stale]
+    message = f"Push with hf-moe-expand {__version__}"
+    done = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision=branch)
+    return done.oid, done.oid != info.sha
 
 
 @contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
+def _hub_errors(repo_id: str, uploads: bool = False) -> Iterator[None]:
+    """Inside, the hub is asked: what is raised comes from it, from what stands before it, or from the network."""
     try:
         yield
-    except HFValidationError as error:
-        raise InputError(f"{repo_id}: not the id of a repository (namespace/name): {error}") from None
-    except HfHubHTTPError as error:
-        reason = (error.server_message or str(error)).strip().splitlines()[0]
-        if error.response.status_code == 401:
-            raise InputError(f"The hub refuses the access token ({reason}): log in with `hf auth login`.") from None
-        if error.response.status_code == 403:
-            raise InputError(
-                f"{repo_id}: the access token may not write to it ({reason}). Use a token with write permission, or a "
-                "namespace of your own."
-            ) from None
-        raise InputError(f"{repo_id}: the hub answers: {reason}") from error
-    except (HTTPError, ConnectionError) as error:
-        raise InputError(f"{repo_id}: the hub cannot be reached ({error}).") from error
+    except InputError:
+        raise
+    except Exception as error:  # an answer that is none of the hub's raises many types
+        said, status = refusal(error), status_of(error)
+        if "metadata in README.md" in str(error):
+            said = f"the hub refuses the card: {without_secrets(' '.join(str(error).split()))}"
+        elif status == HTTPStatus.UNAUTHORIZED:
+            raise InputError(f"The hub refuses the access token: {said}.") from None
+        elif status == HTTPStatus.FORBIDDEN and not is_quota(error):
+            said = f"the access token may not write to it: {said}, or push to a namespace of your own"
+        elif uploads and status not in _FOR_GOOD:
+            said = f"the upload broke off ({said}). Run the same command again: it sends only missing files"
+        raise InputError(f"{repo_id}: {said}.") from None

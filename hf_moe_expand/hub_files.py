@@ -15,7 +15,6 @@ from huggingface_hub import get_token, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -30,7 +29,7 @@ from .checkpoint.local import run_of
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import CODE, COMPANIONS, lies_inside, load_config, text_config
 from .errors import InputError
-from .hub_access import hub_problem
+from .hub_access import hub_problem, patiently
 from .jsonfile import parse_json, read_json
 from .modeling import MODEL_CLASSES
 from .modeling.expansion_only import RECORD
@@ -252,7 +251,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
         raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
     try:
         unreachable = bool(hub_problem())  # the library would try for a minute
-        file = Path(hf_hub_download(hub_id, "config.json", token=token, local_files_only=unreachable))
+        file = Path(patiently(hf_hub_download, hub_id, "config.json", token=token, local_files_only=unreachable))
     except HFValidationError:
         raise InputError(f"{where}: not a hub id (namespace/name).") from None
     except (GatedRepoError, LocalEntryNotFoundError):
@@ -264,7 +263,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
         ) from None
     except EntryNotFoundError:
         raise InputError(f"{where}: is not a model: it has no config.json.") from None
-    except (HfHubHTTPError, OSError):
+    except Exception:  # an answer that is none of the hub's raises many types
         return BaseModel(hub_id, hub_id, None)
     _compare(config, text_config(load_config(file.parent)), where)
     return BaseModel(hub_id, hub_id, file.parent.name)  # the hub's cache names a snapshot's folder by its commit

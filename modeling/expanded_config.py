@@ -23,6 +23,7 @@ LISTENERS: list = []  # the installed package registers new classes with the Aut
 # The names that configurations have for the decoder's layers; the encoder's are `num_hidden_layers` under any name.
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
+_AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.0}  # of a mixture; see `_Off`
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,20 @@ def kind_of_settings(settings: Sequence[float] | None) -> ExpertKind:
                 raise ValueError(problem)
             return made
     raise ValueError(f"{numbers} are settings of no kind of experts: known are rank and alpha, or a width.")
+
+
+class _Off:
+    """A field that reads as off and is saved as it came: by it, libraries add the loss that balances the experts of a
+    base's own mixture (TRL turns it on itself)."""
+
+    def __init__(self, name: str, off: Any) -> None:
+        self.name, self.off = name, off
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        return self.off
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config).setdefault(self.name, value)
 
 
 class ExpandedConfig(PreTrainedConfig):
@@ -286,6 +301,7 @@ def expanded_config_class(static: type, backbone: str) -> type:
             "model_type": static.model_type,  # type: ignore[attr-defined]
             "backbone_config_class": dense,
             "_static": static,
+            **{name: _Off(name, off) for name, off in _AUXILIARY.items() if hasattr(dense, name)},
         }
         made = type(static.__name__, (static, dense), namespace)
         _CLASSES[static, backbone] = made

@@ -197,6 +197,12 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
         return self.routing_control.asking(expansion=expansion)
 
+    def use_virtual_tokens(self, count: int) -> AbstractContextManager[None]:
+        """Inside, the first `count` tokens of a new cache are no text but virtual tokens, which PEFT's prefix tuning
+        puts there: a language gate leaves them out. Without it, a cache with tokens that the gate has not judged is
+        refused."""
+        return self.routing_control.asking(virtual_tokens=count)
+
     @contextmanager
     def use_languages(self, languages: str | Sequence[str | None]) -> Iterator[None]:
         """Inside, the model knows the language of each sequence, as with `languages` of `forward` and `generate`.
@@ -368,8 +374,9 @@ def _check_server(config: Any, has_mixtures: bool) -> None:
 
 def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     check_runner(decoder.config)
-    ends = control.request.message_ends or ()
-    control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends)
+    asked = control.request
+    ends, virtual = asked.message_ends or (), asked.virtual_tokens
+    control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends, virtual)
 
 
 def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

@@ -152,12 +152,14 @@ class GateMemory(CacheLayerMixin):
         kept: `[B, P, 2 + E]` int32: whether a token counts, whether it begins a text, and its evidence; None before the
             first pass.
         others: tokens in the cache that the gate has not judged (virtual tokens of prefix tuning), in front of the P.
+        rule: the values of the `GateRule` by which they were judged.
         beside: a layer with keys and values, which knows how many tokens the cache holds.
     """
 
     is_compileable = is_croppable = True
     supports_early_init = False
     kept: torch.Tensor | None = None
+    rule: tuple | None = None
 
     def __init__(self, beside: Any = None) -> None:
         super().__init__()
@@ -171,7 +173,7 @@ class GateMemory(CacheLayerMixin):
             self.kept = change(self.kept)
 
     def reset(self) -> None:
-        self.kept = None
+        self.kept, self.others = None, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change(lambda kept: kept.index_select(0, beam_idx.to(kept.device)))
@@ -212,10 +214,6 @@ class StaticGateMemory(GateMemory):
     need not know how many are in use; `beside` is a static layer that keeps all tokens."""
 
     is_croppable = False  # as the static layers beside it
-
-    def __init__(self, beside: StaticLayer) -> None:
-        super().__init__(beside)
-        self.others = int(beside.get_seq_length())
 
     def __len__(self) -> int:
         return 0 if self.kept is None else int(self.judged)
@@ -332,14 +330,12 @@ class GatePass:
 
     def remember(self, cache: Cache) -> None:
         """Puts the evidence of this pass, and all before it, beside a cache's keys and values."""
-        memory = _memory(cache)
-        if memory is None:
-            beside = next(layer for layer in cache.layers if hasattr(layer, "get_seq_length"))
-            memory = self.memory if isinstance(self.memory, StaticGateMemory) else GateMemory(beside)
+        memory = self.memory
+        if _memory(cache) is None:
+            own = (layer for layer in cache.layers if hasattr(layer, "get_seq_length"))
+            memory.beside = memory.beside or next(own)
             cache.layers.append(memory)
         if self.kept is not None and not isinstance(memory, StaticGateMemory):
-            if not len(memory):
-                memory.others = int(cache.get_seq_length()) - self.kept.shape[1]
             memory.kept = self.kept
 
 
@@ -362,25 +358,46 @@ def can_compile(config: Any) -> bool:
         return False
 
 
-def memory_of(cache: Any) -> GateMemory:
-    """What the gate has kept of a cache's tokens.
+def memory_of(rule: GateRule, cache: Any, virtual: int | None = None) -> tuple[GateMemory, int]:
+    """What the gate has kept of a cache's tokens, and how many it holds; 0 in a graph, which cannot read the number of
+    a static cache.
+
+    Args:
+        virtual: tokens at the beginning of a new cache that are no text.
 
     Raises:
-        ValueError: tokens came into the cache, or left it, without the gate.
+        ValueError: tokens came into the cache, or left it, without the gate, or another model's gate judged them.
     """
-    memory = _memory(cache)
-    if isinstance(memory, StaticGateMemory) and (torch.compiler.is_compiling() or not len(memory)):
-        return memory  # no graph can read how many tokens there are
-    if memory is None or not len(memory):
-        beside = _static_layer(cache)
-        return GateMemory() if beside is None else StaticGateMemory(beside)
-    held = int(cache.get_seq_length())
-    if held != len(memory) + memory.others:
+    if isinstance(cache, tuple | list):
         raise ValueError(
-            f"The cache holds {held} tokens, but the model's language gate knows {len(memory) + memory.others}: change "
-            "a cache by its own methods (crop, reorder_cache, reset), or start with a new one."
+            f"language_gate: past_key_values is a {type(cache).__name__}: pass a Cache that a model filled."
         )
-    return memory
+    memory = _memory(cache)
+    if isinstance(memory, StaticGateMemory) and torch.compiler.is_compiling():
+        return memory, 0
+    held = 0 if cache is None else int(cache.get_seq_length())
+    judged, judge = 0 if memory is None else len(memory), (rule.layer, rule.languages, rule.bound, rule.window)
+    if memory is not None and judged:
+        if held != judged + memory.others:
+            raise ValueError(
+                f"The cache holds {held} tokens, but the model's language gate knows {judged + memory.others}: change "
+                "a cache by its own methods (crop, reorder_cache, reset), or start with a new one."
+            )
+        if memory.rule not in (None, judge):
+            raise ValueError("Another model's language gate judged the cache's tokens: start with a new cache.")
+        return memory, held
+    if held not in (0, virtual, 0 if memory is None else memory.others):
+        raise ValueError(
+            f"The cache holds {held} tokens that the model's language gate has not judged, as one does that was made "
+            "of keys and values or filled by another model: keep the cache itself (copy.deepcopy, pickle), or read the "
+            "text again. If they are prefix tuning's, call the model in `with model.use_virtual_tokens("
+            f"{held}):`."
+        )
+    if memory is None:
+        beside = _static_layer(cache)
+        memory = GateMemory() if beside is None else StaticGateMemory(beside)
+    memory.others, memory.rule = held, judge
+    return memory, held
 
 
 def check_runner(config: Any) -> None:
@@ -398,11 +415,14 @@ def check_runner(config: Any) -> None:
         )
 
 
-def pass_of_call(rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any], ends: Sequence[int]) -> GatePass:
+def pass_of_call(
+    rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any], ends: Sequence[int], virtual: int | None = None
+) -> GatePass:
     """The pass of a decoder's forward, from its arguments.
 
     Args:
         ends: see `GatePass`; they count from after virtual tokens.
+        virtual: see `memory_of`.
 
     Raises:
         ValueError: see `GatePass.of_inputs` and `memory_of`; or the pass goes on with a text whose evidence is lost.
@@ -411,18 +431,17 @@ def pass_of_call(rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, An
     inputs = arguments.get("input_ids")
     inputs = arguments["inputs_embeds"] if inputs is None else inputs
     cache, positions = arguments.get("past_key_values"), arguments.get("position_ids")
-    memory, held, must_begin = memory_of(cache), 0, False
-    if torch.compiler.is_compiling():
-        ends = ()  # a compiled pass reads no prompt
-    elif cache is not None and (ends or positions is not None):
-        held = int(cache.get_seq_length())
-    if positions is not None and not torch.compiler.is_compiling():
-        must_begin = not held
-    # Before the gate's first pass, the tokens in a cache are virtual.
-    before = held - memory.others if held and len(memory) else 0
+    memory, held = memory_of(rule, cache, virtual)
+    if memory.kept is not None and len(memory.kept) != len(inputs):
+        raise ValueError(
+            f"The language gate knows {len(memory.kept)} sequences of the cache, but the pass has {len(inputs)}: "
+            "change a cache by its own methods (batch_select_indices, reorder_cache), or start with a new one."
+        )
+    compiling = torch.compiler.is_compiling()  # a compiled pass reads no prompt, and no number of tokens
     return GatePass.of_inputs(
         rule, inputs.shape[:2], inputs.device, attention_mask=arguments.get("attention_mask"), position_ids=positions,
-        memory=memory, held=before, message_ends=ends, must_begin=must_begin,
+        memory=memory, held=0 if compiling else held - memory.others, message_ends=() if compiling else ends,
+        must_begin=positions is not None and not compiling and not held,
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ class RoutingRequest:
         sequences: the number of sequences that `classes` speaks of; None if any number is right.
         message_ends: the columns at which the messages of a prompt end, each of which the language gate judges whole;
             None judges no prompt.
+        virtual_tokens: tokens at the beginning of a new cache that are no text, which the language gate leaves out.
         token_classes: in training, the classes of the batch's tokens, for exclusive experts.
         change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
             classifiers.
@@ -56,6 +57,7 @@ class RoutingRequest:
     classes: Sequence[int | None] | None = None
     sequences: int | None = None
     message_ends: Sequence[int] | None = None
+    virtual_tokens: int | None = None
     token_classes: TokenClasses | None = None
     change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     change_choice: Callable[[int, Choice], Choice] | None = None

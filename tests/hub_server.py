@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -47,6 +49,25 @@ class Repo:
         return sha
 
 
+@dataclass
+class Fault:
+    """An answer in place of the right one, to requests whose "METHOD path" contains `part`.
+
+    Attributes:
+        times: requests that still get it; None for all.
+        cut: the body breaks off in the middle.
+        reset: the connection breaks off without an answer.
+    """
+
+    part: str
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    times: int | None = None
+    cut: bool = False
+    reset: bool = False
+
+
 class HubServer:
     """`with HubServer() as server:`.
 
@@ -55,6 +76,7 @@ class HubServer:
         objects: contents by object id (git's sha1 of a regular file, sha256 of an LFS file).
         requests: "METHOD path" of every request so far.
         uploads_left: LFS uploads that still go through; the next one breaks off in the middle.
+        fault: what goes wrong now.
     """
 
     def __init__(self) -> None:
@@ -62,6 +84,7 @@ class HubServer:
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.uploads_left: int | None = None
+        self.fault: Fault | None = None
         self.lock = threading.RLock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._http.server_port}"
@@ -172,6 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append(f"{self.command} {path}")
         self.body = self._body() if self.command == "POST" else b""
+        if self._fails(f"{self.command} {path}"):
+            return
         try:
             for methods, pattern, action in _ROUTES:
                 if self.command in methods and (match := re.fullmatch(pattern, path)):
@@ -183,6 +208,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": message})
 
     do_GET = do_HEAD = do_POST = do_PUT = _handle
+
+    def _fails(self, request: str) -> bool:
+        with self.hub.lock:
+            fault = self.hub.fault
+            if fault is None or fault.part not in request or fault.times == 0:
+                return False
+            fault.times = None if fault.times is None else fault.times - 1
+        if self.command == "PUT":
+            self._body()
+        if fault.reset:
+            # Closed at once, with a reset in place of an end.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return True
+        headers = {"Content-Type": "application/json", **fault.headers}
+        if fault.cut:
+            headers["Content-Length"] = str(len(fault.body) + 100)
+            self.close_connection = True
+        self._send(fault.body, fault.status, headers)
+        return True
 
     def _send(self, body: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -170,11 +170,12 @@ def test_special_tokens_and_chat_template_travel(tmp_path):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="! $A", special_tokens=[("!", 0)])
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained(model)
-    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    (model / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6}))
     said = invoke("export", model, tmp_path / "out.gguf", "--gguf", "--modelfile")
     assert "out.gguf: llama" in said
     assert (tmp_path / "Modelfile").read_text().splitlines() == [
-        "FROM ./out.gguf", "PARAMETER num_ctx 64", "PARAMETER temperature 0.6", 'PARAMETER stop "<end>"',
+        "FROM ./out.gguf", "PARAMETER num_ctx 64", "PARAMETER temperature 0.6", "PARAMETER top_k 50",
+        "PARAMETER top_p 1.0", 'PARAMETER stop "<end>"',
     ]  # fmt: skip
     fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out.gguf").fields.items()}
     assert (fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]) == (0, 256)

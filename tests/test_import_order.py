@@ -13,8 +13,8 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 # From the leaves to the command line. Each line may import the lines above it.
 ROOMS = (
     ("errors",),
-    ("disk", "extra", "hub_access", "layer_names", "memory", "rendering", "scratch", "yamlfile"),
-    ("extensions", "jsonfile", "languages", "schema"),
+    ("disk", "extra", "hub_answers", "layer_names", "memory", "rendering", "scratch", "yamlfile"),
+    ("extensions", "hub_access", "jsonfile", "languages", "schema"),
     ("recipe_paths",),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),
     ("modeling",),

@@ -45,8 +45,8 @@ class RouterLossMixin(TrainerBase):
 
     Raises:
         InputError: `router_losses` is not a list of losses, or two losses log the same metric.
-        ValueError: reentrant gradient checkpointing or label smoothing is on, a loss needs `language_classes` but they
-            are missing, or tied embeddings would train under transformers' own FSDP.
+        ValueError: reentrant gradient checkpointing, label smoothing or TRL's `router_aux_loss_coef` is on, a loss
+            needs `language_classes` but they are missing, or tied embeddings would train under transformers' own FSDP.
     """
 
     compute_loss_func: Any
@@ -89,6 +89,11 @@ class RouterLossMixin(TrainerBase):
         if wrong and self._is_encoder_decoder:
             raise ValueError(
                 f"The {wrong[0].name} loss is for decoders, but the model is an encoder-decoder: leave it out."
+            )
+        if getattr(training, "router_aux_loss_coef", None):
+            raise ValueError(
+                f"router_aux_loss_coef is {training.router_aux_loss_coef}: it weighs the auxiliary loss of a mixture's "
+                "own routers, which is off in an expanded model. Leave it out; router_losses are for the new routers."
             )
         if training.label_smoothing_factor and not self._is_encoder_decoder:
             raise ValueError(

@@ -6,7 +6,6 @@ and Qwen2. `qwen2moe` does not renormalise. `ernie4_5-moe` adds a bias to the sc
 `glm4moe`, whose score may be softmax. Both take layers with different numbers of experts (see `routed`).
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +21,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..disk import full_disk_as
 from ..errors import InputError
 from ..extra import import_extra
-from ..jsonfile import read_json, write_text
+from ..jsonfile import write_text
 from ..records import History
 from ..scratch import new_file
 from .export import dense_config, dense_experts, expert_tensors
 from .gguf import tokenizer_fields
+from .modelfile import modelfile_text
 from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
-from .source import load_expanded_config, load_tokenizer, resolve_checkpoint
+from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
 
@@ -150,17 +150,6 @@ def export_gguf(
             beside_it.unlink(missing_ok=True)
         raise
     return form.architecture
-
-
-def modelfile_text(name: str, config: Any, folder: Path) -> str:
-    """Ollama's `Modelfile` for the GGUF file `name`: four lines, or three without an end-of-text token."""
-    settings = folder / "generation_config.json"
-    temperature = (read_json(settings, "a generation config") if settings.is_file() else {}).get("temperature", 0)
-    context = config.max_position_embeddings
-    lines = [f"FROM ./{name}", f"PARAMETER num_ctx {context}", f"PARAMETER temperature {temperature}"]
-    if (end := load_tokenizer(folder, folder).eos_token) is not None:
-        lines.append(f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}")
-    return "\n".join(lines) + "\n"
 
 
 def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:

@@ -7,13 +7,7 @@ from typing import Annotated, Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -21,7 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
 from ..errors import InputError, first_line
-from ..hub_access import hub_problem
+from ..hub_access import hub_problem, patiently
+from ..hub_answers import refusal
 from ..jsonfile import read_json
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
@@ -92,38 +87,37 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     if folder is not None:
         return folder
     patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
-    unreachable = ""
+    if unreachable := hub_problem():
+        try:
+            return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=True))
+        except OSError:
+            raise InputError(f"{name}: no such folder, and the hub cannot be reached ({unreachable}).") from None
     try:
-        unreachable = hub_problem()
-        snapshot = Path(
-            snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable))
-        )
-        if not (snapshot / "config.json").is_file() and not unreachable and _has_gguf(str(name), revision):
-            raise InputError(
-                f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, "
-                "or download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
-            )
-        return snapshot
-    except (RepositoryNotFoundError, GatedRepoError):
+        snapshot = Path(patiently(snapshot_download, str(name), revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise InputError(f"{name}: {refusal(error)}.") from None
+    except RepositoryNotFoundError:
         raise InputError(
             f"{name}: no such folder, and the hub shows no model of that name: check the name, or, if it is private or "
             "gated, log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        if unreachable:
-            raise InputError(f"{name}: no such folder, and the hub cannot be reached ({unreachable}).") from None
+    except Exception as error:  # an answer that is none of the hub's raises many types
+        raise InputError(f"{name}: no such folder, and {refusal(error)}.") from None
+    if not (snapshot / "config.json").is_file() and _has_gguf(str(name), revision):
         raise InputError(
-            f"{name}: no such folder, and the hub gives no model of that name ({first_line(error)})."
-        ) from None
+            f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, or "
+            "download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
+        )
+    return snapshot
 
 
 def _has_gguf(name: str, revision: str | None) -> bool:
     """Whether a repository on the hub has GGUF files; False where the hub cannot be asked."""
     try:
         return any(file.endswith(".gguf") for file in HfApi().list_repo_files(name, revision=revision))
-    except (HfHubHTTPError, OSError):
+    except Exception:  # as above
         return False
 
 

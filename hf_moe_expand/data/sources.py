@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -18,7 +19,8 @@ from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError, first_line
 from ..extra import import_extra
-from ..hub_access import hub_problem
+from ..hub_access import hub_problem, patiently
+from ..hub_answers import is_of_hub, refusal, without_secrets
 from ..languages import check_old_and_new, is_language_code
 
 Pair = tuple[str, str]
@@ -174,23 +176,36 @@ def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) 
 
 def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, str]]:
     """Streams the documents or pairs of `hub:dataset[:config][:split]`; the split `train[:1000]` has 1000 rows."""
-    name, *rest = source.removeprefix("hub:").split(":", 2)
-    config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
-    slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
-    split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and (reason := hub_problem()):
-        raise InputError(f"{source}: the hub cannot be reached ({reason}).")
-    try:
-        stream = load_dataset(name, config, split=split, streaming=True)
-    except (DatasetNotFoundError, ValueError, OSError) as error:
-        raise InputError(f"{source}: the hub gives no dataset of that name ({first_line(error)}).") from None
-    for number, row in enumerate(islice(stream, limit)):
+    for number, row in enumerate(_hub_rows(source)):
         if not (isinstance(row.get("text"), str) or _is_translation(row)):
             raise InputError(
                 f"{source}: row {number} has no string under `text`, nor strings by language under `translation` "
                 f"(columns: {', '.join(row)})."
             )
         yield from _of_language(row, language, f"{source}: row {number}", as_pairs)
+
+
+def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    name, *rest = source.removeprefix("hub:").split(":", 2)
+    config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
+    slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
+    split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and (reason := hub_problem()):
+        raise InputError(f"{source}: the hub cannot be reached ({reason}).")
+    with _hub_errors(source, "the hub gives no dataset of that name"):
+        stream = patiently(load_dataset, name, config, split=split, streaming=True)
+    with _hub_errors(source, "the dataset cannot be read"):
+        yield from islice(stream, limit)
+
+
+@contextmanager
+def _hub_errors(source: str, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the hub, what stands before it, and the dataset's own files raise many types
+        if is_of_hub(error) and not isinstance(error, DatasetNotFoundError):
+            raise InputError(f"{source}: {refusal(error)}.") from None
+        raise InputError(f"{source}: {otherwise} ({without_secrets(first_line(error))}).") from None
 
 
 def _of_language(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, str]]:
