@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,9 @@ from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .checkpoint.writer import check_apart, check_place
+from .data.lost import LostText, check_lost, lost_lines
+from .data.pairs import lost_of
+from .data.sources import LanguageText, LeftOut
 from .disk import check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, errors_at
@@ -108,6 +112,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     else:
         stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
         checks.lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
+    lost: dict[str, LostText] = {}
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
             checks.lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
@@ -117,8 +122,11 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
                 check_pairs(source, checks)
             else:
                 source.check()
-        files = source.files()
-        checks.lines.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+            checks.lines.append(f"{key}: {_looked_at(source, config)}")
+        if not offline and source.files():
+            lost[key] = lost_of(source, checks.tokenizer, config.is_encoder_decoder)
+    checks.lines += lost_lines(lost)
+    check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
@@ -138,6 +146,20 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         )
     checks.lines += needs_of_a_push(recipe)
     return checks
+
+
+def _looked_at(source: LanguageText, config: Any) -> str:
+    """A text's files, and what is left out at their beginning."""
+    files = source.files()
+    if not files:
+        return f"{source.source}, on the hub"
+    beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
+    words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
+    if left_out := sum((Counter(one.left_out) for one in beginnings), Counter()):
+        words.append(
+            f"{LeftOut(left_out)}" + (" at the files' beginning" if any(b.read < 1 for b in beginnings) else "")
+        )
+    return "; ".join(filter(None, words))
 
 
 def needs_of_a_push(recipe: Recipe) -> list[str]:

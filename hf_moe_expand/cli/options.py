@@ -48,6 +48,10 @@ Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+AllowLostText = Annotated[
+    bool,
+    typer.Option("--allow-lost-text", help="Take text of which the tokenizer loses more than 2 % of the bytes, too."),
+]
 Config = Annotated[
     Path | None,
     typer.Option(

@@ -120,6 +120,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     if arguments.get("grows_from"):
         check_checkpoints(arguments["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
+        from ..languages import check_named_once
 
         counts, known, encoder = grown_from(arguments["grows_from"])
         old = old or known
@@ -127,6 +128,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
             raise InputError(
                 f"{', '.join(again)}: already a language of {arguments['grows_from']}; leave it out of --new."
             )
+        check_named_once([*known, *new])
     measured = similarity.similarity if similarity else deviation.deviation if deviation else []
     num_layers = len(counts) or len(measured)
     if arguments.get("layers"):

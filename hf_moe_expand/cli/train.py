@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..settings import EvaluationSettings
 from ..stages import kinds, stage_keys
 from .common import check_checkpoints, evaluate_models, text_sources
-from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
+from .options import AllowLostText, Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
 
 
 class _StageVerb(TyperCommand):
@@ -43,6 +43,7 @@ def _verb(key: str) -> Callable[..., None]:
         validation: Validation = None,
         seed: Seed = 0,
         overwrite: Overwrite = False,
+        allow_lost_text: AllowLostText = False,
     ) -> None:
         check_checkpoints(model, expanded=True)
         from ..schema import changed
@@ -56,7 +57,10 @@ def _verb(key: str) -> Callable[..., None]:
             settings = changed(settings, validation=changed(before, texts={**before.texts, **texts}))
         from ..stages.run import check_frozen, train_stage
 
-        record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
+        record = train_stage(
+            model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite,
+            allow_lost_text=allow_lost_text,
+        )  # fmt: skip
         if _is_first_rank():
             frozen = check_frozen(model, out, record.stage)
             print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
@@ -74,6 +78,7 @@ def train_adapt(
     config: Config = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    allow_lost_text: AllowLostText = False,
 ) -> None:
     check_checkpoints(model, expanded=True)
     from ..stages.kinds.adapt import adapt_language
@@ -81,7 +86,7 @@ def train_adapt(
     settings = _settings("adapt", config)
     (source,) = text_sources([data]).values()
     tests = text_sources(test or [])
-    done = adapt_language(model, out, source, settings.config(out, seed), seed, overwrite)
+    done = adapt_language(model, out, source, settings.config(out, seed), seed, overwrite, allow_lost_text)
     if not _is_first_rank():
         return
     print("expert  perplexity of the new language")
@@ -105,6 +110,7 @@ def train_dense(
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    allow_lost_text: AllowLostText = False,
 ) -> None:
     check_checkpoints(model)
     from ..schema import changed
@@ -117,7 +123,9 @@ def train_dense(
     from ..stages.kinds.dense import check_old_blocks
     from ..stages.run import train_stage
 
-    record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
+    record = train_stage(
+        model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite, allow_lost_text=allow_lost_text
+    )
     if _is_first_rank():
         frozen = ""
         if settings.method == "new-blocks":

@@ -1,8 +1,6 @@
 """Perplexity and bits per byte of a model on each language: of documents, or of the translations of pairs."""
 
 import math
-import os
-import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..errors import InputError, errors_at
 from ..models import longest_block
+from ..saying import say_once
 from ..settings import EvaluationSettings
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 
@@ -119,7 +118,7 @@ def text_stream(
             text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
-            _say(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
+            say_once(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
                  "characters")  # fmt: skip
         ids += [separator, *tokens]
         scored += [False, *[True] * len(tokens)]
@@ -143,13 +142,6 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
 
     end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)
-
-
-@cache
-def _say(line: str) -> None:
-    """Prints a line once, however many models score the text; under a launcher, the first rank does."""
-    if os.environ.get("RANK", "0") == "0":
-        tqdm.write(line, file=sys.stderr)
 
 
 def language_stream(

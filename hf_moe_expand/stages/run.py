@@ -14,6 +14,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
+from ..data.lost import check_lost
 from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, full_disk_as
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
@@ -41,6 +42,7 @@ def train_stage(
     config: StageConfig,
     seed: int | None = None,
     overwrite: bool = False,
+    allow_lost_text: bool = False,
 ) -> StageRecord:
     """Trains one stage and writes the trained checkpoint.
 
@@ -54,12 +56,14 @@ def train_stage(
             newest language in adaptation.
         config: configuration of the stage, such as `PostPretrainConfig(bf16=True)`; its class selects the stage.
         seed: random seed; by default the configuration's.
+        allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
     Returns:
         The record that the stage adds to the checkpoint's history.
 
     Raises:
-        InputError: the data does not fit the languages, a setting is wrong, or the disk has too little room.
+        InputError: the data does not fit the languages, the tokenizer loses some of it, a setting is wrong, or the disk
+            has too little room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
     if not isinstance(config, TrainingStage):
@@ -95,6 +99,7 @@ def train_stage(
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
         texts = {code: source.load(before.is_encoder_decoder) for code, source in data.items()}
         packed = config.pack(texts, tokenizer, before)
+        check_lost(packed.lost, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
