@@ -3,7 +3,6 @@
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -155,10 +154,12 @@ def _looked_at(source: LanguageText, config: Any) -> str:
         return f"{source.source}, on the hub"
     beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
     words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
-    if left_out := sum((Counter(one.left_out) for one in beginnings), Counter()):
-        words.append(
-            f"{LeftOut(left_out)}" + (" at the files' beginning" if any(b.read < 1 for b in beginnings) else "")
-        )
+    left_out = LeftOut()
+    for beginning in beginnings:
+        left_out.update(beginning.left_out)
+    if left_out:
+        kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
+        words.append(f"{'' if whole else 'at the beginning '}{kept:,} documents kept, {left_out}")
     return "; ".join(filter(None, words))
 
 

@@ -108,7 +108,8 @@ def new_recipe(
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
     rates = rates_for(size_of(network_of(dense)))
     facts = {
-        "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text, "old": old, "new": new, "test": test,
+        "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text,
+        "old": old, "new": new, "test": test,
         "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
         "blocks": blocks, "steps": steps, "tokens": tokens,
         "save": 50 if steps is None else max(min(steps // 4, 500), 1), **_on_this_device(dense, old, new, blocks),

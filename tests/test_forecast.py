@@ -1,6 +1,7 @@
 """What a forecast says, against what torch keeps, a training writes, a tokenizer counts, and a disk with less room."""
 
 import errno
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers.trainer
 from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer
 

@@ -19,6 +19,7 @@ from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
 from ..errors import InputError, first_line
+from ..languages import same_language
 from ..modeling import LayerMoEConfig
 from ..modeling.language_gate import TEMPLATE, GateRule
 from ..models import check_decoder, load_for_inference, longest_block, model_name

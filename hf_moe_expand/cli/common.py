@@ -88,6 +88,7 @@ def evaluate_models(
         print_table(*result.rows())
         print("perplexity")
         print_table(*result.rows("perplexity"))
+        print("\n".join(result.notes()))
     if tasks is not None:
         print("tasks")
         print_table(*result.task_rows())

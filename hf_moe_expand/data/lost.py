@@ -1,9 +1,9 @@
 """Text that a tokenizer loses: characters that become unknown tokens, are dropped, or are written as others.
 
-The tokens of a text are turned back into text, without unknown tokens, and the characters of both are counted. What the
-second has fewer of is lost: an unknown letter, a dropped accent, an `A` that became `a`. White space, control characters
-and compatible forms (NFKC: `é` in one character or two, `ﬁ` as `fi`) do not count, so a tokenizer that only normalises,
-puts a space in front or collapses white space loses nothing. Bytes to fall back on come back as their characters.
+The tokens of a text are turned back into text, without unknown tokens, and the characters of both are counted. What
+the second has fewer of is lost: an unknown letter, a dropped accent, an `A` that became `a`. White space, control
+characters and compatible forms (NFKC: `é` in one character or two, `ﬁ` as `fi`) do not count, so a tokenizer that only
+normalises, puts a space in front or collapses white space loses nothing. Bytes to fall back on come back as characters.
 """
 
 import unicodedata
@@ -92,8 +92,8 @@ def check_lost(lost: Mapping[str, LostText], allowed: bool = False) -> None:
 
 def _too_much(lost: Mapping[str, LostText]) -> list[str]:
     return [
-        f"{code}: the tokenizer loses {share_in_words(found.share)} of the text's bytes (most often {found.named}): they "
-        "become unknown tokens, other characters or nothing, so no model learns to read or write them"
+        f"{code}: the tokenizer loses {share_in_words(found.share)} of the text's bytes (most often {found.named}): "
+        "they become unknown tokens, other characters or nothing, so no model learns to read or write them"
         for code, found in lost.items() if found.share > MOST_LOST
     ]  # fmt: skip
 

@@ -4,6 +4,7 @@ languages, in rows and batches."""
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +131,7 @@ class PairEncoder:
             self.tokenizer.src_lang, self.tokenizer.tgt_lang = before
 
     def lost(self, rows: Iterable[SentencePair], size: int = SAMPLE) -> dict[str, LostText]:
-        """What the tokenizer loses of the first pairs, about `size` bytes of a side: by the language of the sentence."""
+        """What the tokenizer loses of the first pairs, about `size` bytes of a side, by the sentence's language."""
         found: dict[str, LostText] = {}
         reads = {"use_source_tokenizer": True} if hasattr(self.tokenizer, "supported_language_codes") else {}  # Marian
         for row in rows:
@@ -251,7 +252,8 @@ def texts_for(config: Any, sources: Mapping[str, LanguageText], seed: int | None
 
 def lost_of(source: LanguageText, tokenizer: Any, as_pairs: bool) -> LostText:
     """What a tokenizer loses of the beginnings of a local text; with `as_pairs`, for an encoder-decoder."""
-    rows = (row for beginning in source.beginnings(as_pairs=as_pairs) for row in beginning.rows)
+    by_file = [beginning.rows for beginning in source.beginnings(as_pairs=as_pairs)]
+    rows = [row for of_all in zip_longest(*by_file) for row in of_all if row is not None]  # some of every file
     if not as_pairs:
         return lost_text((row["text"] for row in rows), tokenizer)
     found = PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows)

@@ -38,7 +38,7 @@ class LeftOut(Counter[str]):
         named = [f"{count:,} {reason}" for reason, count in self.most_common(_MOST_NAMED)]
         if rest := self.total() - sum(count for _, count in self.most_common(_MOST_NAMED)):
             named.append(f"{rest:,} for other reasons")
-        return f"{self.total():,} rows left out: {', '.join(named)}"
+        return f"{self.total():,} row{'s' * (self.total() != 1)} left out: {', '.join(named)}"
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ class LanguageText:
         what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
         found = f" ({left_out})" if left_out else ""
         return InputError(
-            f"{self.source}: no {what} in language {self.language!r}{found}: where rows have a `language`, it must be "
-            f"this one; a `translation` must hold {wanted}."
+            f"{self.source}: no {what} in language {self.language!r}: where rows have a `language`, it must be this "
+            f"one; a `translation` must hold {wanted}{found}."
         )
 
     def files_left_out(self) -> str:
