@@ -103,14 +103,14 @@ class Evaluation:
         for name, scores in self.models.items():
             known = [f"{code} {share_in_words(score.lost)}" for code, score in scores.items() if score.lost is not None]
             lost.setdefault(", ".join(known), []).append(name)
-        lines = [
-            f"bytes that the tokenizer{'' if len(lost) == 1 else f' of {", ".join(names)}'} loses: {shares}"
-            for shares, names in lost.items() if shares
-        ]  # fmt: skip
+        lines = []
+        for shares, names in lost.items():
+            of = "" if len(lost) == 1 else f" of {', '.join(names)}"
+            lines += [f"bytes that the tokenizer{of} loses: {shares}"] if shares else []
         if any(self._mark(name, list(scores)) for name, scores in self.models.items()):
             lines.append(
-                f"scores with {_NO_BOUND} are no bound: the tokenizer loses more than {100 * MOST_LOST:g} % of the text's "
-                "bytes, which the model does not have to predict"
+                f"scores with {_NO_BOUND} are no bound: the tokenizer loses more than {100 * MOST_LOST:g} % of the "
+                "text's bytes, which the model does not have to predict"
             )
         return lines
 
