@@ -191,7 +191,7 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
     assert tokens(tmp_path / "x.parquet") == 21_000
     packed = gzip.compress((tmp_path / "el.jsonl").read_bytes())
     (tmp_path / "el.jsonl.gz").write_bytes(packed)
-    assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)), rel=0.1)
+    assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)), rel=0.2)
     (tmp_path / "wrong.jsonl").write_text('{"text": "one"}\n{"words": "two"}\n')
     with pytest.raises(InputError, match=r"wrong\.jsonl:2: needs an object"):
         tokens(tmp_path / "wrong.jsonl")

@@ -77,7 +77,7 @@ class FertilityResult:
         """A line for each language of which too much is lost."""
         return [
             f"warning: {code}: the tokenizer loses {share_in_words(one.lost)} of the bytes (unknown tokens, dropped "
-            "characters), so its number of tokens says nothing of its costs"
+            "characters), so its tokens cannot be compared with another language's"
             for code, one in self.languages.items() if one.is_lossy
         ]  # fmt: skip
 

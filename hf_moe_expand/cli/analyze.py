@@ -108,7 +108,7 @@ def analyze_fertility(
     base: opt.Model,
     data: opt.Data,
     characters: Annotated[
-        int, typer.Option(help="Characters to read of each language, in whole documents.")
+        int, opt.whole_number("Characters to read of each language, in whole documents.")
     ] = 1_000_000,
     out: Annotated[Path | None, typer.Option(help="JSON file for the numbers as well.")] = None,
     revision: opt.Revision = None,

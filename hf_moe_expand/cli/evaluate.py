@@ -24,7 +24,7 @@ def evaluate(
     new: opt.NewCodes = "",
     ensemble: Annotated[
         int | None,
-        typer.Option(help="Also score the models' ensemble: mix the N that fit the text best at each token."),
+        opt.whole_number("Also score the models' ensemble: mix the N that fit the text best at each token."),
     ] = None,
     tasks: Annotated[
         str,
@@ -38,9 +38,9 @@ def evaluate(
         ),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples for tasks given without @N; by default each task's own number.")
+        int | None, opt.whole_number("Examples for tasks given without @N; by default each task's own number.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum of documents to score of each task.")] = None,
+    limit: Annotated[int | None, opt.whole_number("Maximum of documents to score of each task.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with tasks of your own for the harness.")] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import pydantic
 import torch
-from pydantic import AllowInfNan
+from pydantic import AllowInfNan, Field
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..distributed import SHARDING, check_sharding
 from ..errors import InputError
-from ..schema import Flag, Number, Whole, read, unknown_key
+from ..schema import MOST, Flag, Number, Whole, read, unknown_key
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES, NOT_REENTRANT
 
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
@@ -34,7 +34,8 @@ _AT_LEAST = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "max_grad_norm": 0,
     "weight_decay": 0,
 }  # fmt: skip
-_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, type(None): type(None)}
+_AMOUNT = Annotated[Number, AllowInfNan(False), Field(le=MOST)]
+_STRICT = {int: Whole, float: _AMOUNT, bool: Flag, type(None): type(None)}
 
 
 def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import SchedulerType
 from ..errors import InputError, errors_at
 from ..memory import has_bfloat16
 from ..recipe_paths import Place
-from ..schema import Count, Declared, Text, Whole, read
+from ..schema import Count, Declared, Text, Whole, check_seed, read
 from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
 
@@ -149,12 +149,6 @@ class StageSettings(Declared):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
         config.given = dict(self.training)
         return config
-
-
-def check_seed(seed: int | None, name: str = "seed") -> None:
-    """Refuses a seed that the generators of random numbers do not take."""
-    if seed is not None and not 0 <= seed < 2**32:
-        raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
 
 
 def own_fields(cls: type[StageConfig]) -> dict[str, Any]:

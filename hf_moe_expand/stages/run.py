@@ -24,14 +24,14 @@ from ..forecast import training_disk
 from ..modeling import auto_class
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
-from ..schema import changed
+from ..schema import changed, check_seed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import trained_parts
 from .arguments import check_training_arguments
 from .base import TrainingStage
 from .checks import read_curriculum
-from .config import StageConfig, check_seed
+from .config import StageConfig
 from .resume import TrainingFolder
 
 

@@ -1,5 +1,6 @@
 """The steps that work on an expanded checkpoint: a training stage, a graft, or an average of experts."""
 
+import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -223,4 +224,4 @@ def _count(source: LanguageText, most: int) -> int:
     """Counts documents of a source up to `most`; text on the hub is assumed to be enough."""
     if isinstance(source, SelfWrittenText):
         return min(source.documents_to_come, most)
-    return sum(1 for _ in islice(source.documents(), most)) if source.files() else most
+    return sum(1 for _ in islice(source.documents(), min(most, sys.maxsize))) if source.files() else most
