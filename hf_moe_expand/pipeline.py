@@ -15,7 +15,7 @@ from .checkpoint.source import base_config_at_hand, load_base_config, resolve_ch
 from .checkpoint.writer import check_apart, check_place
 from .data.lost import LostText, check_lost, lost_lines
 from .data.pairs import lost_of
-from .data.sources import LanguageText, LeftOut
+from .data.sources import LanguageText, LeftOut, counted
 from .disk import check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, errors_at
@@ -159,7 +159,7 @@ def _looked_at(source: LanguageText, config: Any) -> str:
         left_out.update(beginning.left_out)
     if left_out:
         kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
-        words.append(f"{'' if whole else 'at the beginning '}{kept:,} documents kept, {left_out}")
+        words.append(f"{'' if whole else 'at the beginning '}{counted(kept, 'document')} kept, {left_out}")
     return "; ".join(filter(None, words))
 
 

@@ -31,6 +31,11 @@ _MOST_NAMED, _MOST_FILES = 8, 30  # reasons and files in a line
 BEGINNING = 1 << 20  # bytes of a file
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class LeftOut(Counter[str]):
     """Rows that are left out, by the reason."""
 
@@ -38,7 +43,7 @@ class LeftOut(Counter[str]):
         named = [f"{count:,} {reason}" for reason, count in self.most_common(_MOST_NAMED)]
         if rest := self.total() - sum(count for _, count in self.most_common(_MOST_NAMED)):
             named.append(f"{rest:,} for other reasons")
-        return f"{self.total():,} row{'s' * (self.total() != 1)} left out: {', '.join(named)}"
+        return f"{counted(self.total(), 'row')} left out: {', '.join(named)}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class LanguageText:
         if not len(dataset):
             raise self._no_text(left_out, as_pairs)
         if left_out:
-            say_once(f"{self.source}, language {self.language!r}: {len(dataset):,} documents kept, {left_out}")
+            say_once(f"{self.source}, language {self.language!r}: {counted(len(dataset), 'document')} kept, {left_out}")
         return dataset.remove_columns(_LEFT_OUT)
 
     def load_pairs(self) -> Dataset:
@@ -161,7 +166,7 @@ class LanguageText:
                 yield row["text"]
         finally:
             if say and left_out:
-                say_once(f"{self.source}, language {self.language!r}: {kept:,} documents read, {left_out}")
+                say_once(f"{self.source}, language {self.language!r}: {counted(kept, 'document')} read, {left_out}")
 
     def beginnings(self, as_pairs: bool = False) -> Iterator[Beginning]:
         """The beginning of each local file: about `BEGINNING` bytes of text, or less of many files.
