@@ -139,7 +139,7 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
     if other := next((code for code in arguments if code not in ours and "=" not in code), None):
         raise InputError(f"--questions {other}: there are questions in {', '.join(QUESTIONS)}; give {other}=FILE.")
     sources = text_sources([argument for argument in arguments if argument not in ours])
-    return ours | {code: list(source.documents()) for code, source in sources.items()}
+    return ours | {code: list(source.documents(say=True)) for code, source in sources.items()}
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:

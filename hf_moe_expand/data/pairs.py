@@ -260,6 +260,19 @@ def lost_of(source: LanguageText, tokenizer: Any, as_pairs: bool) -> LostText:
     return found.get(source.language, LostText())
 
 
+def lost_of_each(texts: Mapping[str, Dataset], tokenizer: Any, as_pairs: bool, seed: int) -> dict[str, LostText]:
+    """What a tokenizer loses of a sample of each language's documents, or of its sentence pairs."""
+    lost: dict[str, LostText] = {}
+    for language, dataset in texts.items():
+        rows = iter(dataset.shuffle(seed=seed))
+        if as_pairs:
+            found = PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows)
+            lost[language] = found.get(language, LostText())
+        else:
+            lost[language] = lost_text((row["text"] for row in rows), tokenizer)
+    return lost
+
+
 def pack_pairs(
     texts: Mapping[str, Dataset],
     tokenizer: Any,
@@ -294,8 +307,7 @@ def pack_pairs(
     datasets, tokens, counts, lost = [], {}, {}, {}
     for language, dataset in texts.items():
         dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
-        sample = encoder.lost(SentencePair(**row) for row in dataset)
-        lost.update({code: found for code, found in sample.items() if code == language or code not in lost})
+        lost[language] = encoder.lost(SentencePair(**row) for row in dataset).get(language, LostText())
 
         def encode(batch: dict) -> dict:
             encoded = list(encoder.fitting(sentence_pairs(batch), block_size))

@@ -15,6 +15,7 @@ from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..data.lost import check_lost
+from ..data.pairs import lost_of_each
 from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, full_disk_as
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
@@ -98,8 +99,8 @@ def train_stage(
     tokenizer = load_tokenizer(folder, model)
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
         texts = {code: source.load(before.is_encoder_decoder) for code, source in data.items()}
+        check_lost(lost_of_each(texts, tokenizer, before.is_encoder_decoder, config.seed), allow_lost_text)
         packed = config.pack(texts, tokenizer, before)
-        check_lost(packed.lost, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
