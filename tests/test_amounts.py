@@ -53,7 +53,7 @@ def recipe(home, *path, value=None):
         ("seed",), ("review", "new_per_old"), ("review", "old_documents"), ("review", "block_size"),
         ("review", "validation", "every"), ("post_pretrain", "tokens_per_language"), ("post_pretrain", "balance_coef"),
         ("post_pretrain", "training", "max_steps"), ("post_pretrain", "training", "num_train_epochs"),
-        ("post_pretrain", "training", "per_device_train_batch_size"), ("post_pretrain", "training", "learning_rate"),
+        ("post_pretrain", "training", "per_device_train_batch_size"), ("post_pretrain", "training", "save_total_limit"),
         ("evaluation", "max_tokens"), ("evaluation", "batch_size"), ("analysis", "tokens"), ("deviation", "steps"),
         ("plan", "experts"), ("plan", "top_k"), ("expand", "expert_width"), ("expand", "copy_from"),
         ("gates", "tokens"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import pydantic
 import torch
-from pydantic import AllowInfNan, Field
+from pydantic import AllowInfNan
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -34,8 +34,7 @@ _AT_LEAST = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "max_grad_norm": 0,
     "weight_decay": 0,
 }  # fmt: skip
-_AMOUNT = Annotated[Number, AllowInfNan(False), Field(le=MOST)]
-_STRICT = {int: Whole, float: _AMOUNT, bool: Flag, type(None): type(None)}
+_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, type(None): type(None)}
 
 
 def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -107,6 +106,8 @@ def accepted_arguments(arguments: TrainingArguments) -> None:
     for name in ("learning_rate", "save_steps", "logging_steps"):
         if not 0 < getattr(arguments, name) < inf:
             raise InputError(f"training.{name} is {getattr(arguments, name):g}: must be above 0, and finite.")
+    if arguments.num_train_epochs > MOST:
+        raise InputError(f"training.num_train_epochs is {arguments.num_train_epochs:g}: must be at most {MOST:,}.")
     if arguments.max_steps < -1:
         raise InputError(f"training.max_steps is {arguments.max_steps}: must be above 0; leave it out to train epochs.")
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):

@@ -163,7 +163,7 @@ class TrainStep(StageStep):
     def work(self) -> StepResult:
         recipe = self.run.recipe
         config = self.settings.config(self.output, recipe.seed)
-        train_stage(self.before, self.output, self._texts(), config, allow_lost_text=recipe.allow_lost_text)
+        train_stage(self.before, self.output, self._texts(), config, None, False, recipe.allow_lost_text)
         return self.finish()
 
     def finish(self) -> StepResult:
