@@ -119,6 +119,7 @@ def make_card(
         ],
         trainings=list(_trainings(history, inspection.after_join)),
         results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
+        notes=scores.notes() if scores else [],
         tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
         untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
         version=(history.last.versions or {}).get("hf_moe_expand", __version__),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .data.sources import LanguageText, read_file
+from .data.sources import LanguageText
 from .memory import gigabytes
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
@@ -175,15 +175,12 @@ def training_speed(dtype: torch.dtype) -> float:
 
 
 def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
-    """About how many tokens a language's text has, by each file's first megabyte; None on the hub and for parquet."""
-    files = source.files()
-    if not files or any(file.suffix not in (".jsonl", ".txt") for file in files):
+    """About how many tokens a language's text has, by the first megabyte of each file; None on the hub."""
+    if not source.files():
         return None
     total = 0.0
-    for file in files:
-        with open(file, "rb") as opened:
-            lines = opened.readlines(1 << 20)
-        if texts := [row["text"] for row in read_file(str(file), source.language, lines=len(lines))]:
-            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            total += sum(map(len, ids)) * file.stat().st_size / sum(map(len, lines))
+    for beginning in source.beginnings():
+        if beginning.rows:
+            ids = tokenizer([row["text"] for row in beginning.rows], add_special_tokens=False)["input_ids"]
+            total += sum(map(len, ids)) / beginning.read
     return int(total)

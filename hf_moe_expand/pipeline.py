@@ -13,7 +13,9 @@ from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .checkpoint.writer import check_apart, check_place
-from .data.pairs import check_pairs
+from .data.lost import LostText, check_lost, lost_lines
+from .data.pairs import check_pairs, lost_of
+from .data.sources import LanguageText, LeftOut, counted
 from .disk import StepOutput, check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, errors_at
@@ -112,6 +114,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> tuple[list[str], list[Ste
     else:
         stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
         lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
+    lost: dict[str, LostText] = {}
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
             lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
@@ -121,8 +124,11 @@ def _checked(recipe: Recipe, offline: bool = False) -> tuple[list[str], list[Ste
                 check_pairs(source, outlook.tokenizer)
             else:
                 source.check()
-        files = source.files()
-        lines.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+            lines.append(f"{key}: {_looked_at(source, config)}")
+        if not offline and source.files():
+            lost[key] = lost_of(source, outlook.tokenizer, config.is_encoder_decoder)
+    lines += lost_lines(lost)
+    check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
@@ -137,6 +143,22 @@ def _checked(recipe: Recipe, offline: bool = False) -> tuple[list[str], list[Ste
         output = Path(recipe.output)
         lines.append(f"disk: up to {peak(written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}")
     return lines + needs_of_a_push(recipe), written
+
+
+def _looked_at(source: LanguageText, config: Any) -> str:
+    """A text's files, and what is left out at their beginning."""
+    files = source.files()
+    if not files:
+        return f"{source.source}, on the hub"
+    beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
+    words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
+    left_out = LeftOut()
+    for beginning in beginnings:
+        left_out.update(beginning.left_out)
+    if left_out:
+        kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
+        words.append(f"{'' if whole else 'at the beginning '}{counted(kept, 'document')} kept, {left_out}")
+    return "; ".join(filter(None, words))
 
 
 def needs_of_a_push(recipe: Recipe) -> list[str]:

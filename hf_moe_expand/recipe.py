@@ -9,10 +9,10 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
 from .errors import InputError
-from .languages import UNDETERMINED, LanguageCode, check_old_and_new
+from .languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from .planning.methods import AnyPlan, PlanSettings
 from .recipe_paths import Place
-from .schema import Declared, Text, Whole, json_schema, read
+from .schema import Declared, Flag, Text, Whole, json_schema, read
 from .self_written import SelfWrittenText
 from .settings import (
     AnalysisSettings,
@@ -125,6 +125,9 @@ class Recipe(Expansion):
     )
     revision: Text | None = Field(None, description="revision of a base on the hub")
     seed: Whole = Field(0, ge=0, lt=2**32, description="random seed")
+    allow_lost_text: Flag = Field(
+        False, description="take text of which the base's tokenizer loses more than 2 % (unknown tokens, accents), too"
+    )
     expansions: list[Expansion] = Field(
         [], description="several expansions, one after the other, each with `new` and settings of its own"
     )
@@ -151,6 +154,8 @@ class Recipe(Expansion):
                 check_languages(known, expansion.new)
             known |= expansion.new
             self._check_expansion(number, expansion)
+        check_named_once([*known, *(code for code in self.test if code not in known)])
+        check_named_once(list(self.anchors))
         unknown = sorted(set(self.test) - set(known))
         if unknown and self.self_written is None and self.join is None:
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")

@@ -74,11 +74,13 @@ def new_recipe(
     output: str | None = None,
     revision: str | None = None,
     seed: int = 0,
+    allow_lost_text: bool = False,
 ) -> str:
     """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
 
     Args:
         old, new, test: the source of each language's text, as in a recipe. Without `old`, the base writes old text.
+        allow_lost_text: the recipe's `allow_lost_text`.
         output: folder of the run; by default `runs/`, the base's name and the new languages.
     """
     if not new:
@@ -106,7 +108,8 @@ def new_recipe(
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
     rates = rates_for(size_of(network_of(dense)))
     facts = {
-        "base": base, "revision": revision, "seed": seed, "old": old, "new": new, "test": test,
+        "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text,
+        "old": old, "new": new, "test": test,
         "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
         "blocks": blocks, "steps": steps, "tokens": tokens,
         "save": 50 if steps is None else max(min(steps // 4, 500), 1), **_on_this_device(dense, old, new, blocks),

@@ -31,13 +31,14 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
+MOST = 10**15  # of every count and amount: larger ones overflow what takes them, if they fit any machine at all
+Whole = Annotated[int, Strict(), Field(le=MOST), BeforeValidator(_whole)]
 Number = Annotated[float, Strict()]
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]
 Count = Annotated[Whole, Field(ge=1)]
-Coefficient = Annotated[Number, Field(ge=0), AllowInfNan(False)]
-Positive = Annotated[Number, Field(gt=0), AllowInfNan(False)]
+Coefficient = Annotated[Number, Field(ge=0, le=MOST), AllowInfNan(False)]
+Positive = Annotated[Number, Field(gt=0, le=MOST), AllowInfNan(False)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Probability = Annotated[Number, Field(ge=0, lt=1)]
 
@@ -96,6 +97,12 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
         return _adapter(cls).validate_python(dict(mapping), context=context)  # type: ignore[arg-type]
     except pydantic.ValidationError as error:
         raise InputError(_explained(error, cls, where)) from None
+
+
+def check_seed(seed: int | None, name: str = "seed") -> None:
+    """Refuses a seed that the generators of random numbers do not take."""
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
 
 
 def json_schema(cls: type) -> dict[str, Any]:
@@ -185,7 +192,8 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index
     if bound := next((entry for entry in same if entry["type"] in _BOUNDS), None):
         words, name = _BOUNDS[bound["type"]]
-        wanted = f"{words} {bound['ctx'][name]:g}"
+        limit = bound["ctx"][name]
+        wanted = f"{words} {limit:,.0f}" if limit == MOST else f"{words} {limit:g}"
         return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
     kinds = (_KINDS.get(str(entry["type"])) or entry.get("ctx", {}).get("expected", entry["msg"]) for entry in same)
     return f"{_place(where, path)}expected {' or '.join(dict.fromkeys(kinds))}, found {_found(value)}."

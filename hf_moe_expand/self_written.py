@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from .checkpoint.expand import versions
 from .checkpoint.local import name_and_commit
 from .checkpoint.source import resolve_checkpoint
+from .data.files import kind_of, read_rows
 from .data.sources import LanguageText
 from .errors import InputError
 from .jsonfile import write_text
@@ -51,14 +52,13 @@ def writer_of(text: LanguageText) -> str | None:
     """The model that wrote all of a local text, as each row says; None for text from elsewhere."""
     writers: set[str] = set()
     for path in text.files():
-        if path.suffix != ".jsonl":
+        if kind_of(path) != ".jsonl":
             return None
-        with open(path, encoding="utf-8-sig") as file:
-            for line in filter(str.strip, file):
-                writer = json.loads(line).get(WRITTEN_BY)
-                if not isinstance(writer, str) or writers - {writer}:
-                    return None
-                writers.add(writer)
+        for row in read_rows(path):
+            writer = row.content.get(WRITTEN_BY)
+            if not isinstance(writer, str) or writers - {writer}:
+                return None
+            writers.add(writer)
     return writers.pop() if writers else None
 
 

@@ -148,7 +148,7 @@ class Answering(Declared):
         0.0, description="divisor of the logits; 0 takes the most probable token each time"
     )
     top_p: Share = Field(1.0, gt=0, description="draw among the tokens with this share of the probability")
-    seed: Whole = Field(0, description="random seed of each answer")
+    seed: Whole = Field(0, ge=0, lt=2**32, description="random seed of each answer")
     chat: Flag = Field(False, description="a prompt is a user's message in the chat template")
     system: Text | None = Field(None, description="system message of the chat")
 

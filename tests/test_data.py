@@ -24,9 +24,10 @@ from hf_moe_expand.data.packing import (
     take_tokens,
     tokenize,
 )
-from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
+from hf_moe_expand.data.sources import LanguageText, check_languages
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.translation import translation_prompt
+from hf_moe_expand.languages import names_language
 
 END = 256
 
@@ -160,7 +161,7 @@ def test_an_edited_file_is_read_anew(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: needs"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: .*found a list"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not a JSON object"),
-        ("a.txt", b"good line\n\xff\xfe bad\n", r"a\.txt: not UTF-8 text near line \d"),
+        ("a.txt", b"good line\n\xff\xfe bad\n", r"a\.txt:2: not UTF-8 text \(invalid start byte ff\)\."),
         ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
         ("a.csv", b"text\nx\n", r"unknown kind of file; known: \.jsonl"),

@@ -18,7 +18,7 @@ def test_a_tokenizer_of_bytes_makes_one_token_a_byte():
     assert found.best() == "en"
     header, rows = found.rows()
     assert [row[0] for row in rows] == ["en", "el"]
-    assert rows[1] == ["el", "15", "7.50", "1.875", "1.000", "1.88"]
+    assert rows[1] == ["el", "15", "7.50", "1.875", "1.000", "1.88", "0 %"]
     assert len(header) == len(rows[0])
 
 

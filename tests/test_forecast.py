@@ -1,6 +1,7 @@
 """What a forecast says, against what torch keeps, a training writes, a tokenizer counts, and a disk with less room."""
 
 import errno
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers.trainer
 from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer
 
@@ -185,8 +187,11 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
     texts = [f"number {number} of many texts, {'long ' * (number % 7)}" for number in range(30_000)]
     assert tokens(write_texts(tmp_path / "el.jsonl", texts)) == pytest.approx(sum(map(len, texts)), rel=0.02)
     assert tokens(write_texts(tmp_path / "few.jsonl", ["abc", "defg"])) == 7
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    assert tokens(tmp_path / "x.parquet") is None
+    Dataset.from_dict({"text": ["abc", "defg"] * 3000}).to_parquet(tmp_path / "x.parquet")
+    assert tokens(tmp_path / "x.parquet") == 21_000
+    packed = gzip.compress((tmp_path / "el.jsonl").read_bytes())
+    (tmp_path / "el.jsonl.gz").write_bytes(packed)
+    assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)), rel=0.2)
     (tmp_path / "wrong.jsonl").write_text('{"text": "one"}\n{"words": "two"}\n')
     with pytest.raises(InputError, match=r"wrong\.jsonl:2: needs an object"):
         tokens(tmp_path / "wrong.jsonl")

@@ -13,7 +13,7 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 # From the leaves to the command line. Each line may import the lines above it.
 ROOMS = (
     ("errors",),
-    ("disk", "extra", "hub_answers", "layer_names", "memory", "rendering", "scratch", "yamlfile"),
+    ("disk", "extra", "hub_answers", "layer_names", "memory", "rendering", "saying", "scratch", "yamlfile"),
     ("extensions", "hub_access", "jsonfile", "languages", "schema"),
     ("recipe_paths",),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),

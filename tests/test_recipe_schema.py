@@ -52,7 +52,7 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     items = schema["properties"]["expansions"]["items"]
     (expansion,) = options(items, schema)
     whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written"}
-    whole |= {"evaluation"}
+    whole |= {"evaluation", "allow_lost_text"}
     assert set(expansion["properties"]) == set(schema["properties"]) - whole
     plans = {}
     for part in options(schema["properties"]["plan"], schema):

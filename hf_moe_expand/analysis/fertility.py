@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.lost import MOST_LOST, LostText, share_in_words
 from ..errors import InputError
 from ..evaluation.perplexity import tokenized
 from ..jsonfile import write_json
+from ..languages import check_named_once
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,19 @@ class Fertility:
     Attributes:
         tokens, words, characters, bytes: the sizes of the text; words are what blanks separate, so a language written
             without blanks has few.
+        lost: the share of the bytes that the tokenizer loses; the fewer tokens for it are no gain.
     """
 
     tokens: int
     words: int
     characters: int
     bytes: int
+    lost: float = 0.0
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether so much is lost that its tokens cannot be compared."""
+        return self.lost > MOST_LOST
 
     @property
     def per_word(self) -> float:
@@ -44,21 +53,32 @@ class FertilityResult:
     languages: Mapping[str, Fertility]
 
     def best(self) -> str:
-        """The language of which the tokenizer makes the fewest tokens a character."""
-        return min(self.languages, key=lambda code: self.languages[code].per_character)
+        """The language of which the tokenizer makes the fewest tokens a character, among those that it can write."""
+        return self._ranked()[0][0]
+
+    def _ranked(self) -> list[tuple[str, Fertility]]:
+        return sorted(self.languages.items(), key=lambda item: (item[1].is_lossy, item[1].per_character))
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, one row for each language, the fewest tokens a character first; the last column is the
-        number of tokens a character over that of the first row."""
-        header = ["language", "tokens", "tokens a word", "tokens a character", "tokens a byte", "x the best"]
+        """A table: header, one row for each language, the fewest tokens a character first and those of which too much
+        is lost last. The last columns are the number of tokens a character over that of the first row, and the share of
+        the bytes that is lost."""
+        header = ["language", "tokens", "tokens a word", "tokens a character", "tokens a byte", "x the best", "lost"]
         least = self.languages[self.best()].per_character
-        ranked = sorted(self.languages.items(), key=lambda item: item[1].per_character)
         return header, [
             [
                 code, f"{one.tokens:,}", f"{one.per_word:.2f}", f"{one.per_character:.3f}", f"{one.per_byte:.3f}",
-                f"{one.per_character / least:.2f}",
+                "-" if one.is_lossy else f"{one.per_character / least:.2f}", share_in_words(one.lost),
             ]
-            for code, one in ranked
+            for code, one in self._ranked()
+        ]  # fmt: skip
+
+    def warnings(self) -> list[str]:
+        """A line for each language of which too much is lost."""
+        return [
+            f"warning: {code}: the tokenizer loses {share_in_words(one.lost)} of the bytes (unknown tokens, dropped "
+            "characters), so its tokens cannot be compared with another language's"
+            for code, one in self.languages.items() if one.is_lossy
         ]  # fmt: skip
 
     def to_json(self, path: str | Path) -> None:
@@ -81,17 +101,20 @@ def measure_fertility(
     Args:
         characters: characters to read of each language, in whole documents.
     """
+    check_named_once(list(texts))
     if characters < 1:
         raise InputError(f"characters is {characters}: must be at least 1.")
     by_language = {}
     for code, documents in texts.items():
         tokens = words = read = size = 0
+        lost = LostText()
         for text, ids in tokenized(documents, tokenizer):
+            lost.add(text, ids, tokenizer)
             tokens, words = tokens + len(ids), words + len(text.split())
             read, size = read + len(text), size + len(text.encode())
             if read >= characters:
                 break
         if not words:
             raise InputError(f"Language {code!r}: no text to split into tokens.")
-        by_language[code] = Fertility(tokens, words, read, size)
+        by_language[code] = Fertility(tokens, words, read, size, lost.share)
     return FertilityResult(by_language)

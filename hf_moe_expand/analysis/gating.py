@@ -19,6 +19,7 @@ from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
 from ..errors import InputError, first_line
+from ..languages import same_language
 from ..modeling import LayerMoEConfig
 from ..modeling.language_gate import TEMPLATE, GateRule
 from ..models import check_decoder, load_for_inference, longest_block, model_name
@@ -230,14 +231,14 @@ def check_languages(
         raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
     if anchors is None:
         return dict(shipped_anchors(leave_out=list(classes)))
-    if new := [code for code in anchors if classes.get(code)]:
+    if new := [code for code in anchors if any(number and same_language(code, of) for of, number in classes.items())]:
         raise InputError(f"anchors: {', '.join(new)} is a new language of the model: anchors say what is not new.")
     if len(anchors) < 3:
         raise InputError(
             f"anchors: {len(anchors)} language(s) were given, but a gate learns from many what is not new: give 20 or "
             "more, or none, to take the package's own."
         )
-    return {code: text for code, text in anchors.items() if code not in texts}
+    return {code: text for code, text in anchors.items() if not any(same_language(code, own) for own in texts)}
 
 
 def fitted(

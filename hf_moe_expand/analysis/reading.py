@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 
 from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
-from ..data.sources import names_language
 from ..errors import InputError
 from ..evaluation.perplexity import pair_batch
+from ..languages import names_language
 from ..modeling import decoder_ffns, stack_sizes
 from ..models import longest_block
 

@@ -85,5 +85,5 @@ def evaluate_ensemble(
     for language, stream in streams.items():
         nats = -mix_models(torch.stack(log_probs[language]), top_m).sum().item()
         with errors_at(f"ensemble: language {language!r}"):
-            scores[language] = LanguageScore.from_nats(nats, stream.tokens, stream.size)
+            scores[language] = LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost)
     return scores

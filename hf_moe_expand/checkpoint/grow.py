@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from ..errors import InputError, errors_at
+from ..languages import check_named_once
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
@@ -114,6 +115,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         known = [*history.first.old_languages, *history.languages]
     if again := [code for code in plan.new if code in known]:
         raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
+    check_named_once([*known, *plan.new])
     return config
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from ..errors import InputError, named_as
 from ..jsonfile import parse_json
+from ..languages import same_language
 from ..modeling import LayerMoEConfig, count_layers, model_class
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import ExpertKind
@@ -271,7 +272,8 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
             alike = pack.config_text == other.config_text and pack.routing.keys() == other.routing.keys()
             if alike and all(bool((rows == other.routing[key]).all()) for key, rows in pack.routing.items()):
                 raise InputError(f"{pack.name}: is the same pack as {other.name}: name each pack once.")
-            twice = sorted({*pack.new_languages} & {*other.new_languages})
+            of_other = other.new_languages
+            twice = [code for code in sorted(pack.new_languages) if any(same_language(code, one) for one in of_other)]
             if twice and not keep_both:
                 raise InputError(
                     f"{', '.join(twice)}: {other.name} and {pack.name} both add it: leave one of them out, or keep "

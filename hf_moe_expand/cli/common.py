@@ -20,6 +20,7 @@ def text_sources(arguments: list[str], look: bool = False) -> dict[str, Any]:
         look: refuse files that are not there now, before any work.
     """
     from ..data.sources import LanguageText
+    from ..languages import check_named_once
 
     sources: dict[str, LanguageText] = {}
     for argument in arguments:
@@ -29,6 +30,7 @@ def text_sources(arguments: list[str], look: bool = False) -> dict[str, Any]:
         sources[source.language] = source
         if look:
             source.files()
+    check_named_once(list(sources))
     return sources
 
 
@@ -86,6 +88,7 @@ def evaluate_models(
         print_table(*result.rows())
         print("perplexity")
         print_table(*result.rows("perplexity"))
+        print("\n".join(result.notes()))
     if tasks is not None:
         print("tasks")
         print_table(*result.task_rows())

@@ -24,7 +24,7 @@ def evaluate(
     new: opt.NewCodes = "",
     ensemble: Annotated[
         int | None,
-        typer.Option(help="Also score the models' ensemble: mix the N that fit the text best at each token."),
+        opt.whole_number("Also score the models' ensemble: mix the N that fit the text best at each token."),
     ] = None,
     tasks: Annotated[
         str,
@@ -38,9 +38,9 @@ def evaluate(
         ),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples for tasks given without @N; by default each task's own number.")
+        int | None, opt.whole_number("Examples for tasks given without @N; by default each task's own number.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum of documents to score of each task.")] = None,
+    limit: Annotated[int | None, opt.whole_number("Maximum of documents to score of each task.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with tasks of your own for the harness.")] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
@@ -139,7 +139,7 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
     if other := next((code for code in arguments if code not in ours and "=" not in code), None):
         raise InputError(f"--questions {other}: there are questions in {', '.join(QUESTIONS)}; give {other}=FILE.")
     sources = text_sources([argument for argument in arguments if argument not in ours])
-    return ours | {code: list(source.documents()) for code, source in sources.items()}
+    return ours | {code: list(source.documents(say=True)) for code, source in sources.items()}
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:

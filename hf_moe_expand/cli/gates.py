@@ -9,7 +9,7 @@ from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from ..settings import GateSettings
 from .common import check_checkpoints, codes, texts_of
-from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app, with_settings
+from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app, whole_number, with_settings
 
 Anchors = Annotated[
     list[str] | None,
@@ -108,7 +108,7 @@ def join(
     ] = None,
     anchors: Anchors = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --calibrate: tokens of each language to score; 500 by default.")
+        int | None, whole_number("With --calibrate: tokens of each language to score; 500 by default.")
     ] = None,
     max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from ..schema import read
+from ..errors import InputError
+from ..schema import MOST, check_seed, read
 
 app = typer.Typer(
     help="Teach a dense language model new languages by growing its feed-forward layers into mixtures of experts.",
@@ -34,6 +35,23 @@ merge_app = _group("merge", "Merge checkpoints tensor by tensor.")
 recipes_app = _group("recipes", "The recipes of published settings.")
 curriculum_app = _group("curriculum", "Decide which language enters training when.")
 
+
+def whole_number(help: str) -> Any:
+    """An option for a whole number of at most `MOST`."""
+    return typer.Option(help=help, callback=_check_whole)
+
+
+def _check_whole(param: typer.CallbackParam, value: int | None) -> int | None:
+    if value is not None and abs(value) > MOST:
+        raise InputError(f"--{str(param.name).replace('_', '-')} is {value}: must be at most {MOST:,}.")
+    return value
+
+
+def _check_seed(value: int) -> int:
+    check_seed(value)
+    return value
+
+
 Model = Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")]
 Old = Annotated[list[str], typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat.")]
 New = Annotated[list[str], typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")]
@@ -46,8 +64,12 @@ OldCodes = Annotated[str, typer.Option("--old", help="Codes of the old languages
 NewCodes = Annotated[str, typer.Option("--new", help="Codes of the new languages, e.g. el,hu,tr.")]
 Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
+Seed = Annotated[int, typer.Option(help="Random seed.", callback=_check_seed)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+AllowLostText = Annotated[
+    bool,
+    typer.Option("--allow-lost-text", help="Take text of which the tokenizer loses more than 2 % of the bytes, too."),
+]
 Config = Annotated[
     Path | None,
     typer.Option(

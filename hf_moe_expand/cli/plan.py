@@ -120,6 +120,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     if arguments.get("grows_from"):
         check_checkpoints(arguments["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
+        from ..languages import check_named_once
 
         counts, known, encoder = grown_from(arguments["grows_from"])
         old = old or known
@@ -127,6 +128,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
             raise InputError(
                 f"{', '.join(again)}: already a language of {arguments['grows_from']}; leave it out of --new."
             )
+        check_named_once([*known, *new])
     measured = similarity.similarity if similarity else deviation.deviation if deviation else []
     num_layers = len(counts) or len(measured)
     if arguments.get("layers"):
@@ -171,9 +173,9 @@ for _word, _method in METHODS.items():
 def curriculum_derive(
     run: Annotated[Path, typer.Argument(help="A stage's folder with a validation.json, or the file.")],
     out: opt.Out,
-    bins: Annotated[int, typer.Option(help="Number of evenly spaced steps at which languages may enter.")] = 5,
-    merge_first: Annotated[int, typer.Option(help="Number of first bins to merge into one (3 in the paper).")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Steps of the next training; by default those of the run.")] = None,
+    bins: Annotated[int, opt.whole_number("Number of evenly spaced steps at which languages may enter.")] = 5,
+    merge_first: Annotated[int, opt.whole_number("Number of first bins to merge into one (3 in the paper).")] = 1,
+    steps: Annotated[int | None, opt.whole_number("Steps of the next training; by default those of the run.")] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Let languages that over-fitted early in a first run enter late in the next run (step-based).
@@ -192,7 +194,7 @@ def curriculum_derive(
 @opt.curriculum_app.command("counts")
 def curriculum_counts(
     out: opt.Out,
-    steps: Annotated[int, typer.Option(help="Steps of the training.")],
+    steps: Annotated[int, opt.whole_number("Steps of the training.")],
     counts: Annotated[str, typer.Option(help="Examples of each language, e.g. el=6000000,tr=900000.")] = "",
     data: Annotated[
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE whose documents are counted; repeat.")

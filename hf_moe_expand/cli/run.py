@@ -180,6 +180,7 @@ def recipes_new(
     revision: opt.Revision = None,
     seed: opt.Seed = 0,
     overwrite: opt.Overwrite = False,
+    allow_lost_text: opt.AllowLostText = False,
 ) -> None:
     """Write the recommended recipe for a base and your text, with the steps of one epoch, and say what it costs here.
 
@@ -196,7 +197,7 @@ def recipes_new(
     from ..recipe import Recipe
     from ..recommended import new_recipe
 
-    text = new_recipe(base, **sources, output=output, revision=revision, seed=seed)
+    text = new_recipe(base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text)
     lines = validate_recipe(Recipe.of_text(text, out))
     write_text(out, text)
     for line in lines:

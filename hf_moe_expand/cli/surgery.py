@@ -139,7 +139,7 @@ def _nearest_experts(
 def shrink(
     model: opt.Model,
     out: opt.OutFolder,
-    to: Annotated[int | None, typer.Option(help="Expansion to go back to; 1 is the first.")] = None,
+    to: Annotated[int | None, opt.whole_number("Expansion to go back to; 1 is the first.")] = None,
     without: Annotated[
         str | None, typer.Option(help="Pack of a joined model to leave out: its name, or one of its languages.")
     ] = None,
@@ -199,7 +199,7 @@ def expand_branches_(
 def expand_depth_(
     base: opt.Model,
     out: opt.OutFolder,
-    blocks: Annotated[int, typer.Option(help="Number of blocks to insert.")],
+    blocks: Annotated[int, opt.whole_number("Number of blocks to insert.")],
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
@@ -299,7 +299,7 @@ def merge_average(
 def export(
     model: opt.Model,
     out: Annotated[Path, typer.Argument(help="Folder to write; with --gguf, file.")],
-    expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert as its FFNs.")] = None,
+    expert: Annotated[int | None, opt.whole_number("Write the dense model with this expert as its FFNs.")] = None,
     language: Annotated[
         str | None, typer.Option(help="Write the dense model of a language: the base's, or its exclusive experts'.")
     ] = None,

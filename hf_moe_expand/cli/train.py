@@ -15,7 +15,7 @@ from ..extensions import extension_points
 from ..settings import EvaluationSettings
 from ..stages import kinds, stage_files
 from .common import check_checkpoints, evaluate_models, text_sources
-from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
+from .options import AllowLostText, Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
 
 
 class _StageVerb(TyperCommand):
@@ -44,13 +44,17 @@ def _verb(key: str) -> Callable[..., None]:
         validation: Validation = None,
         seed: Seed = 0,
         overwrite: Overwrite = False,
+        allow_lost_text: AllowLostText = False,
     ) -> None:
         check_checkpoints(model, expanded=True)
         held_out = {code: text.source for code, text in text_sources(validation or []).items()}
         settings = _settings(key, config, held_out)
         from ..stages.run import check_frozen, train_stage
 
-        record = train_stage(model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite)
+        record = train_stage(
+            model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite,
+            allow_lost_text=allow_lost_text,
+        )  # fmt: skip
         if _is_first_rank():
             frozen = check_frozen(model, out, record.stage)
             print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
@@ -68,6 +72,7 @@ def train_adapt(
     config: Config = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    allow_lost_text: AllowLostText = False,
 ) -> None:
     check_checkpoints(model, expanded=True)
     from ..stages.kinds.adapt import adapt_language
@@ -75,7 +80,7 @@ def train_adapt(
     settings = _settings("adapt", config)
     (source,) = text_sources([data]).values()
     tests = text_sources(test or [])
-    done = adapt_language(model, out, source, settings.made(out, seed), seed, overwrite)
+    done = adapt_language(model, out, source, settings.made(out, seed), seed, overwrite, allow_lost_text)
     if not _is_first_rank():
         return
     print("expert  perplexity of the new language")
@@ -99,6 +104,7 @@ def train_dense(
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    allow_lost_text: AllowLostText = False,
 ) -> None:
     check_checkpoints(model)
     settings: Any = _settings("dense", config)
@@ -109,7 +115,9 @@ def train_dense(
     from ..stages.kinds.dense import check_old_blocks
     from ..stages.run import train_stage
 
-    record = train_stage(model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite)
+    record = train_stage(
+        model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite, allow_lost_text=allow_lost_text
+    )
     if _is_first_rank():
         frozen = ""
         if settings.method == "new-blocks":

@@ -1,7 +1,7 @@
 """Mixes the documents of languages, and packs their tokens into blocks, with a language id for each token."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
+from ..languages import check_named_once
+from .lost import LostText, lost_text
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
@@ -23,6 +25,7 @@ class PackedText:
         tokens: tokens of each language, end-of-text tokens included.
         documents: documents of each language.
         blocks: number of blocks of each group of languages that may share blocks; the groups follow one another.
+        lost: what the tokenizer loses of a sample of each language's text.
     """
 
     dataset: Dataset
@@ -30,6 +33,7 @@ class PackedText:
     tokens: dict[str, int]
     documents: dict[str, int]
     blocks: tuple[int, ...]
+    lost: dict[str, LostText] = field(default_factory=dict)
 
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -107,10 +111,12 @@ def pack_texts(
     """
     from trl import pack_dataset  # heavy
 
+    check_named_once(list(texts))
     order, begin = tuple(languages or texts), begin_token(tokenizer)
-    encoded_texts, tokens = {}, {}
+    encoded_texts, tokens, lost = {}, {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
+        lost[language] = lost_text((row["text"] for row in dataset), tokenizer)
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
@@ -137,7 +143,7 @@ def pack_texts(
             )
         blocks.append(packed)
     packed = blocks[0] if len(blocks) == 1 else concatenate_datasets(blocks)
-    return PackedText(packed, order, tokens, counts, tuple(map(len, blocks)))
+    return PackedText(packed, order, tokens, counts, tuple(map(len, blocks)), lost)
 
 
 def collate_blocks(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ languages, in rows and batches."""
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from langcodes import Language, LanguageTagError
 
 from ..errors import InputError
+from ..languages import check_named_once, names_language
+from .lost import SAMPLE, LostText, lost_text
 from .packing import PackedText, first_tokens
-from .sources import LanguageText, Pair, language_name, names_language, row_pairs
+from .sources import LanguageText, Pair, language_name, row_pairs
 
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
 IGNORED = -100  # label of padding
@@ -127,6 +130,19 @@ class PairEncoder:
         finally:
             self.tokenizer.src_lang, self.tokenizer.tgt_lang = before
 
+    def lost(self, rows: Iterable[SentencePair], size: int = SAMPLE) -> dict[str, LostText]:
+        """What the tokenizer loses of the first pairs, about `size` bytes of a side, by the sentence's language."""
+        found: dict[str, LostText] = {}
+        reads = {"use_source_tokenizer": True} if hasattr(self.tokenizer, "supported_language_codes") else {}  # Marian
+        for row in rows:
+            source = self.tokenizer(row.source, add_special_tokens=False, verbose=False).input_ids
+            target = self.tokenizer(text_target=row.target, add_special_tokens=False, verbose=False).input_ids
+            found.setdefault(row.source_language, LostText()).add(row.source, source, self.tokenizer, **reads)
+            found.setdefault(row.target_language, LostText()).add(row.target, target, self.tokenizer)
+            if sum(one.size for one in found.values()) >= 2 * size:
+                break
+        return found
+
     def start(self, direction: Pair) -> dict[str, int]:
         """The options of `generate` with which a translation begins: where the labels begin with the target's language,
         the first token is forced; where they end with it (the first mBART), it starts the decoder."""
@@ -193,9 +209,8 @@ def _nearest(language: str, codes: Mapping[str, str], tokenizer: Any) -> str:
 
 
 def _same_language(code: str, language: str) -> bool:
-    """Whether two codes name one language, in whichever standard; Norwegian is Bokmål, which most of its text is."""
-    pair = [re.split("[_-]", one)[0] for one in (code, language)]  # `el` of `el_GR`, `ell` of `ell_Grek`
-    return names_language(*pair) or names_language(*("nb" if names_language(one, "no") else one for one in pair))
+    """Whether two codes name one language, in whichever standard, script and region."""
+    return names_language(*(re.split("[_-]", one)[0] for one in (code, language)))  # `el` of `el_GR`, `ell_Grek`
 
 
 def _script(code: str) -> str | None:
@@ -226,12 +241,36 @@ def pairs_of(translations: Iterable[Mapping[str, str | None]], language: str) ->
 def texts_for(config: Any, sources: Mapping[str, LanguageText], seed: int | None = None) -> dict[str, Any]:
     """What a model reads of each language: sentence pairs, if it is an encoder-decoder, else documents; in the files'
     order, or in a random one that `seed` gives."""
+    check_named_once(list(sources))
     texts: dict[str, Any] = {}
     for code, source in sources.items():
         dataset = source.load(config.is_encoder_decoder)
         dataset = dataset if seed is None else dataset.shuffle(seed=seed)
         texts[code] = sentence_pairs(dataset) if config.is_encoder_decoder else dataset["text"]
     return texts
+
+
+def lost_of(source: LanguageText, tokenizer: Any, as_pairs: bool) -> LostText:
+    """What a tokenizer loses of the beginnings of a local text; with `as_pairs`, for an encoder-decoder."""
+    by_file = [beginning.rows for beginning in source.beginnings(as_pairs=as_pairs)]
+    rows = [row for of_all in zip_longest(*by_file) for row in of_all if row is not None]  # some of every file
+    if not as_pairs:
+        return lost_text((row["text"] for row in rows), tokenizer)
+    found = PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows)
+    return found.get(source.language, LostText())
+
+
+def lost_of_each(texts: Mapping[str, Dataset], tokenizer: Any, as_pairs: bool, seed: int) -> dict[str, LostText]:
+    """What a tokenizer loses of a sample of each language's documents, or of its sentence pairs."""
+    lost: dict[str, LostText] = {}
+    for language, dataset in texts.items():
+        rows = iter(dataset.shuffle(seed=seed))
+        if as_pairs:
+            found = PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows)
+            lost[language] = found.get(language, LostText())
+        else:
+            lost[language] = lost_text((row["text"] for row in rows), tokenizer)
+    return lost
 
 
 def pack_pairs(
@@ -265,9 +304,10 @@ def pack_pairs(
     features = Features({
         "input_ids": List(Value("int32")), "labels": List(Value("int32")), "language_ids": List(Value("int16")),
     })  # fmt: skip
-    datasets, tokens, counts = [], {}, {}
+    datasets, tokens, counts, lost = [], {}, {}, {}
     for language, dataset in texts.items():
         dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
+        lost[language] = encoder.lost(SentencePair(**row) for row in dataset).get(language, LostText())
 
         def encode(batch: dict) -> dict:
             encoded = list(encoder.fitting(sentence_pairs(batch), block_size))
@@ -303,7 +343,7 @@ def pack_pairs(
         counts[language], tokens[language] = first_tokens(language, sizes, tokens_per_language)
         datasets.append(fitting.select(range(counts[language])))
     packed = concatenate_datasets(datasets)
-    return PackedText(packed, order, tokens, counts, tuple(map(len, datasets)))
+    return PackedText(packed, order, tokens, counts, tuple(map(len, datasets)), lost)
 
 
 def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dataset:
@@ -319,6 +359,8 @@ def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dat
 
 def _id_of(code: str, order: Sequence[str]) -> int:
     """The number of a language; `UNKNOWN` if the model does not know it."""
+    if code in order:
+        return order.index(code)
     return next((number for number, known in enumerate(order) if names_language(code, known)), UNKNOWN)
 
 

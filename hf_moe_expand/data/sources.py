@@ -1,8 +1,8 @@
 """Reads the text of a language, documents or translations, from files, folders and the hub as a `datasets.Dataset`."""
 
 import hashlib
-import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,22 +12,55 @@ from pathlib import Path
 from typing import Any
 
 import langcodes
-import pyarrow
+import numpy
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..hub_access import hub_problem, patiently
 from ..hub_answers import is_of_hub, refusal, without_secrets
-from ..languages import check_old_and_new, is_language_code
+from ..languages import check_old_and_new, is_language_code, names_language
+from ..saying import say_once
+from .files import KNOWN, has_text, is_translation, kind_of, read_rows, text_files, version
 
 Pair = tuple[str, str]
 
-SUFFIXES = (".jsonl", ".txt", ".parquet")
-_TEXT = Features({"text": Value("string")})
-_PAIR = Features(dict.fromkeys(("source", "target", "source_language", "target_language"), Value("string")))
+_TEXT = {"text": Value("string")}
+_PAIR = dict.fromkeys(("source", "target", "source_language", "target_language"), Value("string"))
+_LEFT_OUT = "left_out"  # the column that says why a row is left out
+_MOST_NAMED, _MOST_FILES = 8, 30  # reasons and files in a line
+BEGINNING = 1 << 20  # bytes of a file
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+class LeftOut(Counter[str]):
+    """Rows that are left out, by the reason."""
+
+    def __str__(self) -> str:
+        named = [f"{count:,} {reason}" for reason, count in self.most_common(_MOST_NAMED)]
+        if rest := self.total() - sum(count for _, count in self.most_common(_MOST_NAMED)):
+            named.append(f"{rest:,} for other reasons")
+        return f"{counted(self.total(), 'row')} left out: {', '.join(named)}"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The documents or pairs at the beginning of a local file.
+
+    Attributes:
+        rows: the documents (`text`) or pairs of the rows that are kept.
+        left_out: the rows that are not.
+        read: the share of the file that was read, about.
+    """
+
+    rows: list[dict[str, str]]
+    left_out: LeftOut
+    read: float
 
 
 @dataclass(frozen=True)
@@ -36,10 +69,12 @@ class LanguageText:
 
     Attributes:
         language: a language code such as `el`.
-        source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, a folder of
-            them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]` takes 1000 rows). Instead of
-            `text` a row may have `translation`, sentences by language, which gives a document
-            `English: ... → Greek: ...` for each direction to and from `language`.
+        source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, the first two
+            also compressed, a folder of them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]`
+            takes 1000 rows). Instead of `text` a row may have `translation`, sentences by language, which gives a
+            document `English: ... → Greek: ...` for each direction to and from `language`.
+
+    Rows without text, and rows whose `language` is another one (`names_language`), are left out, counted and said.
     """
 
     language: str
@@ -68,13 +103,21 @@ class LanguageText:
             dataset = _generated(read_hub, source=self.source, **of_kind)
         else:
             # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
-            stamps = {path: (str(path.resolve()), *_version(path)) for path in self.files()}
+            stamps = {path: (str(path.resolve()), *version(path)) for path in self.files()}
             dataset = concatenate_datasets([
                 _generated(read_file, path=str(path), stamp=stamp, **of_kind) for path, stamp in stamps.items()
             ])  # fmt: skip
+            if not_read := self.files_left_out():
+                say_once(f"{self.source}: {not_read}")
+        reasons = dataset.data.column(_LEFT_OUT)
+        left_out = LeftOut(reasons.drop_null().to_pylist())
+        if left_out:
+            dataset = dataset.select(numpy.flatnonzero(reasons.is_null().to_numpy()))
         if not len(dataset):
-            raise self._no_text(as_pairs)
-        return dataset
+            raise self._no_text(left_out, as_pairs)
+        if left_out:
+            say_once(f"{self.source}, language {self.language!r}: {counted(len(dataset), 'document')} kept, {left_out}")
+        return dataset.remove_columns(_LEFT_OUT)
 
     def load_pairs(self) -> Dataset:
         """`load(as_pairs=True)`."""
@@ -86,8 +129,7 @@ class LanguageText:
         Raises:
             InputError: see `load`.
         """
-        if self.files() and next(self.documents(), None) is None:
-            raise self._no_text()
+        self._first(as_pairs=False)
 
     def first_pair(self) -> dict[str, str] | None:
         """The first sentence pair of the local files, for an encoder-decoder; None for text on the hub.
@@ -95,42 +137,97 @@ class LanguageText:
         Raises:
             InputError: see `load`.
         """
+        return self._first(as_pairs=True)
+
+    def _first(self, as_pairs: bool) -> dict[str, str] | None:
+        """The first document or pair of the local files; refuses files without one."""
+        left_out = LeftOut()
         files = self.files()
-        pair = next(self._rows(as_pairs=True), None)
-        if files and pair is None:
-            raise self._no_text(as_pairs=True)
-        return pair
+        first = next(self._rows(as_pairs, left_out), None)
+        if files and first is None:
+            raise self._no_text(left_out, as_pairs)
+        return first
 
     def digests(self) -> list[str]:
         """SHA-256 of each local file."""
-        return [_digest(path, *_version(path)) for path in self.files()]
+        return [_digest(path, *version(path)) for path in self.files()]
 
     def contents(self) -> list[str]:
         """Its source and the hashes of its files, for a fingerprint."""
         return [self.source, *self.digests()]
 
-    def documents(self) -> Iterator[str]:
+    def documents(self, say: bool = False) -> Iterator[str]:
         """Yields the documents of the local files one by one; none for text on the hub.
+
+        Args:
+            say: say in the end which rows were left out.
 
         Raises:
             InputError: see `load`.
         """
-        return (row["text"] for row in self._rows())
+        left_out, kept = LeftOut(), 0
+        try:
+            for row in self._rows(False, left_out):
+                kept += 1
+                yield row["text"]
+        finally:
+            if say and left_out:
+                say_once(f"{self.source}, language {self.language!r}: {counted(kept, 'document')} read, {left_out}")
 
     def count(self, most: int) -> int:
         """The number of documents, counted up to `most`; text on the hub is taken to be enough."""
         return sum(1 for _ in islice(self.documents(), most)) if self.files() else most
 
-    def _rows(self, as_pairs: bool = False) -> Iterator[dict[str, str]]:
-        for path in self.files():
-            yield from read_file(str(path), self.language, as_pairs=as_pairs)
+    def beginnings(self, as_pairs: bool = False) -> Iterator[Beginning]:
+        """The beginning of each local file: about `BEGINNING` bytes of text, or less of many files.
 
-    def _no_text(self, as_pairs: bool = False) -> InputError:
+        Raises:
+            InputError: see `load`.
+        """
+        files = self.files()
+        size = max(16 * BEGINNING // max(len(files), 16), BEGINNING >> 6)
+        for path in files:
+            kept: list[dict[str, str]] = []
+            left_out, bytes_read, share = LeftOut(), 0, 0.0
+            for row in read_rows(path):
+                share = row.read
+                for judged in _judged(row.content, self.language, f"{path}:{row.number}", as_pairs):
+                    if reason := judged.pop(_LEFT_OUT):
+                        left_out[reason] += 1
+                    else:
+                        kept.append(judged)
+                bytes_read += sum(len(str(value)) for value in row.content.values())
+                if bytes_read >= size:
+                    break
+            yield Beginning(kept, left_out, share)
+
+    def _rows(self, as_pairs: bool, left_out: LeftOut) -> Iterator[dict[str, str]]:
+        """The documents or pairs of the local files; counts in `left_out` the rows without."""
+        for path in self.files():
+            for row in read_file(str(path), self.language, as_pairs=as_pairs):
+                if reason := row.pop(_LEFT_OUT):
+                    left_out[reason] += 1
+                else:
+                    yield row
+
+    def _no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
         what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
+        found = f" ({left_out})" if left_out else ""
         return InputError(
             f"{self.source}: no {what} in language {self.language!r}: where rows have a `language`, it must be this "
-            f"one; a `translation` must hold {wanted}."
+            f"one; a `translation` must hold {wanted}{found}."
         )
+
+    def files_left_out(self) -> str:
+        """The files of a folder that are not read, by the reason, in words; empty if all are."""
+        folder = self._path()
+        if folder is None or not folder.is_dir():
+            return ""
+        parts = []
+        for reason, names in text_files(folder)[1].items():
+            more = f" and {len(names) - _MOST_FILES:,} others" if len(names) > _MOST_FILES else ""
+            parts.append(f"{', '.join(names[:_MOST_FILES])}{more} ({reason})")
+        return f"files left out: {'; '.join(parts)}" if parts else ""
 
     def files(self) -> list[Path]:
         """The local files of this source; empty for the hub.
@@ -138,31 +235,39 @@ class LanguageText:
         Raises:
             InputError: the file is missing, empty or of an unknown kind, or a folder holds none of a known kind.
         """
-        if self.source.startswith("hub:"):
+        path = self._path()
+        if path is None:
             return []
-        try:
-            path = Path(self.source).expanduser()
-        except RuntimeError:  # no such user
-            path = Path(self.source)
         if path.is_dir():
-            candidates = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-            # Hidden files belong to editors, notebooks and file managers.
-            files = sorted(f for f in candidates if not any(part.startswith(".") for part in f.relative_to(path).parts))
+            files = text_files(path)[0]
             if not files:
-                raise InputError(f"{path}: the folder holds no file of a known kind; known: {', '.join(SUFFIXES)}.")
+                not_read = self.files_left_out()
+                raise InputError(
+                    f"{path}: the folder holds no file of a known kind; known: {KNOWN}."
+                    + (f" {not_read[:1].upper()}{not_read[1:]}." if not_read else "")
+                )
             return files
         if not path.is_file():
             raise InputError(f"{path}: no such file (text for language {self.language!r}).")
-        if path.suffix not in SUFFIXES:
-            raise InputError(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}, and folders of them.")
+        if kind_of(path) is None:
+            raise InputError(f"{path}: unknown kind of file; known: {KNOWN}, and folders of them.")
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty; give one with text.")
         return [path]
 
+    def _path(self) -> Path | None:
+        """The local file or folder; None for the hub."""
+        if self.source.startswith("hub:"):
+            return None
+        try:
+            return Path(self.source).expanduser()
+        except RuntimeError:  # no such user
+            return Path(self.source)
 
-def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) -> Dataset:
+
+def _generated(rows: Callable[..., Iterator[dict[str, Any]]], **arguments: Any) -> Dataset:
     """A cached dataset of the rows of `rows(**arguments)`."""
-    features = _PAIR if arguments["as_pairs"] else _TEXT
+    features = Features({**(_PAIR if arguments["as_pairs"] else _TEXT), _LEFT_OUT: Value("string")})
     if next(rows(**arguments), None) is None:
         # The library's error for an empty one is unclear.
         return Dataset.from_dict({name: [] for name in features}, features=features)
@@ -174,15 +279,15 @@ def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) 
         raise
 
 
-def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, str]]:
-    """Streams the documents or pairs of `hub:dataset[:config][:split]`; the split `train[:1000]` has 1000 rows."""
+def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, Any]]:
+    """Streams `hub:dataset[:config][:split]`, in rows as `read_file` gives them; the split `train[:1000]` has 1000."""
     for number, row in enumerate(_hub_rows(source)):
-        if not (isinstance(row.get("text"), str) or _is_translation(row)):
+        if not has_text(row):
             raise InputError(
                 f"{source}: row {number} has no string under `text`, nor strings by language under `translation` "
                 f"(columns: {', '.join(row)})."
             )
-        yield from _of_language(row, language, f"{source}: row {number}", as_pairs)
+        yield from _judged(row, language, f"{source}: row {number}", as_pairs)
 
 
 def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
@@ -208,21 +313,46 @@ def _hub_errors(source: str, otherwise: str) -> Iterator[None]:
         raise InputError(f"{source}: {otherwise} ({without_secrets(first_line(error))}).") from None
 
 
-def _of_language(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, str]]:
-    """A row's documents, or sentence pairs, in a language; none if the row is tagged with another language."""
-    if row.get("language") is not None and not names_language(row["language"], language):
-        return
-    if as_pairs:
-        yield from row_pairs(row, language, where)
+def read_file(path: str, language: str, stamp: Any = None, as_pairs: bool = False) -> Iterator[dict[str, Any]]:
+    """The documents or pairs of a file in a language, in rows with `left_out: None`; for each row of the file without
+    any, one in which `left_out` says why.
+
+    Args:
+        stamp: tells versions of the file apart.
+    """
+    for row in read_rows(path):
+        yield from _judged(row.content, language, f"{path}:{row.number}", as_pairs)
+
+
+def _judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, Any]]:
+    """The rows of `read_file` for one row of a source."""
+    columns, reason = (_PAIR, "") if as_pairs else (_TEXT, "")
+    tag = row.get("language")
+    if isinstance(tag, list) and len(tag) == 1:
+        tag = tag[0]
+    found: list[dict[str, str]] = []
+    if tag is not None and not names_language(tag, language):
+        reason = f"tagged {str(tag)[:40]!r}"
+    elif row.get("text") is None and row.get("translation") is None:
+        reason = "without text"
+    elif as_pairs:
+        found, reason = list(row_pairs(row, language, where)), "without a sentence and its translation"
     elif row.get("text") is None:
-        yield from ({"text": translation_line(codes, *both)} for codes, both in _directions(row, language))
+        found = [{"text": translation_line(codes, *both)} for codes, both in _directions(row, language)]
+        reason = "without a sentence and its translation"
     elif row["text"].strip():
-        yield {"text": row["text"]}
+        found = [{"text": row["text"]}]
+    else:
+        reason = "without text"
+    if found:
+        yield from ({**document, _LEFT_OUT: None} for document in found)
+    else:
+        yield {**dict.fromkeys(columns), _LEFT_OUT: reason}
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
     """A row's sentence pairs to and from a language; refuses a row with `text` in place of `translation`."""
-    if not _is_translation(row):
+    if not is_translation(row):
         raise InputError(
             f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "
             'translations: give rows such as {"translation": {"en": "A word.", "el": "Μία λέξη."}}.'
@@ -236,7 +366,8 @@ def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, P
     """The codes and the sentences of each direction between a language and another one, without missing translations;
     white space in a sentence counts as one space."""
     sentences = {code: " ".join((text or "").split()) for code, text in (row.get("translation") or {}).items()}
-    own = next((code for code in sentences if names_language(code, language)), None)
+    named = (code for code in sentences if names_language(code, language))
+    own = language if language in sentences else next(named, None)
     if own is None or not sentences[own]:
         return
     for other in sentences:
@@ -245,102 +376,11 @@ def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, P
                 yield (source, target), (sentences[source], sentences[target])
 
 
-def _is_translation(row: Mapping[str, Any]) -> bool:
-    sentences = row.get("translation")
-    return isinstance(sentences, dict) and all(isinstance(text, str | None) for text in sentences.values())
-
-
-def names_language(tag: Any, language: str) -> bool:
-    """Whether a document's tag is `language` or its code in another standard: `hun` is `hu`, `cmn` is `zh`."""
-    return tag == language or (isinstance(tag, str) and _standard(tag) == _standard(language))
-
-
-@cache
-def _standard(tag: str) -> str:
-    try:
-        return langcodes.standardize_tag(tag, macro=True)
-    except langcodes.LanguageTagError:
-        return tag
-
-
-def read_file(
-    path: str, language: str, stamp: Any = None, lines: int | None = None, as_pairs: bool = False
-) -> Iterator[dict[str, str]]:
-    """The documents or pairs of a `.jsonl`, `.txt` or `.parquet` file, without rows tagged with another language.
-
-    Args:
-        stamp: tells versions of the file apart.
-        lines: how many lines to read, of a file that is no Parquet; all by default.
-    """
-    rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path, lines)
-    for number, row in enumerate(rows, start=1):
-        yield from _of_language(row, language, f"{path}:{number}", as_pairs)
-
-
-def _lines(path: str, most: int | None = None) -> Iterator[dict[str, Any]]:
-    number = 0
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(islice(file, most), start=1):
-                if line.strip():
-                    yield _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text near line {number + 1} ({error.reason}).") from None
-
-
-def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    try:
-        with ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            column = next((name for name in ("text", "translation") if name in columns), None)
-            if column is None:
-                raise InputError(f"{path}: no column `text` or `translation` (columns: {', '.join(columns)}).")
-            kind = file.schema_arrow.field(column).type
-            kinds = [field.type for field in kind] if pyarrow.types.is_struct(kind) else [kind]
-            strings = all(pyarrow.types.is_string(one) or pyarrow.types.is_large_string(one) for one in kinds)
-            if not strings or pyarrow.types.is_struct(kind) != (column == "translation"):
-                wanted = "strings by language" if column == "translation" else "strings"
-                raise InputError(f"{path}: the column `{column}` holds {kind}; it must hold {wanted}.")
-            needed = [name for name in (column, "language") if name in columns]
-            for batch in file.iter_batches(batch_size=256, columns=needed):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a Parquet file ({first_line(error)}).") from None
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
 @cache
 def _digest(path: Path, *version: int) -> str:
     """SHA-256 of a file; `version` tells an edited file from the one that was read before."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _json_row(path: str, number: int, line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{number}: not a JSON object ({error.msg}).") from None
-    except RecursionError:
-        raise InputError(f"{path}:{number}: not a readable JSON object (nested too deep).") from None
-    except ValueError:
-        raise InputError(f"{path}:{number}: not a readable JSON object (thousands of digits).") from None
-    if not isinstance(row, dict) or not (isinstance(row.get("text"), str) or _is_translation(row)):
-        actual = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
-        raise InputError(
-            f'{path}:{number}: needs an object with a string under "text", or strings by language under "translation" '
-            f"({actual})."
-        )
-    try:
-        for text in [row["text"]] if isinstance(row.get("text"), str) else row["translation"].values():
-            (text or "").encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{path}:{number}: not Unicode text ({error.reason}).") from None
-    return row
 
 
 def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

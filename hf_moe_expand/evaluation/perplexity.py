@@ -1,8 +1,6 @@
 """Perplexity and bits per byte of a model on each language: of documents, or of the translations of pairs."""
 
 import math
-import os
-import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..data.lost import MOST_LOST, LostText
 from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..errors import InputError, errors_at
+from ..languages import check_named_once
 from ..models import longest_block
+from ..saying import say_once
 from ..settings import EvaluationSettings
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 
@@ -32,20 +33,31 @@ _AT_ONCE = 512  # documents tokenised at once
 class LanguageScore:
     """Scores of a model on a language's text, with the numbers of scored tokens and bytes.
 
-    Bits per byte is comparable between models, since it does not depend on the tokenizer.
+    Bits per byte is comparable between models, since it does not depend on the tokenizer, unless the tokenizer loses
+    text.
+
+    Attributes:
+        lost: the share of the bytes that the tokenizer loses, which the model does not have to predict; None in scores
+            of earlier releases.
     """
 
     perplexity: float
     bits_per_byte: float
     tokens: int
     bytes: int
+    lost: float | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the model could write the text in so many bits: not if the tokenizer loses some of it."""
+        return self.lost is None or self.lost <= MOST_LOST
 
     @classmethod
-    def from_nats(cls, nats: float, tokens: int, size: int) -> "LanguageScore":
+    def from_nats(cls, nats: float, tokens: int, size: int, lost: float | None = None) -> "LanguageScore":
         """From the text's negative log-likelihood, which must be finite."""
         if not math.isfinite(nats):
             raise InputError(f"the log-likelihood of the text is {-nats}: the model computes NaN or infinite values.")
-        return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
+        return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size, lost)
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,14 @@ class TextStream:
         size: UTF-8 bytes of the scored text.
         begin: id of the begin-of-text token if the tokenizer adds it. Every window begins with it, since models that
             were trained so are bad without it.
+        lost: the share of the scored text that the tokenizer loses.
     """
 
     ids: list[int]
     scored: list[bool]
     size: int
     begin: int | None = None
+    lost: float = 0.0
 
     def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored.
@@ -111,7 +125,7 @@ def text_stream(
         raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
     ids: list[int] = []
     scored: list[bool] = []
-    size = 0
+    size, lost = 0, LostText()
     for text, tokens in tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
@@ -119,12 +133,13 @@ def text_stream(
             text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
-            _say(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
+            say_once(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
                  "characters")  # fmt: skip
         ids += [separator, *tokens]
         scored += [False, *[True] * len(tokens)]
         size += len(text.encode())
-    return TextStream(ids, scored, size, begin)
+        lost.add(text, tokens, tokenizer)
+    return TextStream(ids, scored, size, begin, lost.share)
 
 
 def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
@@ -143,13 +158,6 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
 
     end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)
-
-
-@cache
-def _say(line: str) -> None:
-    """Prints a line once, however many models score the text; under a launcher, the first rank does."""
-    if os.environ.get("RANK", "0") == "0":
-        tqdm.write(line, file=sys.stderr)
 
 
 def language_stream(
@@ -186,11 +194,13 @@ class PairStream:
         pairs: the encoder's tokens of each sentence, the tokens of its translation, and the place of the token that
             names the target's language, which is given and not scored; None without one.
         tokens, size: scored tokens, and UTF-8 bytes of the translations.
+        lost: the share of the translations that the tokenizer loses.
     """
 
     pairs: list[tuple[list[int], list[int], int | None]]
     tokens: int
     size: int
+    lost: float = 0.0
 
 
 def pair_stream(
@@ -203,6 +213,7 @@ def pair_stream(
     rows = [pair for pair in pairs if encoder.translates(pair.direction)]
     chosen: list[tuple[list[int], list[int], int | None]] = []
     tokens = size = 0
+    lost = LostText()
     for row, source, target in encoder.fitting(rows, longest):
         code = place_of_code(row.direction)
         count = len(target) - (code is not None)
@@ -210,12 +221,13 @@ def pair_stream(
             break
         chosen.append((source, target, code))
         tokens, size = tokens + count, size + len(row.target.encode())
+        lost.add(row.target, target, tokenizer)
     if not tokens:
         raise InputError(
             f"Language {language!r}: no sentence pair to score, or none that the model translates and whose tokens its "
             "positions hold."
         )
-    return PairStream(chosen, tokens, size)
+    return PairStream(chosen, tokens, size, lost.share)
 
 
 @torch.no_grad()
@@ -258,7 +270,7 @@ def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, b
     else:
         block_size = min(block_size, longest_block(model.config) or block_size)
         nats = sum(part.sum().item() for part in target_nats(model, stream, block_size, batch_size))
-    return LanguageScore.from_nats(nats, stream.tokens, stream.size)
+    return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost)
 
 
 def evaluate_model(
@@ -279,6 +291,7 @@ def evaluate_model(
         InputError: a language has no text to score, its score is not finite, or a number is out of range.
     """
     EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)  # refuses others
+    check_named_once(list(texts))
     model.eval()
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..asking import Asked
 from ..checkpoint.source import load_config, resolve_checkpoint
+from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
@@ -18,6 +19,8 @@ from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
 from .samples import Sample, begin_samples, continue_samples
+
+_NO_BOUND = "*"  # behind a score of text that the tokenizer loses
 
 
 @dataclass
@@ -80,10 +83,36 @@ class Evaluation:
         rows = []
         for label, languages in groups:
             values = [self.mean(name, languages, measure) for name in names]
+            marks = [self._mark(name, languages) for name in names]
             first, last = values[0], values[-1]
-            change = "-" if not first or last is None else f"{100 * (last / first - 1):+.1f} %"
-            rows.append([label, *("-" if value is None else f"{value:.3f}" for value in values), change])
+            compared_as = marks[0] or marks[-1]
+            change = "-" if not first or last is None else f"{100 * (last / first - 1):+.1f} %{compared_as}"
+            shown = ["-" if value is None else f"{value:.3f}{mark}" for value, mark in zip(values, marks, strict=True)]
+            rows.append([label, *shown, change])
         return compared(["language"], names, rows)
+
+    def _mark(self, model: str, languages: Sequence[str]) -> str:
+        """The mark of a score, or of a mean of scores, that is no bound."""
+        scores = self.models[model]
+        return "" if all(scores[code].is_bound for code in languages if code in scores) else _NO_BOUND
+
+    def notes(self) -> list[str]:
+        """What the tables say besides: the share of each language's text that the tokenizer loses, and the meaning of
+        the mark."""
+        lost: dict[str, list[str]] = {}
+        for name, scores in self.models.items():
+            known = [f"{code} {share_in_words(score.lost)}" for code, score in scores.items() if score.lost is not None]
+            lost.setdefault(", ".join(known), []).append(name)
+        lines = []
+        for shares, names in lost.items():
+            of = "" if len(lost) == 1 else f" of {', '.join(names)}"
+            lines += [f"bytes that the tokenizer{of} loses: {shares}"] if shares else []
+        if any(self._mark(name, list(scores)) for name, scores in self.models.items()):
+            lines.append(
+                f"scores with {_NO_BOUND} are no bound: the tokenizer loses more than {100 * MOST_LOST:g} % of the "
+                "text's bytes, which the model does not have to predict"
+            )
+        return lines
 
     def task_rows(self) -> tuple[list[str], list[list[str]]]:
         """A table of the tasks: header, one row for each metric of a task outside groups or of a group; the last
@@ -110,8 +139,8 @@ class Evaluation:
         return ["language", "held-out text begins", *ends], rows
 
     def markdown(self, measure: str = "bits_per_byte") -> str:
-        """The table of a measure in Markdown."""
-        return markdown_table(*self.rows(measure))
+        """The table of a measure in Markdown, and its notes."""
+        return "\n".join([markdown_table(*self.rows(measure)), *("\n" + note for note in self.notes())])
 
 
 def compared(header: list[str], names: Sequence[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -9,6 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from ..data.files import count_lines
 from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
 from ..errors import InputError
@@ -77,7 +78,7 @@ def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
     """Parallel text: sentence `i` is the same in each language. White space in a sentence counts as one space."""
     texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
     for code, source in sources.items():
-        lines = sum(_lines(file) for file in source.files() if file.suffix != ".parquet")
+        lines = sum(map(count_lines, source.files()))
         if lines and len(texts[code]) > lines:
             raise InputError(
                 f"{source.source}: has rows with `translation`, which make documents of both directions; give a file "
@@ -96,11 +97,6 @@ def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
                 f"{len(texts[code])}: parallel text must have the same number in every language."
             )
     return texts
-
-
-def _lines(file: Path) -> int:
-    with open(file, encoding="utf-8") as lines:
-        return sum(1 for _ in lines)
 
 
 def parse_pairs(arguments: Sequence[str], languages: Sequence[str]) -> list[Pair]:

@@ -31,6 +31,7 @@ class ValidationCurves:
         tokens: scored tokens of each language.
         loss: loss of each language at each of `steps`, in nats a token.
         bits_per_byte: bits per byte of the same text, comparable across tokenizers.
+        lost: the share of this text that the tokenizer loses; bits per byte of lossy text are no bound.
     """
 
     trained: list[str]
@@ -39,6 +40,7 @@ class ValidationCurves:
     tokens: dict[str, int] = field(default_factory=dict)
     loss: dict[str, list[float]] = field(default_factory=dict)
     bits_per_byte: dict[str, list[float]] = field(default_factory=dict)
+    lost: dict[str, float | None] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path) -> "ValidationCurves":
@@ -59,7 +61,7 @@ class ValidationCurves:
         """Appends a step's scores."""
         self.steps.append(step)
         for language, score in scores.items():
-            self.tokens[language] = score.tokens
+            self.tokens[language], self.lost[language] = score.tokens, score.lost
             self.loss.setdefault(language, []).append(math.log(score.perplexity))
             self.bits_per_byte.setdefault(language, []).append(score.bits_per_byte)
 

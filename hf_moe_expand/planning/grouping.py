@@ -9,8 +9,9 @@ from math import comb, inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, errors_at
 from ..jsonfile import read_json
+from ..languages import check_named_once
 
 # Up to this number of candidate sets, all are compared (C(18, 9) is 48,620).
 MOST_SETS = 1_000_000
@@ -189,3 +190,5 @@ def refuse_twice(languages: Sequence[str]) -> None:
     """Refuses a language that is named twice in groups."""
     if twice := sorted({language for language in languages if list(languages).count(language) > 1}):
         raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")
+    with errors_at("groups"):
+        check_named_once(languages)

@@ -7,7 +7,7 @@ from ..layer_names import layer_name
 from ..results import DeviationResult, Result, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
-from .plan import Plan
+from .plan import MOST_EXPERTS, Plan
 
 
 def make_plan(
@@ -36,6 +36,8 @@ def make_plan(
         raise InputError(f"A {settings.method} plan is for a dense model and cannot grow one; use {growing}.")
     if grows_from and len(grows_from) != num_layers:
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
+    if num_layers > MOST_EXPERTS:
+        raise InputError(f"{num_layers} layers are too many: a model may have at most {MOST_EXPERTS:,} experts in all.")
     given = {"similarity": similarity, "deviation": deviation}
     analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
     for name, analysis in analyses.items():

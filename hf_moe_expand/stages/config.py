@@ -32,7 +32,7 @@ from ..memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
 from ..recipe_paths import Place
 from ..records import History
-from ..schema import Coefficient, Count, Declared, Positive, Text, Whole, read
+from ..schema import Coefficient, Count, Declared, Positive, Text, Whole, check_seed, read
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
@@ -42,7 +42,6 @@ from .keywords import (
     BOUNDED,
     Help,
     as_json,
-    check_seed,
     default_value,
     flat,
     known_losses,

@@ -116,12 +116,6 @@ def flat(keywords: dict[str, Any], nested: Any) -> dict[str, Any]:
     return {**keywords, **nested}
 
 
-def check_seed(seed: Any, name: str = "seed") -> None:
-    """Refuses a seed that the generators of random numbers do not take."""
-    if not 0 <= seed < 2**32:
-        raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
-
-
 @contextmanager
 def refused_by_the_library(where: str = "") -> Iterator[None]:
     """Turns the errors of `TrainingArguments` and its like into an InputError."""

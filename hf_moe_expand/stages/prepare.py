@@ -12,7 +12,8 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
 from ..data.curriculum import Curriculum
-from ..data.pairs import check_pairs
+from ..data.lost import check_lost
+from ..data.pairs import check_pairs, lost_of_each
 from ..data.sources import LanguageText
 from ..distributed import check_sharding
 from ..errors import InputError, errors_at
@@ -20,6 +21,7 @@ from ..evaluation.validation import validation_sources
 from ..forecast import Forecast, forecast, tokens_at_hand
 from ..models import check_block_size, longest_block
 from ..recipe_paths import unset_variable
+from ..self_written import SelfWrittenText
 from ..trainers.freezing import Trained
 from ..trainers.masking import check_gates
 from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
@@ -54,18 +56,22 @@ class Prepared:
     curriculum: Curriculum | None
     lines: Sequence[str]
 
-    def pack(self, tokenizer: Any) -> Any:
-        """The text, read and in blocks."""
+    def pack(self, tokenizer: Any, allow_lost_text: bool = False) -> Any:
+        """The text, read and in blocks; refused if the tokenizer loses much of it, unless that is allowed."""
         pairs = self.model.is_encoder_decoder
         loaded = {
             code: text.load(pairs) if isinstance(text, LanguageText) else text for code, text in self.texts.items()
         }
+        check_lost(lost_of_each(loaded, tokenizer, pairs, self.config.seed), allow_lost_text)
         return self.config.pack(loaded, tokenizer, self.model)
 
     def forecast(self, network: Any, tokenizer: Any = None) -> Forecast:
         """What the training takes, of a model without weights; without a tokenizer, the text is not counted."""
         config = self.config
-        counted = {} if tokenizer is None else {c: tokens_at_hand(text, tokenizer) for c, text in self.texts.items()}
+        counted: dict[str, int | None] = {}
+        for code, text in ({} if tokenizer is None else self.texts).items():
+            written = isinstance(text, SelfWrittenText)
+            counted[code] = text.tokens_to_come if written else tokens_at_hand(text, tokenizer)
         dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
         found = forecast(network, config, counted, dtype, bool(getattr(config, CHECKPOINTING)))
         shared_out = config.distributed_config or config.deepspeed

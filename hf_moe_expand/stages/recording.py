@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..data.lost import lost_lines
 from ..data.packing import small_shares
 
 # Seconds to the first word of progress, and between later ones in a log.
@@ -38,6 +39,8 @@ class Progress(TrainerCallback):
         print(f"{trainer.trained_as}: {state.max_steps:,} steps of {self.amount:,} {self.unit}, {rate}")
         if trainer.packed is not None and getattr(trainer, "mix", None) is None:
             print("\n".join(_shares(trainer.packed.tokens)))
+        if trainer.packed is not None and trainer.packed.lost:
+            print("\n".join(lost_lines(trainer.packed.lost)))
         if state.global_step:
             print(f"resumes at step {state.global_step} of {state.max_steps}")
 

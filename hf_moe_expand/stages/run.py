@@ -23,12 +23,11 @@ from ..forecast import training_disk
 from ..modeling import auto_class
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
-from ..schema import changed
+from ..schema import changed, check_seed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import trained_parts
 from .config import StageConfig
-from .keywords import check_seed
 from .prepare import prepare
 from .resume import TrainingFolder
 
@@ -40,6 +39,7 @@ def train_stage(
     config: StageConfig,
     seed: int | None = None,
     overwrite: bool = False,
+    allow_lost_text: bool = False,
 ) -> StageRecord:
     """Trains one stage and writes the trained checkpoint.
 
@@ -53,12 +53,14 @@ def train_stage(
             newest language in adaptation.
         config: configuration of the stage, such as `PostPretrainConfig(bf16=True)`; its class selects the stage.
         seed: random seed; by default the configuration's.
+        allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
     Returns:
         The record that the stage adds to the checkpoint's history.
 
     Raises:
-        InputError: the data does not fit the languages, a setting is wrong, or the disk has too little room.
+        InputError: the data does not fit the languages, the tokenizer loses some of it, a setting is wrong, or the disk
+            has too little room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
     if not isinstance(config, StageConfig):
@@ -93,7 +95,7 @@ def train_stage(
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
-        packed = prepared.pack(tokenizer)
+        packed = prepared.pack(tokenizer, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.

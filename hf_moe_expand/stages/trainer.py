@@ -46,6 +46,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         everything: train all parameters.
         mix: the rows of each language, and its weight and schedule; by default rows are shuffled.
         masking: the masking during training.
+        allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
     The next-token loss of a large batch of a decoder is computed in pieces (`trainers/pieces.py`): it and its gradients
     are those of the whole batch, to rounding.
@@ -86,8 +87,10 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         everything: bool = False,
         mix: LanguageMix | None = None,
         masking: Masking | None = None,
+        allow_lost_text: bool = False,
         **others: Any,
     ) -> None:
+        self.allow_lost_text = allow_lost_text
         args = copy.copy(args)  # the caller's stays unchanged
         config = args if isinstance(args, self.stage) else None
         name, trained = config.trained() if config else (self.stage.name, self.stage.trains)
@@ -178,7 +181,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         config.check_model(model.config)
         prepared = prepare(config, model.config, texts)
         with config.main_process_first(desc="pack"):
-            return prepared.pack(tokenizer)
+            return prepared.pack(tokenizer, self.allow_lost_text)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:

@@ -89,8 +89,9 @@ class TrainStep(StageStep):
         return model
 
     def work(self) -> StepResult:
-        config = self.settings.made(self.output, self.run.recipe.seed, self.stage.key)
-        train_stage(self.before, self.output, self._texts(), config)
+        recipe = self.run.recipe
+        config = self.settings.made(self.output, recipe.seed, self.stage.key)
+        train_stage(self.before, self.output, self._texts(), config, allow_lost_text=recipe.allow_lost_text)
         return self.finish()
 
     def finish(self) -> StepResult:

@@ -17,6 +17,7 @@ from ...errors import InputError
 from ...results import DeviationResult, Result, SimilarityResult
 from ...schema import Count, Declared, Flag, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
+from ..plan import MOST_EXPERTS
 
 Needs = Literal["similarity", "deviation"]
 
@@ -80,7 +81,13 @@ class Allocation:
 
 
 def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> None:
-    """Refuses a total below every layer's minimum; `others` are its experts in layers that stay dense."""
+    """Refuses a total below every layer's minimum, or above `MOST_EXPERTS`.
+
+    Args:
+        others: its experts in layers that stay dense.
+    """
+    if total > MOST_EXPERTS:
+        raise InputError(f"total_experts is {total}: a model may have at most {MOST_EXPERTS:,} experts in all.")
     if total < num_layers * minimum + others:
         dense = f", and {others} of dense layers," if others else ""
         raise InputError(

@@ -21,7 +21,7 @@ from ...data.sources import LanguageText
 from ...distributed import launched
 from ...errors import InputError, named_as
 from ...evaluation.perplexity import evaluate_model
-from ...languages import check_language_code
+from ...languages import check_language_code, same_language
 from ...models import check_block_size, load_for_inference, longest_block
 from ...records import ExpansionRecord, History, StageRecord
 from ...schema import Count, Whole
@@ -111,6 +111,7 @@ def adapt_language(
     config: AdaptConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
+    allow_lost_text: bool = False,
 ) -> Adaptation:
     """Adds a language to a DMoE checkpoint, leaving all its other weights unchanged byte for byte.
 
@@ -123,6 +124,7 @@ def adapt_language(
         source: text of the new language.
         config: configuration of the training.
         seed: random seed; by default the configuration's.
+        allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
     Raises:
         InputError: it is no DMoE checkpoint, has the language already, or takes fewer positions than `block_size`.
@@ -136,7 +138,7 @@ def adapt_language(
     check_block_size(config.block_size, longest_block(expanded))
     groups, language = expanded.language_groups, check_language_code(source.language)
     for number, group in enumerate(groups):
-        if language in group:
+        if any(same_language(language, own) for own in group):
             raise InputError(
                 f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
             )
@@ -160,7 +162,7 @@ def adapt_language(
                 config_changes={"language_groups": [*groups, [language]]}, overwrite=True,
             )  # fmt: skip
         state.wait_for_everyone()
-        record = train_stage(grown, out, {language: source}, config, seed, overwrite)
+        record = train_stage(grown, out, {language: source}, config, seed, overwrite, allow_lost_text)
         frozen = check_frozen(grown, out, record.stage)
         state.wait_for_everyone()
     return Adaptation(perplexities, nearest, len(groups), record, frozen)

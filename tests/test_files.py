@@ -1,0 +1,211 @@
+"""Files of text: kinds, compression, encodings, folders, and what is left out of them."""
+
+import bz2
+import gzip
+import json
+import lzma
+import zipfile
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from hf_moe_expand.data.files import count_lines, kind_of, read_rows, text_files
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.saying import say_once
+
+TEXTS = ["ένα", "δύο", "τρία"]
+BODY = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode()
+
+
+def zipped(path, **members):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+COMPRESSIONS = {
+    ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.Codec("zstd").compress(content, asbytes=True),
+}  # fmt: skip
+
+
+def load(path, language="el"):
+    return LanguageText(language, str(path)).load()["text"][:]
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_compressed_files_are_read_in_all_their_parts(tmp_path, suffix):
+    compress = COMPRESSIONS[suffix]
+    file = tmp_path / f"a.jsonl{suffix}"
+    file.write_bytes(compress(BODY[:9]) + compress(BODY[9:]))
+    assert load(file) == TEXTS
+    plain = tmp_path / f"a.TXT{suffix.upper()}"
+    plain.write_bytes(compress("ένα\n\nδύο\n".encode()))
+    assert load(plain) == ["ένα", "δύο"]
+    assert count_lines(plain) == 3
+    assert load(tmp_path) == ["ένα", "δύο", *TEXTS]
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+@pytest.mark.parametrize("harm", ["torn", "of another kind"])
+def test_a_damaged_compressed_file_is_named(tmp_path, suffix, harm):
+    file = tmp_path / f"a.jsonl{suffix}"
+    whole = COMPRESSIONS[suffix](BODY * 99)
+    file.write_bytes(whole[: len(whole) // 2] if harm == "torn" else BODY)
+    with pytest.raises(InputError, match=rf"a\.jsonl\{suffix}: cannot be read"):
+        load(file)
+
+
+def test_an_archive_of_one_file_is_read_and_one_of_several_refused(tmp_path):
+    zipped(tmp_path / "one.jsonl.zip", **{"el.jsonl": BODY})
+    assert load(tmp_path / "one.jsonl.zip") == TEXTS
+    zipped(tmp_path / "two.jsonl.zip", **{"a.jsonl": BODY, "b.jsonl": BODY})
+    with pytest.raises(InputError, match=r"two\.jsonl\.zip: holds 2 files"):
+        load(tmp_path / "two.jsonl.zip")
+    (tmp_path / "wrong.txt.zip").write_bytes(b"no archive")
+    with pytest.raises(InputError, match=r"wrong\.txt\.zip: cannot be read"):
+        load(tmp_path / "wrong.txt.zip")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.jsonl", ".jsonl"), ("A.JSONL", ".jsonl"), ("a.txt.zst", ".txt"), ("a.parquet", ".parquet"),
+        ("a.parquet.gz", None), ("a.json", None), ("a.gz", None), ("jsonl", None), ("a.jsonl.gz.bak", None),
+    ],
+)  # fmt: skip
+def test_a_kind_is_told_by_the_name(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):
+    for name in ("a.jsonl", "in/b.jsonl", "readme.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(BODY)
+    about = ["README.txt", "LICENSE.txt", "LICENCE-MIT.txt", "in/copying.TXT", "NOTICE.txt", "sha256sums.txt"]
+    for name in (*about, "notes.md", "b.parquet.gz", ".hidden.txt", "in/news.txt"):
+        (tmp_path / name).write_text("some words")
+    (tmp_path / "void.jsonl").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.txt").write_text("never read")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked").symlink_to(tmp_path / "in")
+    files, left_out = text_files(tmp_path)
+    assert [str(file.relative_to(tmp_path)) for file in files] == [
+        "a.jsonl", "in/b.jsonl", "in/news.txt", "readme.jsonl",
+    ]  # fmt: skip
+    assert {reason: sorted(names) for reason, names in left_out.items()} == {
+        "about the data, by its name": sorted(about), "of another kind": ["b.parquet.gz", "notes.md"],
+        "hidden": [".git/", ".hidden.txt"], "empty": ["void.jsonl"], "a link to a folder": ["linked/"],
+        "no file, or a link to none": ["gone.jsonl"],
+    }  # fmt: skip
+    assert load(tmp_path) == [*TEXTS, *TEXTS, "some words", *TEXTS]
+    said = capsys.readouterr().err
+    for names in left_out.values():
+        assert all(name in said for name in names)
+
+
+def test_a_folder_of_readmes_alone_holds_no_text(tmp_path):
+    (tmp_path / "README.txt").write_text("This data is free.")
+    with pytest.raises(InputError, match=r"no file of a known kind.*README\.txt \(about the data, by its name\)"):
+        load(tmp_path)
+    assert load(tmp_path / "README.txt") == ["This data is free."]  # asked for by its name
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+def test_bytes_that_are_no_utf8_are_told_by_their_line(tmp_path, kind, suffix):
+    line = b'{"text": "caf\xe9"}\n' if kind == ".jsonl" else b"caf\xe9\n"
+    good = BODY if kind == ".jsonl" else "ένα\n\nδύο\n".encode()
+    content = good * 20 + line + good * 5000
+    (tmp_path / f"a{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(InputError, match=rf"a{kind}{suffix}:61: not UTF-8 text \(invalid continuation byte e9\)\."):
+        load(tmp_path / f"a{kind}{suffix}")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("ένα\n".encode("utf-16"), "it looks like UTF-16"), (gzip.compress(BODY), "it looks like gzip")],
+)
+def test_what_a_file_may_be_that_is_no_utf8(tmp_path, content, said):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(InputError, match=rf"a\.txt:1: not UTF-8 text .*; {said}"):
+        load(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+def test_byte_order_marks_stand_before_any_line(tmp_path, kind):
+    mark = b"\xef\xbb\xbf"
+    part = BODY if kind == ".jsonl" else "\n".join([*TEXTS, ""]).encode()
+    (tmp_path / f"a{kind}").write_bytes(mark + mark + part + mark + part + mark)
+    assert load(tmp_path / f"a{kind}") == TEXTS * 2
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array(TEXTS), pyarrow.array(TEXTS, pyarrow.large_string()), pyarrow.array(TEXTS, pyarrow.string_view()),
+        pyarrow.array(TEXTS).dictionary_encode(), pyarrow.array(TEXTS, pyarrow.large_string()).dictionary_encode(),
+    ],
+    ids=lambda column: str(column.type)[:20],
+)  # fmt: skip
+def test_parquet_holds_strings_in_several_ways(tmp_path, column):
+    tags = pyarrow.array(["el", "en", "ell"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": column, "language": tags}), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet") == ["ένα", "τρία"]
+
+
+def test_translations_of_parquet_hold_strings_in_several_ways(tmp_path):
+    pytest.importorskip("language_data", reason="the extra `eval` is not installed")
+    kinds = {"en": pyarrow.large_string(), "el": pyarrow.string_view()}
+    columns = [pyarrow.array(texts, kinds[code]) for code, texts in (("en", ["one"]), ("el", ["ένα"]))]
+    rows = pyarrow.StructArray.from_arrays(columns, names=list(kinds))
+    parquet.write_table(pyarrow.table({"translation": rows}), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet") == ["English: one → Greek: ένα", "Greek: ένα → English: one"]
+
+
+ROWS = [{"text": None}, {"text": "ένα"}, {"text": " \n"}, {"text": ""}, {"text": "one", "language": "en"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "hub"])
+def test_the_same_rows_are_kept_of_every_kind_and_the_others_counted(tmp_path, kind, capsys):
+    rows = [{"text": None, "language": None, **row} for row in ROWS]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = tmp_path / f"train.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif kind == "hub":  # the library takes a folder for a hub id
+        file = f"hub:{tmp_path}"
+        (tmp_path / "train.jsonl").write_bytes(lines)
+    else:
+        file.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
+    assert load(file) == ["ένα"]
+    expected = "language 'el': 1 document kept, 4 rows left out: 3 without text, 1 tagged 'en'"
+    assert expected in capsys.readouterr().err
+
+
+def test_rows_that_are_left_out_are_counted_when_the_text_is_cached_too(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "ένα"}\n', "utf-8")
+    for _ in range(2):
+        say_once.cache_clear()  # as in another process
+        assert load(tmp_path / "a.jsonl") == ["ένα"]
+        assert "1 row left out: 1 without text" in capsys.readouterr().err
+
+
+def test_text_and_translations_in_one_file_are_both_read(tmp_path):
+    pytest.importorskip("language_data", reason="the extra `eval` is not installed")
+    rows = [{"text": "ένα", "translation": None}, {"text": None, "translation": {"en": "two", "el": "δύο"}}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.jsonl") == load(tmp_path / "a.parquet")
+    assert load(tmp_path / "a.jsonl") == ["ένα", "English: two → Greek: δύο", "Greek: δύο → English: two"]
+
+
+def test_the_share_that_is_read_of_a_file_grows_to_the_whole(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(BODY * 9999)
+    shares = [row.read for row in read_rows(tmp_path / "a.jsonl")]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-1] == 1.0

@@ -1,0 +1,164 @@
+"""Which tags name a language, and the names that a language may have but once."""
+
+import json
+import re
+
+import pytest
+from conftest import byte_tokenizer, invoke, write_texts
+from datasets import Dataset
+
+from hf_moe_expand import Plan, pack_texts
+from hf_moe_expand.analysis.fertility import measure_fertility
+from hf_moe_expand.cli.common import text_sources
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.perplexity import evaluate_model
+from hf_moe_expand.languages import check_old_and_new, names_language, same_language
+from hf_moe_expand.planning.grouping import check_groups
+from hf_moe_expand.recipe import Recipe
+
+# Of each language: the tags of its text, and those of other text.
+TAGS = {
+    "zh": ("zh zh-Hans zh_CN zh-Hant cmn zho zho_Hans zh-TW ZH cmn-Hans-CN", "yue zh-yue nan ja und"),
+    "zh-Hans": ("zh zh-Hans zh_CN cmn zho_Hans zh-SG", "zh-Hant zh-TW zho_Hant yue"),
+    "zh-Hant": ("zh-Hant zh-TW zho_Hant zh_HK", "zh cmn zh-Hans"),
+    "zho_Hans": ("zh zh-Hans cmn", "zh-Hant"),
+    "pt": ("pt pt-BR pt_BR por por_Latn pt-PT PT", "gl es"),
+    "pt-BR": ("pt pt-BR por_Latn pt_br", "pt-PT pt_AO"),
+    "pt-PT": ("pt-PT pt_PT", "pt pt-BR"),
+    "no": ("no nb nor nob nob_Latn nb_NO no-NO", "nn nno_Latn da"),
+    "nb": ("nb no nob nor nob_Latn", "nn sv"),
+    "nn": ("nn nno nno_Latn nn_NO", "no nb"),
+    "sr": ("sr sr-Latn sr-Cyrl srp srp_Cyrl sh sr_RS", "hr bs mk"),
+    "sr-Latn": ("sr-Latn srp_Latn", "sr srp sr-Cyrl"),
+    "tr": ("tr tur tur_Latn tr-TR tr_TR tr_TR.UTF-8 TR", "Turkish multilingual und mul az ota"),
+    "ar": ("ar arb arb_Arab ar-EG ara", "ary arz ars apc"),
+    "fa": ("fa fas pes pes_Arab prs", "tg ckb"),
+    "el": ("el ell ell_Grek el-polyton el_GR", "grc en"),
+    "et": ("et est ekk ekk_Latn", "vro fi"),
+    "lv": ("lv lav lvs_Latn", "ltg lt"),
+    "ms": ("ms msa zsm zsm_Latn", "id min"),
+    "sw": ("sw swa swh_Latn", "rw"),
+    "fil": ("fil tl tgl tgl_Latn", "ceb"),
+    "und": ("und", "el mul"),
+    "en-x-ours": ("en-x-ours", "en"),
+}
+
+
+@pytest.mark.parametrize(
+    ("language", "tag", "same"),
+    [
+        (language, tag, same)
+        for language, both in TAGS.items()
+        for tags, same in zip(both, (True, False), strict=True)
+        for tag in tags.split()
+    ],
+)  # fmt: skip
+def test_tags_in_every_standard_name_a_language(language, tag, same):
+    assert names_language(tag, language) is same
+
+
+@pytest.mark.parametrize("tag", [None, False, 3, ["tr", "en"], {}, "", " "])
+def test_what_is_no_tag_names_no_language(tag):
+    assert not names_language(tag, "tr")
+
+
+def test_rows_are_counted_by_the_tags_that_leave_them_out(tmp_path, capsys):
+    tags = ["zh", "zh-Hans", "zho_Hant", ["cmn"], "yue", "yue", ["zh", "en"], False, "", None]
+    rows = [{"text": f"{number}", "language": tag} for number, tag in enumerate(tags)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert LanguageText("zh", str(tmp_path)).load()["text"][:] == ["0", "1", "2", "3", "9"]
+    said = capsys.readouterr().err
+    assert "5 documents kept, 5 rows left out: 2 tagged 'yue'" in said
+    assert all(part in said for part in ("""1 tagged "['zh', 'en']\"""", "1 tagged 'False'", "1 tagged ''"))
+    assert list(LanguageText("zh", str(tmp_path)).documents(say=True)) == ["0", "1", "2", "3", "9"]
+    assert "5 documents read, 5 rows left out" in capsys.readouterr().err
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    with pytest.raises(InputError, match=r"no text in language 'el'.*\(9 rows left out: 2 tagged 'yue'"):
+        LanguageText("el", str(tmp_path)).load()
+
+
+def test_many_kinds_of_tags_are_not_all_listed(tmp_path, capsys):
+    codes = ["af", "bg", "ca", "cs", "cy", "da", "de", "en", "es", "et", "eu", "fi"]
+    rows = [{"text": "x", "language": code} for code in ["el", *codes]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    LanguageText("el", str(tmp_path / "a.jsonl")).load()
+    assert "12 rows left out: 1 tagged 'af'" in (said := capsys.readouterr().err)
+    assert "4 for other reasons" in said
+
+
+SAME = [
+    ("en", "eng"),
+    ("en", "eng_Latn"),
+    ("zh", "cmn"),
+    ("zh", "zh-Hans"),
+    ("pt", "pt-BR"),
+    ("no", "nb"),
+    ("fil", "tl"),
+]
+OTHER = [
+    ("zh", "zh-Hant"),
+    ("zh", "yue"),
+    ("pt", "pt-PT"),
+    ("nb", "nn"),
+    ("sr", "sr-Latn"),
+    ("sr", "hr"),
+    ("fa", "prs"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), [*SAME, *OTHER])
+def test_names_of_one_language(one, other):
+    assert same_language(one, other) is same_language(other, one) is ((one, other) in SAME)
+
+
+def byte_texts(*codes):
+    return {code: ["some text"] * 9 for code in codes}
+
+
+def datasets(*codes):
+    return {code: Dataset.from_dict({"text": texts}) for code, texts in byte_texts(*codes).items()}
+
+
+@pytest.mark.parametrize(("one", "other"), SAME[:4])
+@pytest.mark.parametrize(
+    "takes",
+    [
+        lambda one, other: check_old_and_new([one], [other]),
+        lambda one, other: check_old_and_new([], [one, "tr", other]),
+        lambda one, other: Plan("own", [2, 1], old=[one], new=[other]),
+        lambda one, other: check_groups([[one], ["tr", other]]),
+        lambda one, other: text_sources([f"{one}=a.txt", f"{other}=b.txt"]),
+        lambda one, other: pack_texts(datasets(one, other), byte_tokenizer(), 4, 0),
+        lambda one, other: measure_fertility(byte_tokenizer(), byte_texts(one, other)),
+        lambda one, other: evaluate_model(None, byte_tokenizer(), byte_texts(one, other)),
+    ],
+)
+def test_one_language_under_two_names_is_refused(takes, one, other):
+    with pytest.raises(InputError, match=f"{one}, {other}: two names of one language: give all its text under one"):
+        takes(one, other)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("old: {eng: a.jsonl}\nnew: {en: b.jsonl}", "eng, en"),
+        ("old: {en: a.jsonl}\nnew: {el: b.jsonl, ell_Grek: c.jsonl}", "el, ell_Grek"),
+        ("old: {en: a.jsonl}\nnew: {el: b.jsonl}\ntest: {ell: c.jsonl}", "el, ell"),
+        ("old: {en: a.jsonl}\nnew: {el: b.jsonl}\ngates: {}\nanchors: {tr: c.txt, tur: c.txt}", "tr, tur"),
+    ],
+)  # fmt: skip
+def test_a_recipe_names_a_language_once(part, said):
+    with pytest.raises(InputError, match=rf"{said}: two names of one language"):
+        Recipe.of_text(f"base: b\noutput: o\nplan: {{method: moe-lpr, experts: 2}}\n{part}\n", "recipe.yaml")
+
+
+def test_a_command_names_a_language_once(tmp_path):
+    file = write_texts(tmp_path / "a.jsonl", ["text"])
+    options = ["--experts", 2, "--layers", 3, "--old", "en", "--new", "eng", "--out", tmp_path / "plan.json"]
+    with pytest.raises(InputError, match="en, eng: two names of one language"):
+        invoke("plan", "moe-lpr", *options)
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(InputError, match=re.escape("zh, cmn: two names of one language")):
+        invoke("analyze", "fertility", tmp_path / "base", "--data", f"zh={file}", "--data", f"cmn={file}")
