@@ -51,7 +51,7 @@ def recipe(home, *path, value=None):
     "path",
     [
         ("seed",), ("review", "new_per_old"), ("review", "old_documents"), ("review", "block_size"),
-        ("review", "validation", "every"), ("post_pretrain", "tokens_per_language"), ("post_pretrain", "balance_coef"),
+        ("review", "validation", "every"), ("post_pretrain", "tokens_per_language"),
         ("post_pretrain", "max_steps"), ("post_pretrain", "num_train_epochs"),
         ("post_pretrain", "per_device_train_batch_size"), ("post_pretrain", "save_total_limit"),
         ("evaluation", "max_tokens"), ("evaluation", "batch_size"), ("analysis", "tokens"), ("deviation", "steps"),
@@ -109,6 +109,13 @@ def _similarity(layers):
     return SimilarityResult(
         old=["en"], new=["el"], tokens=9, pairs={"en-el": row}, new_new=None, new_old=row, similarity=row
     )
+
+
+def test_a_product_of_the_largest_counts_overflows_nothing(home, tmp_path):
+    base, data = home / "base", f"el={home}/el.jsonl"
+    sizes = ["--steps", MOST, "--batch-size", MOST, "--block-size", 64]
+    with pytest.raises(InputError, match="Too little text: "):
+        invoke("analyze", "deviation", base, "--data", data, *sizes, "--out", tmp_path / "deviation.json")
 
 
 @pytest.mark.parametrize(

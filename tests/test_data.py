@@ -178,6 +178,9 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
     write_texts(tmp_path / "train.jsonl", [f"κείμενο {i}" for i in range(9)])
     assert len(load(f"hub:{tmp_path}")) == 9
     assert load(f"hub:{tmp_path}::train[:2]") == ["κείμενο 0", "κείμενο 1"]
+    assert len(load(f"hub:{tmp_path}::train[:{10**18 - 1}]")) == 9
+    with pytest.raises(InputError, match="the hub gives no dataset of that name"):
+        load(f"hub:{tmp_path}::train[:{10**27}]")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "train.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(InputError, match=r"row 0 has no string under `text`, nor .* \(columns: body\)"):

@@ -6,6 +6,14 @@ import unicodedata
 import pytest
 from conftest import byte_tokenizer, invoke, tiny_dense, write_texts
 from datasets import Dataset
+from encoder_decoders import (
+    SENTENCES,
+    byt5_tokenizer,
+    mbart50_tokenizer,
+    mbart_tokenizer,
+    nllb_tokenizer,
+    t5_tokenizer,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -132,6 +140,18 @@ def test_packed_text_knows_what_is_lost_of_each_language():
 def test_sentence_pairs_lose_by_the_language_of_each_side():
     found = PairEncoder(unigram()).lost([SentencePair(ENGLISH, GREEK, "en", "el")])
     assert (found["en"].share, found["el"].share) == (0, 1)
+
+
+@pytest.mark.parametrize("made", [nllb_tokenizer, mbart_tokenizer, mbart50_tokenizer, t5_tokenizer, byt5_tokenizer])
+def test_translation_models_lose_what_their_tokenizers_do_not_know(made):
+    tokenizer = made()
+    encoder, before = PairEncoder(tokenizer), tokenizer("the sea").input_ids
+    known = [SentencePair(*pair, "en", "es") for pair in zip(SENTENCES["en"], SENTENCES["es"], strict=True)]
+    assert {code: found.share for code, found in encoder.lost(known).items()} == {"en": 0, "es": 0}
+    foreign = encoder.lost([SentencePair("the sea", "море", "en", "es")])
+    assert foreign["en"].share == 0
+    assert (foreign["es"].share > 0.4) is (made is not byt5_tokenizer)
+    assert tokenizer("the sea").input_ids == before
 
 
 def test_fertility_ranks_what_is_lost_last():

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from ..checkpoint.writer import new_folder
 from ..data.packing import begin_token, encode_documents
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from ..languages import check_named_once
 from ..modeling import decoder_ffns
 from ..models import check_decoder, longest_block, model_name
 from ..results import DeviationResult
@@ -146,6 +148,7 @@ def _blocks(
     """`[count, block_size]` tokens of each language; checks every language before the first is trained."""
     if not texts:
         raise InputError("No language was given.")
+    check_named_once(list(texts))
     needed = count * block_size
     tokens = {language: _first_tokens(documents, tokenizer, needed, seed) for language, documents in texts.items()}
     if short := [f"{language} has {len(ids):,}" for language, ids in tokens.items() if len(ids) < needed]:
@@ -166,7 +169,7 @@ def _first_tokens(documents: Sequence[str], tokenizer: Any, needed: int, seed: i
     order = random.Random(seed).sample(range(len(documents)), len(documents))
     batches = (order[begin : begin + _DOCUMENTS] for begin in range(0, len(order), _DOCUMENTS))
     rows = chain.from_iterable(encode_documents([documents[i] for i in batch], tokenizer) for batch in batches)
-    return torch.tensor(array("i", islice(chain.from_iterable(rows), needed)), dtype=torch.int32)
+    return torch.tensor(array("i", islice(chain.from_iterable(rows), min(needed, sys.maxsize))), dtype=torch.int32)
 
 
 def _floating(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -134,9 +134,10 @@ class PairEncoder:
         """What the tokenizer loses of the first pairs, about `size` bytes of a side, by the sentence's language."""
         found: dict[str, LostText] = {}
         reads = {"use_source_tokenizer": True} if hasattr(self.tokenizer, "supported_language_codes") else {}  # Marian
-        for row in rows:
-            source = self.tokenizer(row.source, add_special_tokens=False, verbose=False).input_ids
-            target = self.tokenizer(text_target=row.target, add_special_tokens=False, verbose=False).input_ids
+        for row in (row for row in rows if self.translates(row.direction)):
+            with self._set_to(row.direction):
+                source = self.tokenizer(row.source, add_special_tokens=False, verbose=False).input_ids
+                target = self.tokenizer(text_target=row.target, add_special_tokens=False, verbose=False).input_ids
             found.setdefault(row.source_language, LostText()).add(row.source, source, self.tokenizer, **reads)
             found.setdefault(row.target_language, LostText()).add(row.target, target, self.tokenizer)
             if sum(one.size for one in found.values()) >= 2 * size:

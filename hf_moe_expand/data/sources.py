@@ -293,7 +293,7 @@ def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dic
 def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
     name, *rest = source.removeprefix("hub:").split(":", 2)
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
-    slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
+    slice_of = re.fullmatch(r"(\w+)\[:(\d{1,18})\]", split)  # more rows than 18 digits tell, nothing has
     split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and (reason := hub_problem()):
         raise InputError(f"{source}: the hub cannot be reached ({reason}).")
@@ -326,11 +326,11 @@ def read_file(path: str, language: str, stamp: Any = None, as_pairs: bool = Fals
 
 def _judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, Any]]:
     """The rows of `read_file` for one row of a source."""
-    columns, reason = (_PAIR, "") if as_pairs else (_TEXT, "")
     tag = row.get("language")
     if isinstance(tag, list) and len(tag) == 1:
         tag = tag[0]
     found: list[dict[str, str]] = []
+    reason = ""
     if tag is not None and not names_language(tag, language):
         reason = f"tagged {str(tag)[:40]!r}"
     elif row.get("text") is None and row.get("translation") is None:
@@ -347,7 +347,7 @@ def _judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -
     if found:
         yield from ({**document, _LEFT_OUT: None} for document in found)
     else:
-        yield {**dict.fromkeys(columns), _LEFT_OUT: reason}
+        yield {**dict.fromkeys(_PAIR if as_pairs else _TEXT), _LEFT_OUT: reason}
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:

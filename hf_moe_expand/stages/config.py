@@ -32,7 +32,7 @@ from ..memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
 from ..recipe_paths import Place
 from ..records import History
-from ..schema import Coefficient, Count, Declared, Positive, Text, Whole, check_seed, read
+from ..schema import MOST, Coefficient, Count, Declared, Positive, Text, Whole, check_seed, read
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
@@ -111,7 +111,9 @@ class StageConfig(TrainingArguments, Stage):
     losses: Annotated[dict | str | None, PlainValidator(known_losses, json_schema_input_type=dict[str, float])] = (
         setting(dict, "name: weight of losses that other packages register")
     )
-    num_train_epochs: Coefficient = setting(1.0, "passes over the text, where `max_steps` does not say the steps")
+    num_train_epochs: Annotated[Coefficient, Field(le=MOST)] = setting(
+        1.0, "passes over the text, where `max_steps` does not say the steps"
+    )
     per_device_train_batch_size: Count = setting(8, "blocks in a forward pass of a device")
     learning_rate: Positive = setting(5e-5, "highest learning rate")
     lr_scheduler_type: SchedulerType | str = setting(

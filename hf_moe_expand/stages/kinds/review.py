@@ -12,7 +12,7 @@ from datasets import Dataset
 from ...data.packing import NEW_PER_OLD, review_documents
 from ...errors import InputError
 from ...records import History
-from ...schema import Coefficient, Count, Flag, Positive
+from ...schema import Coefficient, Count, Flag, Times
 from ...trainers.freezing import Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of
@@ -39,7 +39,7 @@ class ReviewConfig(StageConfig):
         "count documents, as MoE-LPR does: this many of each old language. By default old and new languages have "
         "equally many tokens, as many as the text allows",
     )
-    new_per_old: Positive | None = setting(None, "count documents: new ones for each old one; 2 by default")
+    new_per_old: Times | None = setting(None, "count documents: new ones for each old one; 2 by default")
     fewer_documents: Flag = setting(
         False,
         "count documents: where a language has too little text for `old_documents`, take as many as the text allows",
