@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..jsonfile import read_json, write_json
-from .source import load_tokenizer
+from .tokenizer import load_tokenizer
 from .writer import new_folder
 
 # What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
@@ -99,8 +99,6 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
     gguf = import_extra("gguf", "gguf")
     tokenizer = load_tokenizer(folder, folder)
     entries = _kept(folder, rows)
-    if entries is None and len(tokenizer) > rows:
-        raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"{folder}: its tokenizer has no tokenizer.json, of which the GGUF file's fields are made.")

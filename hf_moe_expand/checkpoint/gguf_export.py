@@ -29,8 +29,9 @@ from .export import dense_config, dense_experts, expert_tensors
 from .gguf import tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
-from .source import load_expanded_config, load_tokenizer, resolve_checkpoint
+from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
+from .tokenizer import load_tokenizer
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
 
 # The types that this package writes, and the number of each in `general.file_type`.

@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration and tokenizer, checked."""
+"""Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration, checked."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from pydantic import Field
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -162,21 +162,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
     return config
-
-
-def load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
-    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`."""
-    reason = ""
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # Without files, the library may make a tokenizer without a vocabulary.
-        if tokenizer("a", add_special_tokens=False).input_ids:
-            return tokenizer
-    except OSError:
-        pass
-    except Exception as error:  # broken files raise many types
-        reason = f" ({first_line(error)})"
-    raise InputError(f"{name}: has no tokenizer that loads{reason}; copy the base model's tokenizer files into it.")
 
 
 def differences(
