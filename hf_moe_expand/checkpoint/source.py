@@ -27,7 +27,7 @@ from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
 from ..records import History, StageRecord
 from ..schema import Count, Declared, Flag, Positive, Text, Whole, read
-from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded
+from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
 from .proven import UNCERTAIN, reason_left_out
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
@@ -98,6 +98,7 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         snapshot = Path(
             snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable))
         )
+        refuse_adapter(snapshot, name)
         if not (snapshot / "config.json").is_file() and not unreachable and _has_gguf(str(name), revision):
             raise InputError(
                 f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from ..errors import InputError, first_line
 from ..jsonfile import read_json
+from .local import EXPANDED
 from .source import TOKENIZER_FILES, load_config, text_config
 
 _SETTINGS = ("special_tokens_map", "chat_template", "padding_side", "truncation_side", "model_max_length")
@@ -37,22 +39,31 @@ def keep_tokenizer(source: Path, target: Path) -> None:
     this file is overruled. Where that makes a difference, the tokenizer of `source` is saved anew.
 
     Raises:
-        InputError: the tokenizer of `source` does not load, does not fit its model, or cannot be kept.
+        InputError: the tokenizer of `source` does not load or does not fit its model, or an expanded checkpoint cannot
+            keep it. (A dense one may not be able to: a warning says so.)
     """
     types = [read_json(folder / "config.json", "a configuration").get("model_type") for folder in (source, target)]
-    files = {file.name for pattern in TOKENIZER_FILES for file in source.glob(pattern)}
+    files = {str(file.relative_to(source)) for pattern in TOKENIZER_FILES for file in source.glob(pattern)}
     if types[0] == types[1] or all(file.startswith(_BESIDE) for file in files):
         return
     tokenizer = _load(source, source)
     before = _facts(tokenizer)
-    if not _loads_as(before, target):
+    if not (same := _loads_as(before, target)):
         tokenizer.save_pretrained(target)
+        same = _loads_as(before, target)
     _checked(tokenizer, source, source)
-    if not _loads_as(before, target):
+    if same:
+        return
+    if types[1] in EXPANDED:
         raise InputError(
             f"{source}: its tokenizer ({before[0]}) would be another one in the new checkpoint. Load it with "
             "AutoTokenizer, save it with save_pretrained over its files, and try again."
         )
+    warnings.warn(
+        f"{source}: transformers loads the tokenizer of every {types[1]} model as a class of its own, and not as "
+        f"{before[0]}: the exported model may cut text in another way.",
+        stacklevel=2,
+    )
 
 
 def _load(folder: Path, name: str | os.PathLike) -> Any:
