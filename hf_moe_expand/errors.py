@@ -1,9 +1,13 @@
-"""The exception for wrong input. Its message says what was wrong, where, and what to do."""
+"""The exception for wrong input, whose message says what was wrong, where, and what to do, and lines that a user should
+see beside the results."""
 
 import errno
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _DIGITS = re.compile(r"\d{100,}")
@@ -40,6 +44,15 @@ def named_as(temporary: Any, name: Any) -> Iterator[None]:
         if str(temporary) not in str(error):
             raise
         raise type(error)(str(error).replace(str(temporary), str(name))) from None
+
+
+@cache
+def say_once(line: str) -> None:
+    """Prints a line, above a progress bar, the first time that it is given; under a launcher, the first rank does."""
+    from tqdm.auto import tqdm
+
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(line, file=sys.stderr)
 
 
 def is_full_disk(error: BaseException) -> bool:

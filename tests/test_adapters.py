@@ -66,7 +66,7 @@ VERBS = {
     "train dense": "MODEL OUT --data en=TEXT", "train post-pretrain": "MODEL OUT --data el=TEXT",
     "analyze fertility": "MODEL --data en=TEXT", "expand-depth": "MODEL OUT --blocks 1",
     "plan moe-lpr": "--layers MODEL --old en --new el --experts 2 --out OUT", "push": "MODEL me/x",
-    "sample": "MODEL OUT",
+    "sample": "MODEL --out OUT",
 }  # fmt: skip
 
 

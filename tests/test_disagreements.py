@@ -123,7 +123,9 @@ def test_an_index_may_name_what_no_file_holds_unless_the_model_has_it(tmp_path):
     ("fields", "message"),
     {
         "rows": ({"vocab_size": 300}, r"embed_tokens.weight' has shape \[257, 32\], .* asks for \[300, 32\]"),
-        "a layer too many": ({"num_hidden_layers": 4, "layer_types": None}, r"tensors are missing .*model\.layers\.3\."),
+        "a layer too many": (
+            {"num_hidden_layers": 4, "layer_types": None}, r"tensors are missing .*model\.layers\.3\.",
+        ),
         "an untied head that is not there": (
             {"tie_word_embeddings": False}, "lm_head.weight. If its head is the embedding, set tie_word_embeddings",
         ),

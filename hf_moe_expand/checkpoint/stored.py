@@ -77,9 +77,7 @@ class StoredModel:
         if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
             tied = "lm_head.weight" in missing and not self.config.tie_word_embeddings
             hint = " If its head is the embedding, set tie_word_embeddings to true in config.json." if tied else ""
-            raise InputError(
-                f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.{hint}"
-            )
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.{hint}")
         values = self.network.state_dict()
         for key in self.tensors:
             stored = self[key]
@@ -101,7 +99,7 @@ class StoredModel:
 
     @property
     def unknown(self) -> list[str]:
-        """The tensors that the model does not have, by their names in the files, and those that the index alone names."""
+        """The names in the files of tensors that the model does not have, and names that the index alone has."""
         return sorted([*(own.name for key, own in self._stored.items() if key not in self.shapes), *self.reader.absent])
 
     @cached_property

@@ -86,7 +86,8 @@ def _load(folder: Path, name: str | os.PathLike) -> Any:
 def _facts(tokenizer: Any) -> tuple:
     """All that decides how a tokenizer turns text into tokens and back."""
     backend = getattr(tokenizer, "_tokenizer", None)
-    inside = backend.to_str() if isinstance(backend, Tokenizer) else repr(sorted(tokenizer.added_tokens_decoder.items()))
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    inside = backend.to_str() if isinstance(backend, Tokenizer) else repr(added)
     settings = [getattr(tokenizer, name, None) for name in _SETTINGS]
     return type(tokenizer).__name__, settings, tokenizer.get_vocab(), inside
 
@@ -99,14 +100,17 @@ def _loads_as(before: tuple, folder: Path) -> bool:
 
 
 def _checked(tokenizer: Any, folder: Path, name: str | os.PathLike) -> Any:
-    """The tokenizer, after tokens beyond the model's are refused. Special tokens that nothing writes but a text that
-    names them (Gemma 3's for images, a class's default `unk_token`) may lie there; this tokenizer reads them as text."""
+    """The tokenizer, after tokens beyond the model's are refused. Special tokens that only a text that names them has
+    (Gemma 3's for images, a class's default `unk_token`) may lie there; this tokenizer reads them as text."""
     rows = getattr(text_config(load_config(folder)), "vocab_size", None)
     beyond = {token: at for token, at in tokenizer.get_vocab().items() if rows is not None and at >= rows}
     backend = getattr(tokenizer, "_tokenizer", None)
     if beyond and isinstance(backend, Tokenizer):
-        _forget(tokenizer, set(beyond) - _written(tokenizer, json.loads(backend.to_str())))
-        beyond = {token: at for token, at in tokenizer.get_vocab().items() if at >= rows}
+        state = json.loads(backend.to_str())
+        named = set(beyond) - _written(tokenizer, state)
+        forgotten = {one["content"] for one in state["added_tokens"] if one["special"]} & named
+        _forget(tokenizer, forgotten, state)
+        beyond = {token: at for token, at in beyond.items() if token not in forgotten}
     if beyond:
         (token, at), *more = sorted(beyond.items(), key=lambda item: item[1])
         others = f" (and {len(more)} more: {', '.join(repr(one) for one, _ in more[:_FEW])})" if more else ""
@@ -129,12 +133,10 @@ def _written(tokenizer: Any, state: dict) -> set[str]:
     }  # fmt: skip
 
 
-def _forget(tokenizer: Any, tokens: set[str]) -> None:
-    """Takes added special tokens out of a tokenizer: a text that names them is text."""
-    state = json.loads(tokenizer._tokenizer.to_str())
-    gone = {one["content"] for one in state["added_tokens"] if one["special"]} & tokens
-    state["added_tokens"] = [one for one in state["added_tokens"] if one["content"] not in gone]
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+def _forget(tokenizer: Any, tokens: set[str], state: dict) -> None:
+    """Takes added tokens out of a tokenizer, whose own state is given: a text that names them is text."""
+    left = [one for one in state["added_tokens"] if one["content"] not in tokens]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": left}))
     for role in ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
-        if getattr(tokenizer, role, None) in gone:
+        if getattr(tokenizer, role, None) in tokens:
             setattr(tokenizer, role, None)

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
+from .tokens import begin_tokens, encode_documents, frame, say_special, special_tokens
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
@@ -32,29 +33,28 @@ class PackedText:
     blocks: tuple[int, ...]
 
 
-def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The tokens of each document, with the tokenizer's special tokens and an end-of-text token, which it must have."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
-    return [row if row and row[-1] == end else [*row, end] for row in tokenizer(texts, verbose=False).input_ids]
-
-
-def begin_token(tokenizer: Any) -> int | None:
-    """The id of the begin-of-text token, if the tokenizer puts it before a text."""
-    begin = tokenizer.bos_token_id
-    return begin if begin is not None and tokenizer("a").input_ids[:1] == [begin] else None
-
-
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`."""
+    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`. A line
+    says how often the text names special tokens."""
 
     def encode(batch: dict) -> dict:
         ids = encode_documents(batch["text"], tokenizer)
         return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
 
     features = Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))})
-    return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
+    encoded = dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
+    say_special(desc.removeprefix("tokenize "), _special_in_texts(encoded, tokenizer))
+    return encoded
+
+
+def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """How often each special token stands in the documents, but for those that every document has around it."""
+    counted = pc.value_counts(pc.list_flatten(encoded.data["input_ids"])).to_pylist()
+    found = {entry["values"]: entry["counts"] for entry in counted}
+    before, after = frame(tokenizer)
+    around = [*before, *(after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id])]
+    names = special_tokens(tokenizer)
+    return {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names.items()}
 
 
 def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
@@ -91,8 +91,8 @@ def pack_texts(
 ) -> PackedText:
     """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
-    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token, which
-    is no target.
+    Where the tokenizer begins texts with begin-of-text tokens, so does every block, in place of its first tokens, the
+    first of which is no target.
 
     Args:
         texts: documents of each language (column `text`).
@@ -107,7 +107,7 @@ def pack_texts(
     """
     from trl import pack_dataset  # heavy
 
-    order, begin = tuple(languages or texts), begin_token(tokenizer)
+    order, begin = tuple(languages or texts), begin_tokens(tokenizer)
     encoded_texts, tokens = {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
@@ -125,9 +125,9 @@ def pack_texts(
         mixed = concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed).flatten_indices()
         packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
         packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
-        if begin is not None:
+        if begin:
             packed = packed.map(
-                lambda rows: {"input_ids": [[begin, *ids[1:]] for ids in rows]},
+                lambda rows: {"input_ids": [[*begin, *ids[len(begin) :]] for ids in rows]},
                 batched=True, input_columns="input_ids", desc="begin",
             )  # fmt: skip
         if not len(packed):

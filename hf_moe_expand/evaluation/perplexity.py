@@ -1,9 +1,8 @@
 """Perplexity and bits per byte of a model on each language: of documents, or of the translations of pairs."""
 
 import math
-import os
-import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
-from ..errors import InputError, errors_at
+from ..data.tokens import bare_tokens, begin_tokens, count_special, say_special
+from ..errors import InputError, errors_at, say_once
 from ..models import longest_block
 from ..settings import EvaluationSettings
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
@@ -57,14 +56,14 @@ class TextStream:
             end-of-text), which is context and not scored, so that the scored tokens are exactly the text's.
         scored: which of them are scored.
         size: UTF-8 bytes of the scored text.
-        begin: id of the begin-of-text token if the tokenizer adds it. Every window begins with it, since models that
-            were trained so are bad without it.
+        begin: the tokens that the tokenizer puts before a text, usually begin-of-text or none. Every window begins with
+            them, since models that were trained so are bad without them.
     """
 
     ids: list[int]
     scored: list[bool]
     size: int
-    begin: int | None = None
+    begin: Sequence[int] = ()
 
     def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored.
@@ -84,8 +83,8 @@ class TextStream:
         """The inputs and the targets of each window, padded."""
         start = 0
         while start < len(self.ids) - 1:
-            leads = self.ids[start] != self.begin and block_size > 1
-            lead = [self.begin] if leads and self.begin is not None else []
+            begun = self.ids[start : start + len(self.begin)] == [*self.begin]
+            lead = [] if begun or block_size <= len(self.begin) else self.begin
             end = start + block_size - len(lead)
             window = [*lead, *self.ids[start : end + 1]]
             # The first token was a target of the window before.
@@ -105,13 +104,13 @@ def text_stream(
     Args:
         name: name of the text in this line.
     """
-    begin = begin_token(tokenizer)
-    separator = tokenizer.eos_token_id if begin is None else begin
-    if separator is None:
+    begin = begin_tokens(tokenizer)
+    separator = begin or [tokenizer.eos_token_id]
+    if separator == [None]:
         raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
     ids: list[int] = []
     scored: list[bool] = []
-    size = 0
+    size, special = 0, Counter[str]()
     for text, tokens in tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
@@ -119,19 +118,23 @@ def text_stream(
             text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
-            _say(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
-                 "characters")  # fmt: skip
-        ids += [separator, *tokens]
-        scored += [False, *[True] * len(tokens)]
+            say_once(
+                f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
+                "characters"
+            )
+        ids += [*separator, *tokens]
+        scored += [*[False] * len(separator), *[True] * len(tokens)]
         size += len(text.encode())
-    return TextStream(ids, scored, size, begin)
+        special.update(count_special(tokens, tokenizer))
+    say_special(name, special)
+    return TextStream(ids, scored, size, tuple(begin))
 
 
 def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
     """Each document and its tokens. Batches begin small, since only the first documents may be wanted."""
     documents, size = iter(texts), 1
     while batch := list(islice(documents, size)):
-        yield from zip(batch, tokenizer(batch, add_special_tokens=False, verbose=False).input_ids, strict=True)
+        yield from zip(batch, bare_tokens(batch, tokenizer), strict=True)
         size = min(2 * size, _AT_ONCE)
 
 
@@ -139,17 +142,10 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
 
     def tokens(end: int) -> list[int]:
-        return tokenizer(text[:end], add_special_tokens=False, verbose=False).input_ids
+        return bare_tokens([text[:end]], tokenizer)[0]
 
     end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)
-
-
-@cache
-def _say(line: str) -> None:
-    """Prints a line once, however many models score the text; under a launcher, the first rank does."""
-    if os.environ.get("RANK", "0") == "0":
-        tqdm.write(line, file=sys.stderr)
 
 
 def language_stream(
