@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _loads_as(before: tuple, folder: Path) -> bool:
 
 def _checked(tokenizer: Any, folder: Path, name: str | os.PathLike) -> Any:
     """The tokenizer, after tokens beyond the model's are refused. Special tokens that only a text that names them has
-    (Gemma 3's for images, a class's default `unk_token`) may lie there; this tokenizer reads them as text."""
+    (Gemma 3's for images, a class's own `unk_token`) may lie there; this tokenizer reads them as text."""
     rows = getattr(text_config(load_config(folder)), "vocab_size", None)
     beyond = {token: at for token, at in tokenizer.get_vocab().items() if rows is not None and at >= rows}
     backend = getattr(tokenizer, "_tokenizer", None)
@@ -126,7 +127,8 @@ def _written(tokenizer: Any, state: dict) -> set[str]:
     """The tokens that stand in what a model reads though no text names them; `state` is the tokenizer's own."""
     around = tokenizer.convert_ids_to_tokens(tokenizer("a").input_ids)
     own, unknown = state["model"], state["model"].get("unk_id")  # the second is Unigram's
-    pad = [] if tokenizer.pad_token == tokenizer.unk_token else [tokenizer.pad_token]
+    usual = signature(type(tokenizer).__init__).parameters.get("pad_token")  # which no file has to name
+    pad = [] if usual is not None and tokenizer.pad_token == usual.default else [tokenizer.pad_token]
     return {
         *around, tokenizer.bos_token, tokenizer.eos_token, *pad,
         own.get("unk_token") if unknown is None else own["vocab"][unknown][0],
