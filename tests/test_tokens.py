@@ -1,4 +1,4 @@
-"""What tokenizers put around a text: in documents, blocks, windows and prompts; and special tokens that a text names."""
+"""What tokenizers put around a text, in documents, blocks, windows and prompts; and special tokens that texts name."""
 
 import pytest
 import torch
