@@ -34,17 +34,14 @@ class PackedText:
 
 
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`. A line
-    says how often the text names special tokens."""
+    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`."""
 
     def encode(batch: dict) -> dict:
         ids = encode_documents(batch["text"], tokenizer)
         return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
 
     features = Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))})
-    encoded = dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
-    say_special(desc.removeprefix("tokenize "), _special_in_texts(encoded, tokenizer))
-    return encoded
+    return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
 
 
 def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -114,6 +111,7 @@ def pack_texts(
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
+        say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
         encoded_texts[language], tokens[language] = take_tokens(encoded, tokens_per_language, language)
     if sides is not None:
         for language, wanted in balanced_tokens(tokens, sides).items():

@@ -7,7 +7,7 @@ the beginning already, which is then not put before it again.
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers.processors import TemplateProcessing
@@ -71,9 +71,10 @@ def without_end(tokenizer: Any) -> Any:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The special tokens that a text can name, by their ids: all but the one for unknown characters."""
+    """The special tokens that a text can name, by their ids: all but one that stands for unknown characters alone."""
+    unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
     added = tokenizer.added_tokens_decoder.items()
-    return {at: token.content for at, token in added if token.special and at != tokenizer.unk_token_id}
+    return {at: token.content for at, token in added if token.special and at not in unknown}
 
 
 def say_special(name: str, counts: Mapping[str, int]) -> None:
@@ -81,9 +82,3 @@ def say_special(name: str, counts: Mapping[str, int]) -> None:
     if found := Counter({token: count for token, count in counts.items() if count > 0}):
         tokens = ", ".join(f"{token} {count:,} times" for token, count in found.most_common(5))
         say_once(f"{name}: the text has special tokens, which are read as such: {tokens}")
-
-
-def count_special(ids: Iterable[int], tokenizer: Any) -> Counter[str]:
-    """How often tokens of a text are special ones, by their names."""
-    special = special_tokens(tokenizer)
-    return Counter(special[token] for token in ids if token in special)

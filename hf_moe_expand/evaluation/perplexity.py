@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
-from ..data.tokens import bare_tokens, begin_tokens, count_special, say_special
+from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..errors import InputError, errors_at, say_once
 from ..models import longest_block
 from ..settings import EvaluationSettings
@@ -110,7 +110,7 @@ def text_stream(
         raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
     ids: list[int] = []
     scored: list[bool] = []
-    size, special = 0, Counter[str]()
+    size, special, found = 0, special_tokens(tokenizer), Counter[str]()
     for text, tokens in tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
@@ -125,8 +125,8 @@ def text_stream(
         ids += [*separator, *tokens]
         scored += [*[False] * len(separator), *[True] * len(tokens)]
         size += len(text.encode())
-        special.update(count_special(tokens, tokenizer))
-    say_special(name, special)
+        found.update(special[token] for token in tokens if token in special)
+    say_special(name, found)
     return TextStream(ids, scored, size, tuple(begin))
 
 
