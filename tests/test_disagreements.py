@@ -12,13 +12,19 @@ from encoder_decoders import batch, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from hf_moe_expand import Plan, expand_checkpoint, expand_model
+from hf_moe_expand import Plan, expand_checkpoint, expand_model, graft_delta, grow_checkpoint
+from hf_moe_expand.baselines.branches import expand_branches
+from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.distributed import save_whole
 from hf_moe_expand.errors import InputError
 
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+BRANCHES = Plan("dmoe", [2, 2, 2], groups=[["en"], ["el"]])
 IDS = torch.arange(40).view(2, 20)
 TIED = ("qwen2", "llama", "gpt2", "gemma3_text", "bloom", "opt")
 
@@ -72,6 +78,25 @@ def test_a_head_beside_a_tie_is_what_transformers_makes_of_it(tmp_path, backbone
         assert compare_checkpoints(start, tmp_path / "trained").same
         torch.testing.assert_close(logits(tmp_path / "trained"), wanted, rtol=0, atol=1e-5)
         shutil.rmtree(tmp_path / "trained")
+
+
+def test_every_verb_keeps_a_head_beside_a_tie(tmp_path):
+    base = with_head(tmp_path / "base", "qwen2", same=False)
+    wanted = logits(base)
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    more = Plan("moe-lpr", [3, 1, 3], old=["en", "el"], new=["tr"], grows_from=[2, 1, 2])
+    made = {
+        "average": lambda out: average_checkpoints([tmp_path / "out", base], out),
+        "graft": lambda out: graft_delta(tmp_path / "out", out, base, base),
+        "grown": lambda out: grow_checkpoint(tmp_path / "out", out, more),
+        "depth": lambda out: expand_depth(base, out, 1),
+        "expert": lambda out: export_native(tmp_path / "out", out, expert=0),
+        "branches": lambda out: expand_branches([base, base], out, BRANCHES),
+    }
+    for name, make in made.items():
+        make(tmp_path / name)
+        torch.testing.assert_close(logits(tmp_path / name), wanted, rtol=0, atol=1e-5, msg=name)
+    assert not load_config(tmp_path / "expert").tie_word_embeddings
 
 
 @pytest.mark.parametrize("shape", ["t5", "mt5", "umt5", "m2m_100", "bart", "marian"])

@@ -2,12 +2,13 @@
 
 A tokenizer may begin a text (`<s>`, GLM's `[gMASK]<sop>`) and end it (`</s>`, `[SEP]`). A document has both, and an
 end-of-text token. A prompt has no end: what follows would be the next text. A text that a chat template wrote may hold
-the beginning already, which is then not put before it again.
+the beginning or the end already, which it then does not get twice.
 """
 
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 from tokenizers.processors import TemplateProcessing
@@ -36,9 +37,9 @@ def begin_tokens(tokenizer: Any) -> list[int]:
 
 
 def bare_tokens(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """The tokens of each text, without what the tokenizer puts around it, and without such a beginning in the text."""
+    """The tokens of each text, without what the tokenizer puts around it, and without such tokens at its beginning."""
     before, rows = begin_tokens(tokenizer), tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
-    return [row[len(before) :] if row[: len(before)] == before else row for row in rows]
+    return [list(dropwhile(before.__contains__, row)) for row in rows] if before else rows
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -48,8 +49,13 @@ def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
     before, after = frame(tokenizer)
     after = after if after[-1:] == [end] else [*after, end]
-    rows = bare_tokens(texts, tokenizer)
-    return [[*before, *row, *([] if row[-len(after) :] == after else after)] for row in rows]
+    return [[*before, *_without_end(row, after), *after] for row in bare_tokens(texts, tokenizer)]
+
+
+def _without_end(row: list[int], after: list[int]) -> list[int]:
+    """A text's tokens without those of an end that it has itself."""
+    end = next((place for place in range(len(row), 0, -1) if row[place - 1] not in after), 0)
+    return row[:end]
 
 
 def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
