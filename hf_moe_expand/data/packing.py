@@ -9,7 +9,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
-from .tokens import begin_tokens, encode_documents, frame, say_special, special_tokens
+from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
@@ -48,9 +48,8 @@ def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> d
     """How often each special token stands in the documents, but for those that every document has around it."""
     counted = pc.value_counts(pc.list_flatten(encoded.data["input_ids"])).to_pylist()
     found = {entry["values"]: entry["counts"] for entry in counted}
-    before, after = frame(tokenizer)
-    around = [*before, *(after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id])]
-    names = special_tokens(tokenizer)
+    before, after = document_frame(tokenizer)
+    around, names = [*before, *after], special_tokens(tokenizer)
     return {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names.items()}
 
 

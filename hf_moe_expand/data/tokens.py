@@ -42,13 +42,18 @@ def bare_tokens(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     return [list(dropwhile(before.__contains__, row)) for row in rows] if before else rows
 
 
-def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """The tokens of each document, with the tokenizer's special tokens and an end-of-text token, which it must have."""
+def document_frame(tokenizer: Any) -> Frame:
+    """What stands around a document: the tokenizer's frame, and an end-of-text token, which it must have."""
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
     before, after = frame(tokenizer)
-    after = after if after[-1:] == [end] else [*after, end]
+    return Frame(before, after if after[-1:] == [end] else [*after, end])
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each document and of what stands around it."""
+    before, after = document_frame(tokenizer)
     return [[*before, *_without_end(row, after), *after] for row in bare_tokens(texts, tokenizer)]
 
 
