@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES as _REGISTERED
 
 from ..errors import InputError, first_line
 from ..jsonfile import read_json
@@ -48,6 +49,9 @@ def keep_tokenizer(source: Path, target: Path) -> None:
     if types[0] == types[1] or all(file.startswith(_BESIDE) for file in files):
         return
     tokenizer = _load(source, source)
+    if types[1] in EXPANDED and _class_is_told(source, types[0]):
+        _checked(tokenizer, source, source)
+        return
     before = _facts(tokenizer)
     if not (same := _loads_as(before, target)):
         tokenizer.save_pretrained(target)
@@ -65,6 +69,15 @@ def keep_tokenizer(source: Path, target: Path) -> None:
         f"{before[0]}: the exported model may cut text in another way.",
         stacklevel=2,
     )
+
+
+def _class_is_told(folder: Path, model_type: str) -> bool:
+    """Whether a file names the tokenizer's class, which the library then takes for this model type as for an unknown
+    one. (It looks closer where a file names Llama's.) Comparing two large tokenizers takes seconds."""
+    file = folder / "tokenizer_config.json"
+    told = read_json(file, "a tokenizer's settings").get("tokenizer_class") if file.is_file() else None
+    name = str(told).removesuffix("Fast")
+    return told is not None and name != "LlamaTokenizer" and _REGISTERED.get(model_type, name) in (name, f"{name}Fast")
 
 
 def _load(folder: Path, name: str | os.PathLike) -> Any:
