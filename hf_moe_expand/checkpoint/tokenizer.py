@@ -44,7 +44,7 @@ def keep_tokenizer(source: Path, target: Path) -> None:
         InputError: the tokenizer of `source` does not load or does not fit its model, or an expanded checkpoint cannot
             keep it. (A dense one may not be able to: a warning says so.)
     """
-    types = [read_json(folder / "config.json", "a configuration").get("model_type") for folder in (source, target)]
+    types = [str(read_json(folder / "config.json", "a configuration").get("model_type")) for folder in (source, target)]
     files = {str(file.relative_to(source)) for pattern in TOKENIZER_FILES for file in source.glob(pattern)}
     if types[0] == types[1] or all(file.startswith(_BESIDE) for file in files):
         return
