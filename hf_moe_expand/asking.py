@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .checkpoint.local import name_in_results
+from .data.tokens import prompt_tokens
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig
 from .modeling.routing_control import classes_of
@@ -75,7 +76,8 @@ class Asked:
         """The answer to one question; see `reply`."""
         if how.chat:
             return self.reply([{"role": "user", "content": question}], how, language)
-        return self._write(self.tokenizer(question, return_tensors="pt"), how, language)
+        ids_1S = torch.tensor([prompt_tokens(question, self.tokenizer)], dtype=torch.long)
+        return self._write({"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}, how, language)
 
     def reply(
         self, messages: Sequence[Message], how: Answering, language: str | None = None, streamer: Any = None

@@ -112,9 +112,15 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
     reader = CheckpointReader(start)
     types = {key: TORCH_DTYPES.get(stored.dtype) for key, stored in stored_tensors(reader, model).items()}
     default = config.dtype or torch.float32
+    # A head that the files untie from the embedding is a tensor of its own, whatever the configuration says.
+    tied = {
+        name
+        for name, source in model.all_tied_weights_keys.items()
+        if name in weights and source in weights and torch.equal(weights[name], weights[source])
+    }
     state = {
         name: weight.to("cpu", (types.get(name) or default) if weight.is_floating_point() else None)
         for name, weight in weights.items()
-        if name not in model.all_tied_weights_keys
+        if name not in tied
     }
     model.save_pretrained(folder, state_dict=state)

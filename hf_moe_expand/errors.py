@@ -1,4 +1,5 @@
-"""The exception for wrong input. Its message says what was wrong, where, and what to do."""
+"""The exception for wrong input, whose message says what was wrong, where, and what to do, and lines that a user should
+see beside the results."""
 
 import errno
 import re

@@ -12,8 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from .checkpoint.expand import base_of
 from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
-from .checkpoint.source import load_config, load_tokenizer, resolve_checkpoint
+from .checkpoint.source import load_config, resolve_checkpoint
 from .checkpoint.stored import StoredModel, check_size
+from .checkpoint.tokenizer import load_tokenizer
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig, auto_class
 
@@ -71,7 +72,6 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         if keys := sorted(map(str, info[kind])):
             raise InputError(f"{name}: the checkpoint does not fit the model: {kind.replace('_', ' ')}: {keys[0]}.")
     check_finite(model, name)
-    _check_vocabulary(model, tokenizer, name)
     if torch.cuda.is_available():
         model = model.to("cuda")
     _check_runs(model, name)
@@ -106,20 +106,6 @@ def check_finite(model: Any, name: str | os.PathLike) -> None:
     for key, parameter in model.named_parameters():
         if parameter.dtype in TORCH_DTYPES.values() and parameter.numel() and not is_finite(parameter.detach()):
             raise InputError(f"{name}: tensor {key!r} holds NaN or infinite values; the checkpoint is damaged.")
-
-
-def _check_vocabulary(model: Any, tokenizer: Any, name: str | os.PathLike) -> None:
-    """Refuses a tokenizer of another model. Special tokens may lie outside the model (Gemma 3's for images), but not
-    those that documents begin and end with."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    ends = {tokenizer.eos_token: tokenizer.eos_token_id, tokenizer.bos_token: tokenizer.bos_token_id}
-    added = set(tokenizer.added_tokens_decoder)  # made anew each time that it is read
-    usual = {token: at for token, at in tokenizer.get_vocab().items() if at not in added}
-    for token, at in {**usual, **ends}.items():
-        if at is not None and at >= rows:
-            raise InputError(
-                f"{name}: the tokenizer's token {token!r} has number {at}, but the model has {rows} tokens."
-            )
 
 
 def _check_runs(model: Any, name: str | os.PathLike) -> None:

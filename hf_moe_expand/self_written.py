@@ -17,6 +17,7 @@ from .checkpoint.local import name_and_commit
 from .checkpoint.source import resolve_checkpoint
 from .data.files import kind_of, read_rows
 from .data.sources import LanguageText
+from .data.tokens import begin_tokens, prompt_tokens
 from .errors import InputError
 from .jsonfile import write_text
 from .modeling import ExpandedConfig
@@ -129,11 +130,14 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
 
 
 def _ids(prompt: str, tokenizer: Any) -> list[int]:
-    """A prompt's tokens behind the begin-of-text token, or the end-of-text token if there is none."""
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if begin is None:
+    """A prompt's tokens behind what the tokenizer puts before a text, or else the begin-of-text token, or the
+    end-of-text token if there is none."""
+    if begin := begin_tokens(tokenizer):
+        return prompt_tokens(prompt, tokenizer)
+    begin = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+    if begin == [None]:
         raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
-    return [begin, *tokenizer(prompt, add_special_tokens=False).input_ids]
+    return [*begin, *prompt_tokens(prompt, tokenizer)]
 
 
 def _written(model: Any, tokenizer: Any, batch: list[list[int]], chosen: SampleSettings) -> Iterator[str]:

@@ -238,7 +238,7 @@ def test_packing_keeps_every_token_in_order_with_its_language(english, greek, bl
 def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one(monkeypatch):
     data = texts(en=[f"document {i}" for i in range(9)], el=[f"έγγραφο {i}" for i in range(9)])
     found = pack_texts(data, beginning_tokenizer(), 8, 0)
-    monkeypatch.setattr(packing, "begin_token", lambda tokenizer: None)
+    monkeypatch.setattr(packing, "begin_tokens", lambda tokenizer: [])
     wrapped = pack_texts(data, beginning_tokenizer(), 8, 0)
     assert {row[0] for row in wrapped.dataset["input_ids"]} != {BEGIN}
     assert list(found.dataset["input_ids"]) == [[BEGIN, *row[1:]] for row in wrapped.dataset["input_ids"]]

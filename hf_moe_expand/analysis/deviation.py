@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import get_linear_schedule_with_warmup
 
 from ..checkpoint.writer import new_folder
-from ..data.packing import begin_token, encode_documents
+from ..data.tokens import begin_tokens, encode_documents
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..languages import check_named_once
@@ -158,9 +158,9 @@ def _blocks(
             "--batch-size (`deviation: {steps: ..., batch_size: ...}` in a recipe)."
         )
     blocks = {language: ids.view(count, block_size) for language, ids in tokens.items()}
-    if (begin := begin_token(tokenizer)) is not None:
-        for rows in blocks.values():
-            rows[:, 0] = begin  # as in the blocks of a stage
+    begin = torch.tensor(begin_tokens(tokenizer), dtype=torch.int32)
+    for rows in blocks.values():
+        rows[:, : len(begin)] = begin  # as in the blocks of a stage
     return blocks
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.tokens import begin_tokens
 from ..errors import InputError
 
 LEAST = 100  # tokens of a language
@@ -38,6 +39,7 @@ def gate_examples(
     in single lines, half in texts of `block` tokens, which are lines one after the other. Where the tokenizer has a
     chat template, every second one stands in it, as a user's message."""
     examples: dict[str, list[Example]] = {}
+    begin = begin_tokens(tokenizer)
     for code, documents in texts.items():
         lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
         made: list[Example] = []
@@ -46,7 +48,7 @@ def gate_examples(
             for number, text in enumerate(pieces):
                 if counted >= wanted:
                     break
-                example = _example(text, tokenizer, size, inside=number % 2 == 1)
+                example = _example(text, tokenizer, size, number % 2 == 1, begin)
                 if example.end > example.start:
                     made.append(example)
                     counted += example.end - example.start
@@ -72,8 +74,8 @@ def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
         yield text
 
 
-def _example(text: str, tokenizer: Any, size: int, inside: bool) -> Example:
-    """The text, cut to `size` tokens of its own."""
+def _example(text: str, tokenizer: Any, size: int, inside: bool, begin: list[int]) -> Example:
+    """The text, cut to `size` tokens of its own. `begin` are the tokens that the tokenizer puts before a text."""
     if inside and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": text}]
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -82,8 +84,8 @@ def _example(text: str, tokenizer: Any, size: int, inside: bool) -> Example:
             own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:size]
             head, tail = (tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
             return Example([*head, *own, *tail], len(head), len(head) + len(own))
-    ids = tokenizer(text, verbose=False).input_ids[:size]
-    return Example(ids, 1, len(ids))
+    ids = [*begin, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids][:size]
+    return Example(ids, max(1, len(begin)), len(ids))
 
 
 def held_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
+from ..data.tokens import begin_tokens
 from ..errors import InputError
 from ..evaluation.perplexity import pair_batch
 from ..languages import names_language
@@ -94,10 +94,9 @@ def document_blocks(
 ) -> list[list[list[int]]]:
     """The blocks of `token_blocks`, document by document; documents without tokens are left out.
 
-    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token."""
+    Where the tokenizer begins texts with begin-of-text tokens, so does every block, in place of its first tokens."""
     documents: list[list[list[int]]] = []
-    begin, left = begin_token(tokenizer), tokens
-    first = [] if begin is None else [begin]
+    first, left = begin_tokens(tokenizer), tokens
     for text in texts:
         ids = tokenizer(text, verbose=False).input_ids[:left]
         left -= len(ids)

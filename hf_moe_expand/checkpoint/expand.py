@@ -113,7 +113,6 @@ def expand_checkpoint(
         gate.set_in(config)
     tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate)
     held = [dense[key] for key in dense.tensors]
-    left_out = set(dense.reader.tensors) - {own.name for stored in held for own in (stored, *stored.parts.values())}
     base_parameters = sum(stored.numel for stored in held)
     parameters = sum(tensor.numel for tensor in tensors)
     name, commit = name_and_commit(base, folder)
@@ -124,7 +123,7 @@ def expand_checkpoint(
     )  # fmt: skip
     History([record]).write(config)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
-    return ExpansionReport(Path(out), base_parameters, parameters, sorted(left_out))
+    return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
 
 
 def expand_model(
@@ -188,10 +187,15 @@ def expand_model(
                 f"The configuration is for another model: its {field} is {own!r}, but this dense model needs "
                 f"{needed!r}. Make it with `from_dense(dense.config, ...)`."
             )
+    untied = _untied(dense)
+    if untied and not config.is_encoder_decoder:
+        config.tie_word_embeddings = False  # as `StoredModel` has it
     with torch.device("meta"), init.no_init_weights():
         expanded: Any = auto_class(config).from_config(
             config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
         )
+    for key in untied:
+        expanded.all_tied_weights_keys.pop(key, None)
     state = _state(dense, expanded, expert_init, seed, gate)
     expanded.load_state_dict(state, assign=True)
     _tie(expanded)
@@ -368,6 +372,13 @@ def _state(
         else:
             state[name] = like.clone() if place.expert else like
     return state
+
+
+def _untied(dense: PreTrainedModel) -> list[str]:
+    """The tensors that are tied by the configuration, but have other values than those they are tied to."""
+    get = dense.get_parameter_or_buffer
+    ties = dense.get_expanded_tied_weights_keys(all_submodels=True)
+    return [key for key, source in ties.items() if not torch.equal(get(key), get(source))]
 
 
 def _tie(model: Any) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..data.tokens import frame
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..jsonfile import read_json, write_json
-from .source import load_tokenizer
+from .tokenizer import load_tokenizer
 from .writer import new_folder
 
 # What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
@@ -99,8 +100,6 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
     gguf = import_extra("gguf", "gguf")
     tokenizer = load_tokenizer(folder, folder)
     entries = _kept(folder, rows)
-    if entries is None and len(tokenizer) > rows:
-        raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"{folder}: its tokenizer has no tokenizer.json, of which the GGUF file's fields are made.")
@@ -197,12 +196,9 @@ def _steps(cut: dict | None) -> tuple:
 
 def _frame(tokenizer: Any, folder: Path) -> tuple[bool, bool]:
     """Whether the tokenizer puts its begin-of-text token before a text, and its end-of-text token after it."""
-    bare = tokenizer("a", add_special_tokens=False).input_ids
-    framed = tokenizer("a").input_ids
-    for begin, end in ((False, False), (True, False), (False, True), (True, True)):
-        before, after = [tokenizer.bos_token_id] * begin, [tokenizer.eos_token_id] * end
-        if framed == [*before, *bare, *after]:
-            return begin, end
+    before, after = frame(tokenizer)
+    if before in ([], [tokenizer.bos_token_id]) and after in ([], [tokenizer.eos_token_id]):
+        return bool(before), bool(after)
     raise InputError(
         f"{folder}: its tokenizer puts other tokens around a text than its begin-of-text and end-of-text tokens, which "
         "a GGUF file cannot say."

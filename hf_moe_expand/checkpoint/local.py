@@ -30,6 +30,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     if folder.is_dir():
         if revision is not None:
             raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
+        refuse_adapter(folder, folder)
         if not (folder / "config.json").is_file():
             if unconverted := sorted(folder.glob("*.gguf")):
                 raise _not_converted(unconverted[0])
@@ -45,6 +46,26 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     return None
+
+
+def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
+    """Refuses an adapter of PEFT in the place of a model, or beside a model's weights: transformers would load it too,
+    and nothing says whether the weights have it already. Messages call the checkpoint `name`."""
+    file = folder / "adapter_config.json"
+    if file.is_file():
+        base = read_json(file, "an adapter's configuration").get("base_model_name_or_path")
+    elif any(folder.glob("adapter_model.*")) and not (folder / "config.json").is_file():
+        base = None
+    else:
+        return
+    of = f" of {base}" if isinstance(base, str) else ""
+    beside = any(weights.name.startswith("model") for weights in folder.glob("*.safetensors"))
+    kind = f"has an adapter{of} beside a model's weights" if beside else f"is an adapter{of}, not a model"
+    there = " If the weights have it already, move adapter_config.json away." if beside else ""
+    raise InputError(
+        f"{name}: {kind}: merge it into its base, and give the merged model: with PEFT, "
+        f"PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER).{there}"
+    )
 
 
 def run_of(folder: Path) -> Path | None:

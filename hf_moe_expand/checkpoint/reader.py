@@ -140,23 +140,24 @@ class CheckpointReader:
     """The tensors of a checkpoint folder, in one file or in shards (`files`): the files that transformers would load.
     A checkpoint with only the tensors added by an expansion takes the other tensors from its base model.
 
+    The index of the shards may name tensors that no file holds (`absent`), such as those of layers that predict further
+    tokens, which a model was published without.
+
     Raises:
         InputError: the folder holds no safetensors weights, a file is broken, or the index of the shards names a file
-            outside the folder or a tensor that its file lacks.
+            outside the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, StoredTensor] = {}
-        self.files, wanted = self._files()
+        self.files, named = self._files()
         for file in self.files:
             tensors = _read_header(file)
             if twice := sorted(set(tensors) & set(self.tensors)):
                 raise InputError(f"{file}: tensor {twice[0]!r} is in {self.tensors[twice[0]].file.name} too.")
             self.tensors.update(tensors)
-        for name, place in wanted.items():
-            if name not in self.tensors or self.tensors[name].file.name != place:
-                raise InputError(f"{self.folder / place}: lacks tensor {name!r}, which the index says it holds.")
+        self.absent = sorted(set(named) - set(self.tensors))
         if (self.folder / RECORD).is_file():
             self.tensors.update(self._base_tensors())
 
@@ -179,7 +180,7 @@ class CheckpointReader:
         return {name: replace(tensors[entry["name"]], name=name) for name, entry in record.items()}
 
     def _files(self) -> tuple[list[Path], dict[str, str]]:
-        """The files to read and, if there is an index, the file that must hold each tensor."""
+        """The files to read and, if there is an index, the file of each tensor that it names."""
         stem = ADDED if (self.folder / RECORD).is_file() else "model"
         weights, index = self.folder / f"{stem}.safetensors", self.folder / f"{stem}.safetensors.index.json"
         if weights.is_file():  # transformers reads this file even if the folder has an index

@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration and tokenizer, checked."""
+"""Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration, checked."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from pydantic import Field
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,7 +22,7 @@ from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
 from ..records import History, StageRecord
 from ..schema import Count, Declared, Flag, Positive, Text, Whole, read
-from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded
+from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
 from .proven import UNCERTAIN, reason_left_out
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
@@ -89,9 +89,13 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
     if unreachable := hub_problem():
         try:
-            return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=True))
+            snapshot = Path(
+                snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=True)
+            )
         except OSError:
             raise InputError(f"{name}: no such folder, and the hub cannot be reached ({unreachable}).") from None
+        refuse_adapter(snapshot, name)
+        return snapshot
     try:
         snapshot = Path(patiently(snapshot_download, str(name), revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
@@ -105,6 +109,7 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
     except Exception as error:  # an answer that is none of the hub's raises many types
         raise InputError(f"{name}: no such folder, and {refusal(error)}.") from None
+    refuse_adapter(snapshot, name)
     if not (snapshot / "config.json").is_file() and _has_gguf(str(name), revision):
         raise InputError(
             f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, or "
@@ -156,21 +161,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
     return config
-
-
-def load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
-    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`."""
-    reason = ""
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # Without files, the library may make a tokenizer without a vocabulary.
-        if tokenizer("a", add_special_tokens=False).input_ids:
-            return tokenizer
-    except OSError:
-        pass
-    except Exception as error:  # broken files raise many types
-        reason = f" ({first_line(error)})"
-    raise InputError(f"{name}: has no tokenizer that loads{reason}; copy the base model's tokenizer files into it.")
 
 
 def differences(

@@ -48,11 +48,25 @@ class StoredModel:
         self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
         self.config = config if config is not None else load_any_config(self.folder)
         self.reader = CheckpointReader(self.folder)
+        self._read()
+        if self._untied() and not self.config.is_encoder_decoder:
+            # So does transformers read the files, and what is written says so. (T5's kin are told to be tied always.)
+            self.config.tie_word_embeddings = False
+            self._read()
+        for key in self._untied():
+            del self._tied[key], self.network.all_tied_weights_keys[key]
+        self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
+        self._check_complete()
+
+    def _read(self) -> None:
         self.network: Any = network_of(self.config, self.reader)
         self._stored = stored_tensors(self.reader, self.network)
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
-        self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
-        self._check_complete()
+
+    def _untied(self) -> list[str]:
+        """The tensors that are tied by the configuration, but have other values in the files than those they are tied
+        to."""
+        return [key for key, source in self._tied.items() if key in self._stored and source in self._stored]
 
     def _check_complete(self) -> None:
         computed_keys: list[str] = []
@@ -61,7 +75,9 @@ class StoredModel:
             computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
         absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self._stored.keys()]
         if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
-            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
+            tied = "lm_head.weight" in missing and not self.config.tie_word_embeddings
+            hint = " If its head is the embedding, set tie_word_embeddings to true in config.json." if tied else ""
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.{hint}")
         values = self.network.state_dict()
         for key in self.tensors:
             stored = self[key]
@@ -80,6 +96,11 @@ class StoredModel:
     def tensors(self) -> list[str]:
         """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self]
+
+    @property
+    def unknown(self) -> list[str]:
+        """The names in the files of tensors that the model does not have, and names that the index alone has."""
+        return sorted([*(own.name for key, own in self._stored.items() if key not in self.shapes), *self.reader.absent])
 
     @cached_property
     def places(self) -> dict[str, "Place"]:
@@ -180,7 +201,7 @@ def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTe
     """The checkpoint's tensors by the model's keys, after the library's own renaming at loading (GPT-NeoX's
     `embed_out`, BLOOM's keys without `transformer.`); of a model of several kinds of input, those of the text decoder
     inside. Tensors that the library puts together from several at loading are put together. Of tied tensors, whichever
-    the files hold, the key is that of the tensor to which the others are tied."""
+    the files hold, the key is that of the tensor to which the others are tied; they are two if their values differ."""
     rules: list[Any] = get_model_conversion_mapping(network)
     if isinstance(network.config, ExpandedConfig):  # what the library has under the class's name is the latest model's
         rules = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -203,7 +224,7 @@ def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTe
     for key, pieces in parts.items():
         tensors[key] = _put_together(network, key, pieces, converters)
     for target, source in (getattr(network, "all_tied_weights_keys", None) or {}).items():
-        if source not in tensors and target in tensors:
+        if target in tensors and (source not in tensors or tensors[target].same_bytes(tensors[source])):
             tensors[source] = tensors.pop(target)
     return tensors
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
 from ..disk import free_bytes
@@ -27,9 +25,9 @@ from ..jsonfile import read_json, write_json
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
-from .local import EXPANDED
 from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
+from .tokenizer import keep_tokenizer
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
@@ -167,8 +165,8 @@ def write_checkpoint(
         config.save_pretrained(partial)
         for folder, patterns in companions:
             copy_companions(folder, partial, patterns)
-            if isinstance(config, ExpandedConfig) and "tokenizer_config.json" in patterns:
-                _keep_tokenizer_class(folder, partial)
+            if "tokenizer_config.json" in patterns:
+                keep_tokenizer(folder, partial)
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
         _write_weights(partial, ordered, stem, what, max_shard_size)
@@ -191,33 +189,6 @@ def copy_companions(source: Path, target: Path, patterns: Sequence[str]) -> None
             if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
                 fields = read_json(file, "a JSON file")
                 write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
-
-
-def _keep_tokenizer_class(source: Path, target: Path) -> None:
-    """Writes the class of a dense checkpoint's tokenizer into the copied `tokenizer_config.json` if it says another.
-
-    For some model types the library overrules the class in this file (it loads every tokenizer of a Qwen2 model as
-    `Qwen2Tokenizer`, which cuts words in its own way). It does not know the model types of expanded models, so that
-    their text would be cut in another way than the base's."""
-    file = target / "tokenizer_config.json"
-    if not file.is_file():
-        return
-    model_type = read_json(source / "config.json", "a configuration").get("model_type")
-    fields = read_json(file, "a JSON file")
-    told = str(fields.get("tokenizer_class"))
-    registered = TOKENIZER_MAPPING_NAMES.get(str(model_type))
-    if model_type in EXPANDED or registered is None or _plain(registered) == _plain(told):
-        return
-    try:
-        actual = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
-    except Exception:  # the library raises many types; who loads the tokenizer will see which
-        return
-    if _plain(actual) != _plain(told):
-        write_json(file, {**fields, "tokenizer_class": actual})
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix("Fast")
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:

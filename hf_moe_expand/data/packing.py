@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError
 from ..languages import check_named_once
 from .lost import LostText, lost_text
+from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
@@ -36,20 +37,6 @@ class PackedText:
     lost: dict[str, LostText] = field(default_factory=dict)
 
 
-def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The tokens of each document, with the tokenizer's special tokens and an end-of-text token, which it must have."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
-    return [row if row and row[-1] == end else [*row, end] for row in tokenizer(texts, verbose=False).input_ids]
-
-
-def begin_token(tokenizer: Any) -> int | None:
-    """The id of the begin-of-text token, if the tokenizer puts it before a text."""
-    begin = tokenizer.bos_token_id
-    return begin if begin is not None and tokenizer("a").input_ids[:1] == [begin] else None
-
-
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
     """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`."""
 
@@ -59,6 +46,15 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
 
     features = Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))})
     return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
+
+
+def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """How often each special token stands in the documents, but for those that every document has around it."""
+    counted = pc.value_counts(pc.list_flatten(encoded.data["input_ids"])).to_pylist()
+    found = {entry["values"]: entry["counts"] for entry in counted}
+    before, after = document_frame(tokenizer)
+    around, names = [*before, *after], special_tokens(tokenizer)
+    return {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names.items()}
 
 
 def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
@@ -95,8 +91,8 @@ def pack_texts(
 ) -> PackedText:
     """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
-    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token, which
-    is no target.
+    Where the tokenizer begins texts with begin-of-text tokens, so does every block, in place of its first tokens, the
+    first of which is no target.
 
     Args:
         texts: documents of each language (column `text`).
@@ -112,7 +108,7 @@ def pack_texts(
     from trl import pack_dataset  # heavy
 
     check_named_once(list(texts))
-    order, begin = tuple(languages or texts), begin_token(tokenizer)
+    order, begin = tuple(languages or texts), begin_tokens(tokenizer)
     encoded_texts, tokens, lost = {}, {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
@@ -120,6 +116,7 @@ def pack_texts(
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
+        say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
         encoded_texts[language], tokens[language] = take_tokens(encoded, tokens_per_language, language)
     if sides is not None:
         for language, wanted in balanced_tokens(tokens, sides).items():
@@ -131,9 +128,9 @@ def pack_texts(
         mixed = concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed).flatten_indices()
         packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
         packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
-        if begin is not None:
+        if begin:
             packed = packed.map(
-                lambda rows: {"input_ids": [[begin, *ids[1:]] for ids in rows]},
+                lambda rows: {"input_ids": [[*begin, *ids[len(begin) :]] for ids in rows]},
                 batched=True, input_columns="input_ids", desc="begin",
             )  # fmt: skip
         if not len(packed):

@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
 
+from ..data.tokens import without_end
 from ..errors import InputError
 from ..extra import import_extra
 
@@ -110,7 +111,7 @@ class HarnessTasks:
     def evaluate(self, model: Any, tokenizer: Any, batch_size: int = 8) -> dict[str, TaskScore]:
         """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples."""
         wrapped = import_extra("lm_eval.models.huggingface").HFLM(
-            pretrained=model, tokenizer=tokenizer, batch_size=batch_size
+            pretrained=model, tokenizer=without_end(tokenizer), batch_size=batch_size
         )
         scores: dict[str, TaskScore] = {}
         for shots, items in self.by_shots.items():

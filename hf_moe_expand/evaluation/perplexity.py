@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +15,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..data.lost import MOST_LOST, LostText
-from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
+from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..errors import InputError, errors_at
 from ..languages import check_named_once
 from ..models import longest_block
@@ -69,15 +70,15 @@ class TextStream:
             end-of-text), which is context and not scored, so that the scored tokens are exactly the text's.
         scored: which of them are scored.
         size: UTF-8 bytes of the scored text.
-        begin: id of the begin-of-text token if the tokenizer adds it. Every window begins with it, since models that
-            were trained so are bad without it.
+        begin: the tokens that the tokenizer puts before a text, usually begin-of-text or none. Every window begins with
+            them, since models that were trained so are bad without them.
         lost: the share of the scored text that the tokenizer loses.
     """
 
     ids: list[int]
     scored: list[bool]
     size: int
-    begin: int | None = None
+    begin: Sequence[int] = ()
     lost: float = 0.0
 
     def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,8 +99,8 @@ class TextStream:
         """The inputs and the targets of each window, padded."""
         start = 0
         while start < len(self.ids) - 1:
-            leads = self.ids[start] != self.begin and block_size > 1
-            lead = [self.begin] if leads and self.begin is not None else []
+            begun = self.ids[start : start + len(self.begin)] == [*self.begin]
+            lead = [] if begun or block_size <= len(self.begin) else self.begin
             end = start + block_size - len(lead)
             window = [*lead, *self.ids[start : end + 1]]
             # The first token was a target of the window before.
@@ -119,13 +120,13 @@ def text_stream(
     Args:
         name: name of the text in this line.
     """
-    begin = begin_token(tokenizer)
-    separator = tokenizer.eos_token_id if begin is None else begin
-    if separator is None:
+    begin = begin_tokens(tokenizer)
+    separator = begin or [tokenizer.eos_token_id]
+    if separator == [None]:
         raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
     ids: list[int] = []
     scored: list[bool] = []
-    size, lost = 0, LostText()
+    size, special, found, lost = 0, special_tokens(tokenizer), Counter[str](), LostText()
     for text, tokens in tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
@@ -133,20 +134,24 @@ def text_stream(
             text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
-            say_once(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
-                 "characters")  # fmt: skip
-        ids += [separator, *tokens]
-        scored += [False, *[True] * len(tokens)]
+            say_once(
+                f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
+                "characters"
+            )
+        ids += [*separator, *tokens]
+        scored += [*[False] * len(separator), *[True] * len(tokens)]
         size += len(text.encode())
         lost.add(text, tokens, tokenizer)
-    return TextStream(ids, scored, size, begin, lost.share)
+        found.update(special[token] for token in tokens if token in special)
+    say_special(name, found)
+    return TextStream(ids, scored, size, tuple(begin), lost.share)
 
 
 def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
     """Each document and its tokens. Batches begin small, since only the first documents may be wanted."""
     documents, size = iter(texts), 1
     while batch := list(islice(documents, size)):
-        yield from zip(batch, tokenizer(batch, add_special_tokens=False, verbose=False).input_ids, strict=True)
+        yield from zip(batch, bare_tokens(batch, tokenizer), strict=True)
         size = min(2 * size, _AT_ONCE)
 
 
@@ -154,7 +159,7 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
 
     def tokens(end: int) -> list[int]:
-        return tokenizer(text[:end], add_special_tokens=False, verbose=False).input_ids
+        return bare_tokens([text[:end]], tokenizer)[0]
 
     end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)

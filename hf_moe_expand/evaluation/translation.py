@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from ..data.files import count_lines
 from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
+from ..data.tokens import prompt_tokens
 from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
@@ -132,7 +133,7 @@ def translate(
     """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens."""
-    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    encoded = [prompt_tokens(prompt, tokenizer) for prompt in prompts]
     positions, longest = longest_block(model.config), max(map(len, encoded), default=0)
     if positions is not None and longest + max_new_tokens > positions:
         raise InputError(

@@ -1,0 +1,96 @@
+"""What a tokenizer puts around a text, and the tokens of documents, prompts and plain texts.
+
+A tokenizer may begin a text (`<s>`, GLM's `[gMASK]<sop>`) and end it (`</s>`, `[SEP]`). A document has both, and an
+end-of-text token. A prompt has no end: what follows would be the next text. A text that a chat template wrote may hold
+the beginning or the end already, which it then does not get twice.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import dropwhile
+from typing import Any, NamedTuple
+
+from tokenizers.processors import TemplateProcessing
+
+from ..errors import InputError
+from ..saying import say_once
+
+
+class Frame(NamedTuple):
+    """The tokens that a tokenizer puts before and after a text."""
+
+    before: list[int]
+    after: list[int]
+
+
+def frame(tokenizer: Any) -> Frame:
+    """What the tokenizer puts around a text."""
+    whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    places = range(len(whole) - len(bare) + 1)
+    start = next((place for place in places if whole[place : place + len(bare)] == bare), None)
+    return Frame([], []) if start is None else Frame(whole[:start], whole[start + len(bare) :])
+
+
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that the tokenizer puts before a text: usually one, begin-of-text, or none."""
+    return frame(tokenizer).before
+
+
+def bare_tokens(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each text, without what the tokenizer puts around it, and without such tokens at its beginning."""
+    before, rows = begin_tokens(tokenizer), tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+    return [list(dropwhile(before.__contains__, row)) for row in rows] if before else rows
+
+
+def document_frame(tokenizer: Any) -> Frame:
+    """What stands around a document: the tokenizer's frame, and an end-of-text token, which it must have."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
+    before, after = frame(tokenizer)
+    return Frame(before, after if after[-1:] == [end] else [*after, end])
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each document and of what stands around it."""
+    before, after = document_frame(tokenizer)
+    return [[*before, *_without_end(row, after), *after] for row in bare_tokens(texts, tokenizer)]
+
+
+def _without_end(row: list[int], after: list[int]) -> list[int]:
+    """A text's tokens without those of an end that it has itself."""
+    end = next((place for place in range(len(row), 0, -1) if row[place - 1] not in after), 0)
+    return row[:end]
+
+
+def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
+    """The tokens of a prompt, which the tokenizer begins as any text, and does not end."""
+    return [*begin_tokens(tokenizer), *bare_tokens([prompt], tokenizer)[0]]
+
+
+def without_end(tokenizer: Any) -> Any:
+    """The tokenizer, or a copy that puts nothing after a text, for libraries that tokenise prompts themselves."""
+    before, after = frame(tokenizer)
+    if not after or getattr(tokenizer, "backend_tokenizer", None) is None:
+        return tokenizer
+    names = tokenizer.convert_ids_to_tokens(before)
+    open_ended = copy.deepcopy(tokenizer)
+    open_ended.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*names, "$A"], special_tokens=list(dict(zip(names, before, strict=True)).items())
+    )
+    return open_ended
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The special tokens that a text can name, by their ids: all but one that stands for unknown characters alone."""
+    unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    added = tokenizer.added_tokens_decoder.items()
+    return {at: token.content for at, token in added if token.special and at not in unknown}
+
+
+def say_special(name: str, counts: Mapping[str, int]) -> None:
+    """Says how often a text names special tokens, if it does."""
+    if found := Counter({token: count for token, count in counts.items() if count > 0}):
+        tokens = ", ".join(f"{token} {count:,} times" for token, count in found.most_common(5))
+        say_once(f"{name}: the text has special tokens, which are read as such: {tokens}")

@@ -1,0 +1,227 @@
+"""A new checkpoint's tokenizer is its base's, whatever files it came from, and has no tokens beyond the model's."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from bpe import bpe_tokenizer
+from conftest import byte_tokenizer, run_fresh, tiny_dense
+from tokenizers import AddedToken, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
+from hf_moe_expand.asking import Answering, Asked
+from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.tokenizer import load_tokenizer
+from hf_moe_expand.data.tokens import encode_documents
+from hf_moe_expand.errors import InputError
+
+PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+TEXT = "Don't  say 12,345 — «η θάλασσα»\n\n  <end> <|im_start|>user\n x"
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% endfor %}"
+
+
+def same(one, other) -> None:
+    assert type(one) is type(other)
+    for text in (TEXT, *TEXT.split()):
+        assert one(text).input_ids == other(text).input_ids
+    for name in ("special_tokens_map", "all_special_ids", "chat_template", "padding_side", "model_max_length"):
+        assert getattr(one, name) == getattr(other, name)
+    assert one.get_vocab() == other.get_vocab()
+    assert one.decode(one(TEXT).input_ids) == other.decode(other(TEXT).input_ids)
+
+
+def without_configuration(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+
+
+def class_in_config(folder: Path) -> None:
+    without_configuration(folder)
+    change(folder / "config.json", tokenizer_class="GPT2Tokenizer")
+
+
+def vocabulary_and_merges(folder: Path) -> None:
+    without_configuration(folder)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "".join(f"{' '.join(pair)}\n" for pair in model["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}")
+    (folder / "tokenizer.json").unlink()
+
+
+def no_class(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", tokenizer_class=None)
+
+
+def other_class(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast", padding_side="left")
+
+
+def unknown_class(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", tokenizer_class="NoSuchTokenizer", model_max_length=77)
+
+
+def change(file: Path, **fields) -> None:
+    fields = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+
+
+FILES = (
+    without_configuration, class_in_config, vocabulary_and_merges, no_class, other_class, unknown_class,
+)  # fmt: skip
+
+
+def save(folder: Path, backbone: str, edit=None, tokenizer=None) -> Path:
+    """A base, whose tokenizer has the token that the library's classes give it where no file names one."""
+    tokenizer = tokenizer or bpe_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|endoftext|>", "<|im_start|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tiny_dense(backbone, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if edit is not None:
+        edit(folder)
+    return folder
+
+
+@pytest.mark.parametrize("edit", FILES, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("backbone", ["gpt2", "llama", "qwen2", "gpt_neox", "opt"])
+def test_an_expanded_checkpoint_has_the_bases_tokenizer(tmp_path, backbone, edit):
+    base = save(tmp_path / "base", backbone, edit)
+    try:
+        wanted = AutoTokenizer.from_pretrained(base)
+        assert wanted("a").input_ids
+    except Exception:  # the base's own does not load: the refusal names it
+        with pytest.raises(InputError, match=r"base: has no tokenizer that loads"):
+            expand_checkpoint(base, tmp_path / "out", PLAN)
+        assert not (tmp_path / "out").exists()
+        return
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    same(AutoTokenizer.from_pretrained(tmp_path / "out"), wanted)
+
+
+def test_it_is_the_same_for_who_has_transformers_alone_with_and_without_remote_code(tmp_path):
+    base = save(tmp_path / "base", "gpt2", without_configuration)
+    wanted = AutoTokenizer.from_pretrained(base)
+    assert type(wanted).__name__ == "GPT2Tokenizer"
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    code = "from transformers import AutoTokenizer\nfor trusted in (False, True):\n"
+    code += "    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=trusted)\n"
+    code += "    print(type(tokenizer).__name__, tokenizer.eos_token_id, *tokenizer(sys.argv[2]).input_ids)"
+    said = run_fresh(code, str(tmp_path / "out"), TEXT).splitlines()
+    ids = " ".join(map(str, wanted(TEXT).input_ids))
+    assert said == [f"GPT2Tokenizer {wanted.eos_token_id} {ids}"] * 2
+
+
+@pytest.mark.parametrize("edit", [without_configuration, vocabulary_and_merges])
+def test_every_verb_keeps_it(tmp_path, edit):
+    base = save(tmp_path / "base", "qwen2", edit)
+    wanted = AutoTokenizer.from_pretrained(base)
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    more = Plan("moe-lpr", [3, 1, 3], old=["en", "el"], new=["tr"], grows_from=[2, 1, 2])
+    made = {
+        "grown": lambda out: grow_checkpoint(tmp_path / "out", out, more),
+        "averaged": lambda out: average_checkpoints([tmp_path / "out", base], out),
+        "grafted": lambda out: graft_delta(tmp_path / "out", out, base, base),
+        "kept": lambda out: graft_delta(tmp_path / "out", out, base, base, keep_tokenizer=True),
+        "deeper": lambda out: expand_depth(base, out, 1),
+        "expert": lambda out: export_native(tmp_path / "out", out, expert=0),
+    }
+    for name, make in made.items():
+        make(tmp_path / name)
+        same(AutoTokenizer.from_pretrained(tmp_path / name), wanted)
+
+
+def test_files_that_load_alike_stay_byte_for_byte(tmp_path):
+    base = save(tmp_path / "base", "llama")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_a_base_without_a_tokenizer_expands_and_a_broken_one_is_refused(tmp_path):
+    tiny_dense("llama").save_pretrained(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "bare", PLAN)
+    for text in ("{", "[]", '{"model": null}'):
+        (tmp_path / "base" / "tokenizer.json").write_text(text)
+        with pytest.raises(InputError, match=r"base: has no tokenizer that loads .*put the tokenizer"):
+            expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_export_that_must_load_another_class_says_so(tmp_path):
+    base = save(tmp_path / "base", "qwen2")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    bpe_tokenizer().save_pretrained(tmp_path / "out")  # whose class a Qwen2 model never has
+    with pytest.warns(UserWarning, match="loads the tokenizer of every qwen2 model as a class of its own"):
+        export_native(tmp_path / "out", tmp_path / "dense", expert=0)
+
+
+def added(*tokens, special=True, **roles) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    if tokens:
+        tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in tokens])
+    if roles:
+        tokenizer.add_special_tokens(roles)
+    return tokenizer
+
+
+def framing() -> PreTrainedTokenizerFast:
+    tokenizer = added("[SEP]")
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 257)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>")
+
+
+BEYOND = {
+    "a word": (added("bir", special=False), "'bir' has number 257"),
+    "many": (added("bir", "iki", "üç", special=False), r"'bir' has number 257, .*\(and 2 more: 'iki', 'üç'\)"),
+    "padding": (added(pad_token="[PAD]"), r"'\[PAD\]' has number 257"),
+    "an end": (added(eos_token="</s>"), "'</s>' has number 257"),
+    "a beginning": (added(bos_token="<s>"), "'<s>' has number 257"),
+    "one put after texts": (framing(), r"'\[SEP\]' has number 257"),
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "message"), BEYOND.values(), ids=BEYOND)
+@pytest.mark.parametrize("backbone", ["llama", "gemma3_text"])
+def test_tokens_without_rows_are_refused_by_name_before_anything_is_written(tmp_path, backbone, tokenizer, message):
+    tiny_dense(backbone).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    with pytest.raises(InputError, match=rf"base: the tokenizer's token {message}.*resize_token_embeddings"):
+        expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
+    with pytest.raises(InputError, match="resize_token_embeddings"):
+        Asked.load(tmp_path / "base")
+    assert not (tmp_path / "out").exists()
+    model = tiny_dense(backbone, vocab_size=len(tokenizer))  # as the message says
+    model.save_pretrained(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
+
+
+@pytest.mark.parametrize("backbone", ["llama", "gemma3_text", "qwen2"])
+def test_special_tokens_that_only_a_text_names_may_lie_beyond_the_rows_and_are_text(tmp_path, backbone):
+    tokenizer = added("<image>", "<sound>")
+    tiny_dense(backbone).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
+    files = [(folder / "tokenizer.json").read_bytes() for folder in (tmp_path / "base", tmp_path / "out")]
+    assert backbone == "qwen2" or files[0] == files[1]
+    asked = Asked.load(tmp_path / "out")
+    ids = encode_documents(["an <image> and <sound>"], load_tokenizer(tmp_path / "out", "out"))[0]
+    assert max(ids) == 256
+    assert asked.tokenizer.decode(ids[:-1]) == "an <image> and <sound>"
+    assert asked.tokenizer.eos_token_id == 256
+    assert asked.tokenizer.all_special_tokens
+    assert asked.answer("an <image>", Answering(max_new_tokens=2)).tokens == 2
+
+
+def test_a_padded_vocabulary_is_no_fault(tmp_path):
+    tiny_dense("llama", vocab_size=320).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
+    asked = Asked.load(tmp_path / "out")
+    assert asked.model.get_input_embeddings().weight.shape == torch.Size([320, 32])
+    shutil.rmtree(tmp_path / "out")
