@@ -47,7 +47,7 @@ _HINTS = {
     "CERTIFICATE_VERIFY_FAILED": "set SSL_CERT_FILE to a file with the certificates of your network",
     "Proxy Authentication": _TO_DO[407],
 }
-_SECRET = re.compile(r"hf_\w{8,}|(?<=[Bb]earer )\S+|(?<=://)[^/\s@]+(?=@)")
+_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=[Bb]earer )\S+|(?<=://)[^/\s@]+(?=@)")
 
 
 def cause_of(error: BaseException) -> BaseException:
