@@ -1,5 +1,6 @@
 """Text that a tokenizer loses: what counts, and where it is said, marked and refused."""
 
+import gzip
 import json
 import unicodedata
 
@@ -213,6 +214,20 @@ def test_a_recipe_of_lost_text_is_refused_unless_it_allows_it(home):
     shares = next(line for line in lines if line.startswith("bytes that the tokenizer loses"))
     assert "old.en 0 %, new.el 63." in shares
     assert any(line.startswith("warning: test.el: the tokenizer loses") for line in lines)
+
+
+def test_validate_says_what_is_left_out_of_a_text(home, tmp_path):
+    rows = [{"text": ENGLISH}] * 20 + [{"text": ENGLISH, "language": "grc"}] * 2 + [{"text": None}]
+    (tmp_path / "el.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    (tmp_path / "README.txt").write_text("about")
+    text = recipe(home, False).text.replace(f"{home}/el.jsonl", str(tmp_path))
+    for offline in (False, True):
+        lines = validate_recipe(Recipe.of_text(text, "recipe.yaml"), offline)
+        said = next(line for line in lines if line.startswith(f"new.el: {tmp_path}, 1 file(s); "))
+        assert said.endswith(
+            "files left out: README.txt (about the data, by its name); 20 documents kept, 3 rows left out: 2 tagged "
+            "'grc', 1 without text"
+        )
 
 
 def test_the_first_file_of_a_folder_does_not_stand_for_the_others(home, tmp_path):
