@@ -122,15 +122,11 @@ def _in_json_words(value: Any) -> Any:
     return [_in_json_words(item) for item in value] if isinstance(value, list) else value
 
 
-_SHOWN = 24  # of the known keys; the arguments of transformers are over a hundred
-
-
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """`unknown key ...`, with the nearest known one."""
+def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
+    """`unknown key ...`, with the nearest known one, or the first `shown` of them and what the `others` are."""
     known = list(known)
-    near = difflib.get_close_matches(key, known[:_SHOWN], 1, 0.5) or difflib.get_close_matches(key, known, 1, 0.75)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN + 1 else ""
-    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[: _SHOWN if more else None])}{more}."
+    near = difflib.get_close_matches(key, known[:shown], 1, 0.5) or difflib.get_close_matches(key, known, 1, 0.75)
+    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[:shown])}{others}."
     return f"unknown key `{key}`; {hint}"
 
 
@@ -178,7 +174,9 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     first = same[0]
     kind, value = first["type"], first["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{_place(where, path[:-1])}{unknown_key(str(path[-1]), keys_of(_class_at(cls, path[:-1])))}"
+        found: Any = _class_at(cls, path[:-1])
+        shown = found.shown_keys() if hasattr(found, "shown_keys") else ()
+        return f"{_place(where, path[:-1])}{unknown_key(str(path[-1]), keys_of(found), *shown)}"
     if kind in ("missing", "missing_argument"):
         return f"{_place(where, path[:-1])}`{path[-1]}` is missing."
     if kind == "value_error":

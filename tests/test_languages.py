@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from hf_moe_expand import Plan, pack_texts
 from hf_moe_expand.analysis.fertility import measure_fertility
+from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.cli.common import text_sources
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
@@ -151,6 +152,14 @@ def test_one_language_under_two_names_is_refused(takes, one, other):
 def test_a_recipe_names_a_language_once(part, said):
     with pytest.raises(InputError, match=rf"{said}: two names of one language"):
         Recipe.of_text(f"base: b\noutput: o\nplan: {{method: moe-lpr, experts: 2}}\n{part}\n", "recipe.yaml")
+
+
+def test_an_anchor_is_no_language_of_the_model_under_another_name():
+    classes, texts = {"en": 0, "el": 1}, ["en", "el"]
+    anchors = {code: ["text"] for code in ("eng", "hu", "tr", "de")}
+    assert list(check_languages(classes, texts, anchors)) == ["hu", "tr", "de"]
+    with pytest.raises(InputError, match="anchors: ell_Grek is a new language of the model"):
+        check_languages(classes, texts, {**anchors, "ell_Grek": ["text"]})
 
 
 def test_a_command_names_a_language_once(tmp_path):

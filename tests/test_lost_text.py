@@ -1,5 +1,6 @@
 """Text that a tokenizer loses: what counts, and where it is said, marked and refused."""
 
+import gzip
 import json
 import unicodedata
 
@@ -215,6 +216,20 @@ def test_a_recipe_of_lost_text_is_refused_unless_it_allows_it(home):
     assert any(line.startswith("warning: test.el: the tokenizer loses") for line in lines)
 
 
+def test_validate_says_what_is_left_out_of_a_text(home, tmp_path):
+    rows = [{"text": ENGLISH}] * 20 + [{"text": ENGLISH, "language": "grc"}] * 2 + [{"text": None}]
+    (tmp_path / "el.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    (tmp_path / "README.txt").write_text("about")
+    text = recipe(home, False).text.replace(f"{home}/el.jsonl", str(tmp_path))
+    for offline in (False, True):
+        lines = validate_recipe(Recipe.of_text(text, "recipe.yaml"), offline)
+        said = next(line for line in lines if line.startswith(f"new.el: {tmp_path}, 1 file(s); "))
+        assert said.endswith(
+            "files left out: README.txt (about the data, by its name); 20 documents kept, 3 rows left out: 2 tagged "
+            "'grc', 1 without text"
+        )
+
+
 def test_the_first_file_of_a_folder_does_not_stand_for_the_others(home, tmp_path):
     write_texts(tmp_path / "a.jsonl", [ENGLISH] * 12_000)
     write_texts(tmp_path / "b.jsonl", [GREEK] * 3_000)
@@ -240,7 +255,7 @@ def test_the_commands_take_the_option(home, tmp_path):
     given = ["--base", home / "base", "--new", f"el={home}/el.jsonl", "--old", f"en={home}/en.jsonl"]
     with pytest.raises(InputError, match="positions"):  # the option is known; this base is too small for the recipe
         invoke("recipes", "new", *given, "--out", tmp_path / "recipe.yaml", "--allow-lost-text")
-    (tmp_path / "stage.yaml").write_text("block_size: 16\ntraining: {max_steps: 1}\n")
+    (tmp_path / "stage.yaml").write_text("block_size: 16\nmax_steps: 1\n")
     plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
     expand_checkpoint(f"{home}/base", tmp_path / "expanded", plan)
     train = ["train", "post-pretrain", tmp_path / "expanded", tmp_path / "out", "--data", f"el={home}/el.jsonl"]

@@ -15,7 +15,9 @@ GREEDY = ["temperature 0"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    bpe_tokenizer().save_pretrained(folder)
+    tokenizer = bpe_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_config("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
     return folder
 
 

@@ -7,7 +7,6 @@ from datasets import Dataset
 from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_moe_expand import errors
 from hf_moe_expand.analysis.deviation import _blocks
 from hf_moe_expand.analysis.gate_text import gate_examples
 from hf_moe_expand.analysis.reading import token_blocks
@@ -16,6 +15,7 @@ from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.tokens import encode_documents, frame, prompt_tokens, without_end
 from hf_moe_expand.evaluation.perplexity import evaluate_model, text_stream
 from hf_moe_expand.evaluation.translation import translate
+from hf_moe_expand.saying import say_once
 from hf_moe_expand.self_written import _ids
 
 END, BOS, SEP, MASK = range(256, 260)
@@ -133,7 +133,7 @@ SAID = "the text has special tokens, which are read as such: "
 
 @CASES
 def test_special_tokens_that_a_text_names_are_counted_and_said(template, before, after, capfd):
-    errors.say_once.cache_clear()
+    say_once.cache_clear()
     tokenizer = framing(template)
     texts = ["a<end>b", "b[MASK]<end>", "plain text of some length"] * 4
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)
@@ -146,7 +146,7 @@ def test_special_tokens_that_a_text_names_are_counted_and_said(template, before,
 
 @CASES
 def test_nothing_is_said_of_what_the_tokenizer_puts_around_texts(template, before, after, capfd):
-    errors.say_once.cache_clear()
+    say_once.cache_clear()
     tokenizer = framing(template)
     texts = ["a text", "another one", ""] * 6
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)

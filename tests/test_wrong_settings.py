@@ -89,7 +89,9 @@ def line_of(case, root, number):
 def test_the_line_says_what_is_wrong_and_where(root, number):
     line = line_of(CASES[number], root, number)
     assert "\n" not in line
-    assert line == CASES[number]["line"]
+    # A line that lists what the library knows is kept as far as the list.
+    wanted = CASES[number]["line"]
+    assert line.startswith(wanted[:-3]) if wanted.endswith("...") else line == wanted
 
 
 def test_the_good_recipes_are_good(root):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..jsonfile import read_json
 from ..schema import Coefficient, Count, Declared, Flag, Positive, Share, Text, Whole, read
-from .source import load_tokenizer
+from .tokenizer import load_tokenizer
 
 # Ollama takes the memory of the whole context at once; at this length it is a fraction of the weights'.
 MOST_CONTEXT = 8192

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -176,7 +177,7 @@ class LanguageText:
 
     def count(self, most: int) -> int:
         """The number of documents, counted up to `most`; text on the hub is taken to be enough."""
-        return sum(1 for _ in islice(self.documents(), most)) if self.files() else most
+        return sum(1 for _ in islice(self.documents(), min(most, sys.maxsize))) if self.files() else most
 
     def beginnings(self, as_pairs: bool = False) -> Iterator[Beginning]:
         """The beginning of each local file: about `BEGINNING` bytes of text, or less of many files.

@@ -237,6 +237,11 @@ class StageConfig(TrainingArguments, Stage):
         return {name: BOUNDED.get(name) or strict(hints[name]) for name in (*own, *others)}
 
     @classmethod
+    def shown_keys(cls) -> tuple[int, str]:
+        """How many of the keywords a message names, and what the others are."""
+        return len(own_fields(cls)), " and those of transformers.TrainingArguments"
+
+    @classmethod
     def _unlike_defaults(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords with another value than the default's: a command line's parser gives all of them. To it the
         library's "no" is false."""

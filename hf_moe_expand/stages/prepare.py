@@ -119,15 +119,15 @@ def prepare(
     held_out = {} if validation is None else validation_sources(validation)
     named = [*(text.source for text in held_out.values()), getattr(config, "curriculum", None)]
     if offline and (unset := next(filter(None, map(unset_variable, filter(None, named))), None)):
-        skipped = f"skipped: {key}: {unset} is not set"
-        return Prepared(config, model, texts, *config.trained(), None, [*_at(key, lines), skipped])
+        lines = [*_at(key, lines), f"skipped: {key}: {unset} is not set"]
+        return Prepared(config, model, texts, *config.trained(), None, lines)
     for code, source in held_out.items():
         with errors_at(f"{prefix}validation.texts.{code}"):
             if model.is_encoder_decoder and tokenizer is not None:
                 check_pairs(source, tokenizer)
             else:
                 source.check()
-    file, skipped = config.deepspeed, []
+    file, skipped = config.deepspeed, list[str]()
     if isinstance(file, str) and Path(file).suffix and not Path(file).is_file():
         if not offline:
             raise InputError(f"{prefix}deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
