@@ -34,6 +34,7 @@ from hf_moe_expand import (
 from hf_moe_expand.analysis.calibration import join_calibrated
 from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.gating import fit_gates
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.anchors import shipped_anchors
 from hf_moe_expand.baselines.branches import expand_branches
@@ -51,7 +52,6 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, SimilarityResult
-from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.config import StageConfig
 
 CONFIGS: dict[str, type[StageConfig]] = {

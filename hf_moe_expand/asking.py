@@ -15,7 +15,7 @@ from .modeling import ExpandedConfig
 from .modeling.routing_control import classes_of
 from .models import check_decoder, end_tokens, load_for_inference, longest_block
 from .records import History
-from .settings import Answering
+from .writing import Answering
 
 # In place of a base's folder: the base inside the expanded model.
 INSIDE = "inside"

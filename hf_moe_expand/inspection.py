@@ -13,6 +13,7 @@ from .checkpoint.local import check_expanded
 from .checkpoint.new_experts import check_kinds, chosen_kind
 from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
+from .checkpoint.settings import LORA_ALPHA, LORA_RANK
 from .checkpoint.source import load_base_config, load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
 from .errors import InputError
@@ -26,7 +27,6 @@ from .planning.plan import Plan
 from .records import ExpansionRecord, History, StageRecord
 from .rendering import render
 from .scratch import leftovers
-from .settings import LORA_ALPHA, LORA_RANK
 from .stages import all_stages, stages_for, training_stages
 from .stages.config import StageConfig
 from .trainers.freezing import freeze

@@ -7,23 +7,19 @@ from typing import Any, Self
 import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
+from .analysis.settings import AnalysisSettings, DeviationSettings
+from .checkpoint.settings import ExpandSettings, JoinSettings
 from .data.sources import LanguageText, check_languages
 from .errors import InputError
+from .evaluation.settings import EvaluationSettings
 from .languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from .planning.methods import AnyPlan, PlanSettings
 from .recipe_paths import Place
 from .schema import Declared, Flag, Text, Whole, json_schema, read
 from .self_written import SelfWrittenText
-from .settings import (
-    AnalysisSettings,
-    DeviationSettings,
-    EvaluationSettings,
-    ExpandSettings,
-    JoinSettings,
-    SelfWrittenSettings,
-)
 from .stages import recipe_stages, stages_for
 from .stages.base import Stage
+from .writing import SelfWrittenSettings
 from .yamlfile import parse_mapping, read_text
 
 Sources = dict[LanguageCode, Place]

@@ -23,7 +23,7 @@ from .jsonfile import write_text
 from .modeling import ExpandedConfig
 from .models import check_decoder, generating, load_for_inference, longest_block
 from .records import History
-from .settings import SampleSettings
+from .writing import SampleSettings
 
 WRITTEN_BY = "written_by"  # the key of a row that names the model that wrote it
 _TRIES = 4  # batches without a word for each one with words, before the model is given up

@@ -20,11 +20,11 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.gate_fit import PENALTY, _marked, candidates, softmax_regression
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.anchors import shipped_anchors, shipped_sentences
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.settings import GateSettings
 
 ALPHABETS = ("abcdefg", "hijklmn", "opqrstu", "vwxyzAB", "CDEFGHI", "JKLMNOP", "QRSTUVW", "XYZ0123")
 

@@ -23,6 +23,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.analysis.routing import nearest_experts
+from hf_moe_expand.analysis.settings import AnalysisSettings
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
@@ -36,7 +37,6 @@ from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.records import History
 from hf_moe_expand.results import SimilarityResult
 from hf_moe_expand.schema import changed
-from hf_moe_expand.settings import AnalysisSettings
 from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])

@@ -16,7 +16,7 @@ ROOMS = (
     ("disk", "extra", "hub_answers", "layer_names", "memory", "rendering", "saying", "scratch", "yamlfile"),
     ("extensions", "hub_access", "jsonfile", "languages", "schema"),
     ("recipe_paths",),
-    ("anchors", "recipes", "records", "results", "run_record", "settings"),
+    ("anchors", "recipes", "records", "results", "run_record", "writing"),
     ("modeling",),
     ("",),
     ("planning",),

@@ -16,10 +16,10 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.harness import Metric, _metrics
 from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.report.page import read_logs
 from hf_moe_expand.schema import read
-from hf_moe_expand.settings import EvaluationSettings
 
 PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
 GROWTH = Plan("layer-moe", [3, 1, 3], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])

@@ -25,10 +25,10 @@ from hf_moe_expand import (
     shrink_checkpoint,
     train_stage,
 )
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.records import History
-from hf_moe_expand.settings import GateSettings
 
 STORED = Path(__file__).resolve().parent / "checkpoints"
 TOLERANCE = 1e-3

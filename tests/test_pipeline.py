@@ -23,10 +23,13 @@ from hf_moe_expand import (
     validate_recipe,
 )
 from hf_moe_expand.analysis.routing import nearest_experts
+from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.settings import ExpandSettings
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.hub_files import published_files
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
@@ -34,7 +37,6 @@ from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed
-from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer

@@ -24,6 +24,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.expand import check_dense_plan
+from hf_moe_expand.checkpoint.settings import JoinSettings
 from hf_moe_expand.cli import plan as plan_verbs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
@@ -42,7 +43,6 @@ from hf_moe_expand.planning.methods import (
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.schema import Count, Declared, changed, json_schema, read
-from hf_moe_expand.settings import JoinSettings
 
 GOOD = {
     "layer-moe": {"total_experts": 7},

@@ -8,12 +8,12 @@ from conftest import invoke, save_dense, write_texts
 from encoder_decoders import save_tiny
 
 from hf_moe_expand import recommended
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe
 from hf_moe_expand.recommended import blocks_a_step, new_recipe, rates_for
-from hf_moe_expand.settings import GateSettings
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,13 @@ from conftest import keywords, save_dense, write_texts
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.pipeline import steps_of
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.schema import changed
-from hf_moe_expand.settings import AverageSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.steps.analyze import AnalyzeSimilarity
 from hf_moe_expand.steps.evaluate import Evaluate

@@ -12,6 +12,7 @@ from hf_moe_expand import Plan, expand_checkpoint, extra
 from hf_moe_expand.data.sources import LanguageText, language_name
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import translation
+from hf_moe_expand.evaluation.settings import TranslationSettings
 from hf_moe_expand.evaluation.translation import (
     evaluate_translation,
     load_parallel,
@@ -20,7 +21,6 @@ from hf_moe_expand.evaluation.translation import (
     translation_prompt,
 )
 from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.settings import TranslationSettings
 
 pytest.importorskip("sacrebleu", reason="the extra `eval` is not installed")
 pytest.importorskip("language_data", reason="the extra `eval` is not installed")

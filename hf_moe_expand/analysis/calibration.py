@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..analysis.settings import GateSettings
 from ..checkpoint.join import JoinReport, joined_config, load_packs, write_joined
 from ..checkpoint.packs import check_packs
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
@@ -18,7 +19,6 @@ from ..evaluation.perplexity import TextStream, beginning, score_stream, text_st
 from ..models import check_decoder, load_for_inference, load_tokenizer
 from ..records import History
 from ..scratch import beside, scratch_folder
-from ..settings import GateSettings
 from .gate_fit import GateReport
 from .gating import check_languages, fitted, gate_of
 

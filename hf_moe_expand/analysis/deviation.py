@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import get_linear_schedule_with_warmup
 
+from ..analysis.settings import DeviationSettings
 from ..checkpoint.writer import new_folder
 from ..data.tokens import begin_tokens, encode_documents
 from ..errors import InputError
@@ -26,7 +27,6 @@ from ..languages import check_named_once
 from ..modeling import decoder_ffns
 from ..models import check_decoder, longest_block, model_name
 from ..results import DeviationResult
-from ..settings import DeviationSettings
 
 _SETTINGS = "settings.json"
 _FOUND = "deviation.json"

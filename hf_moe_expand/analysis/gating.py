@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from ..analysis.settings import GateSettings
 from ..anchors import shipped_anchors, shipped_sentences
 from ..checkpoint.expansion_only import sha256_of
 from ..checkpoint.gates import Gate, check_gated, gated, write_gate
@@ -25,7 +26,6 @@ from ..modeling.language_gate import TEMPLATE, GateRule
 from ..models import check_decoder, load_for_inference, longest_block, model_name
 from ..records import History, StageRecord
 from ..scratch import new_file
-from ..settings import GateSettings
 from .gate_fit import FittedGate, GateReport, Scored, by_class, candidates, fit_gate, report_of
 from .gate_text import gate_examples
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ..analysis.settings import AnalysisSettings
 from ..errors import InputError
 from ..modeling import count_layers
 from ..models import check_decoder, longest_block, model_name
 from ..results import SeparabilityResult
-from ..settings import AnalysisSettings
 from .reading import document_blocks, padded_batches, progress, read_inputs
 
 # Numbers of tokens after which running text is scored; text is cut into stretches of the last one.

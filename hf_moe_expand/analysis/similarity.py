@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..analysis.settings import AnalysisSettings
 from ..modeling import count_layers, stack_sizes
 from ..models import longest_block, model_name
 from ..results import SimilarityResult
-from ..settings import AnalysisSettings
 from .reading import padded_batches, progress, read_inputs, side_batches, token_blocks
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..settings import AnalysisSettings, DeviationSettings
+from ..analysis.settings import AnalysisSettings, DeviationSettings
 from . import options as opt
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
-from ..settings import Answering
+from ..writing import Answering
 from .common import check_checkpoints, check_file, codes, print_or_write
 from .options import Model, Overwrite, Revision, app, with_settings
 

@@ -6,7 +6,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..settings import EvaluationSettings
+from ..evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
     from ..evaluation.harness import HarnessTasks

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from ..settings import EvaluationSettings, TranslationSettings
+from ..evaluation.settings import EvaluationSettings, TranslationSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from ..settings import SampleSettings
+from ..writing import SampleSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 

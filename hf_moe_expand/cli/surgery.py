@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..analysis.settings import AnalysisSettings
+from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
-from ..settings import AnalysisSettings, AverageSettings, ExpandSettings, GraftSettings
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 

@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import InputError
+from ..evaluation.settings import EvaluationSettings
 from ..extensions import extension_points
-from ..settings import EvaluationSettings
 from ..stages import kinds, stage_files
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import AllowLostText, Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app

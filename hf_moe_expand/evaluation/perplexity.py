@@ -18,10 +18,10 @@ from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..errors import InputError, errors_at
+from ..evaluation.settings import EvaluationSettings
 from ..languages import check_named_once
 from ..models import longest_block
 from ..saying import say_once
-from ..settings import EvaluationSettings
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 
 # The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.

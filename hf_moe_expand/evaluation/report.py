@@ -11,10 +11,10 @@ from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
+from ..evaluation.settings import EvaluationSettings
 from ..jsonfile import read_json, write_json
 from ..models import check_decoder, load_for_inference
 from ..schema import keys_of, read
-from ..settings import EvaluationSettings
 from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model

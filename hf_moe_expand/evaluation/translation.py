@@ -14,10 +14,10 @@ from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
 from ..data.tokens import prompt_tokens
 from ..errors import InputError
+from ..evaluation.settings import TranslationSettings
 from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import end_tokens, generating, longest_block
-from ..settings import TranslationSettings
 from .report import compared
 
 

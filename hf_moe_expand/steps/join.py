@@ -10,6 +10,7 @@ from ..checkpoint.join import join_expansions, joined_config, load_packs
 from ..checkpoint.local import pack_and_name
 from ..checkpoint.packs import Pack, check_packs
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.settings import JoinSettings
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_shard_size
@@ -19,7 +20,6 @@ from ..modeling.expansion_only import RECORD
 from ..models import check_decoder, load_tokenizer
 from ..records import History
 from ..self_written import SelfWrittenText
-from ..settings import JoinSettings
 from ..stages.config import languages_of
 from ..stages.outlook import Found, Outlook, StepResult
 from .base import RunStep

@@ -10,8 +10,8 @@ from ..errors import errors_at
 from ..models import check_decoder
 from ..recipe import Recipe
 from ..self_written import check_positions, write_texts
-from ..settings import SelfWrittenSettings
 from ..stages.outlook import Found, Outlook, StepResult
+from ..writing import SelfWrittenSettings
 from .base import Step
 
 # Generous: bytes of a token's text, and of the words about its origin in a document's row.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.merge import average_experts
+from ...checkpoint.settings import AverageSettings
 from ...errors import InputError
-from ...settings import AverageSettings
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...analysis.gate_fit import GateReport
 from ...analysis.gating import check_languages, fit_gates
+from ...analysis.settings import GateSettings
 from ...data.sources import contents
 from ...errors import errors_at
-from ...settings import GateSettings
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.graft import check_fine_tune, graft_delta
-from ...settings import GraftSettings
+from ...checkpoint.settings import GraftSettings
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 

@@ -1,0 +1,47 @@
+"""Settings of the analyses and of the gate."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ..schema import Count, Declared, Positive, Whole
+
+
+class AnalysisSettings(Declared):
+    """Similarity of languages in each layer (LayerMoE), and which experts a further expansion copies."""
+
+    tokens: Count = Field(100_000, description="tokens of each language (Q)")
+    block_size: Count = Field(1024, description="tokens that the model sees at once")
+    batch_size: Count = Field(8, description="blocks in a forward pass")
+
+
+class DeviationSettings(Declared):
+    """How training moves each layer (DMoE)."""
+
+    steps: Count = Field(10, description="training steps on each language")
+    learning_rate: Positive = Field(8e-6, description="learning rate of the first step; it decays to zero")
+    batch_size: Count = Field(2048, description="blocks in a step")
+    block_size: Whole = Field(512, ge=2, description="tokens in a block")
+    micro_batch_size: Count = Field(
+        8, description="blocks in one forward and backward pass; affects only memory and speed"
+    )
+    last_layers: Count = Field(3, description="number of last layers over whose FFNs languages are compared")
+
+
+class GateSettings(Declared):
+    """How the gate that sends home what it does not recognise is fitted."""
+
+    layer: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="the layer that has the gate; by default the best one of the first third"
+    )
+    unseen_share: float = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="most tokens of a language that the gate has not seen that may go to new experts, as a share; a "
+        "language above it is a near relative of a new one, and named",
+    )
+    tokens: Whole = Field(1600, ge=100, description="tokens of each of the model's languages to fit on")
+    anchor_tokens: Whole = Field(400, ge=100, description="tokens of each anchor language to fit on")
+    bound: Positive = Field(4.0, le=1024, description="most evidence of one token, in nats")
+    window: Count = Field(64, description="tokens whose evidence counts")

@@ -1,0 +1,65 @@
+"""Settings of what changes checkpoints without training."""
+
+from typing import Annotated, Literal
+
+from pydantic import AllowInfNan, Field
+
+from ..disk import DEFAULT_SHARD_SIZE
+from ..recipe_paths import Place
+from ..schema import Count, Declared, Flag, Number, Positive, Text, Whole
+
+# Of LoRA experts.
+LORA_RANK, LORA_ALPHA = 8, 16.0
+
+
+class ExpandSettings(Declared):
+    """Kind and initial weights of the new experts."""
+
+    expert_init: Text = Field("copy", description="`copy` of the original FFN, or `random` weights (an ablation)")
+    copy_from: Annotated[Whole, Field(ge=0)] | Literal["nearest"] = Field(
+        0,
+        description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
+        "which each layer routes the new languages' text most",
+    )
+    conditional_routing: Flag = Field(
+        False, description="share the original FFN among all tokens; a gate weighs the other experts (CMR)"
+    )
+    expert_kind: Text = Field(
+        "ffn",
+        description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); or `added`: small FFNs "
+        "beside the original block, which may be a mixture of experts",
+    )
+    lora_rank: Count = Field(LORA_RANK, description="rank of the updates")
+    lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")
+    expert_width: Count | None = Field(None, description="width of the added FFNs")
+    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+
+
+class JoinSettings(Declared):
+    """Language packs, which are joined without training."""
+
+    packs: list[Place] = Field(
+        min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
+    )
+    keep_both: Flag = Field(False, description="join packs that add one and the same language, too")
+    calibrate: Flag = Field(
+        False, description="fit gates that tell the packs' languages from all others, on text under `old` and `new`"
+    )
+    tokens: Whole = Field(500, ge=16, description="tokens of each language by which the join is scored")
+    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+
+
+class GraftSettings(Declared):
+    """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
+
+    instruct: Place = Field(description="folder or hub id of the fine-tune")
+    scale: Annotated[Number, AllowInfNan(False)] = Field(1.0, description="factor of the change")
+    keep_tokenizer: Flag = Field(
+        False, description="keep the model's tokenizer, chat template and generation config, not the fine-tune's"
+    )
+
+
+class AverageSettings(Declared):
+    """`weight * expert + (1 - weight) * FFN`, of each new expert and the FFN from which it was copied."""
+
+    weight: float = Field(0.8, ge=0, le=1, description="the new expert's weight in the mean")

@@ -1,0 +1,35 @@
+"""Settings of evaluations and translations."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ..recipe_paths import Place
+from ..schema import Count, Declared, Text, Whole
+
+
+class EvaluationSettings(Declared):
+    """How held-out text is scored."""
+
+    block_size: Count = Field(1024, description="tokens in a window")
+    batch_size: Count = Field(8, description="windows in a forward pass")
+    max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
+        None,
+        description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
+        "default",
+    )
+    questions: dict[Text, Place] | None = Field(
+        None,
+        description="by old language, a file with questions, one a line, that base and result answer in the base's "
+        "chat template; by default ten in English, if English is old; `{}` for none",
+    )
+
+
+class TranslationSettings(Declared):
+    """How a model translates parallel text, to be scored."""
+
+    shots: Whole = Field(0, ge=0, description="number of first lines that are examples in each prompt, not scored")
+    limit: Count | None = Field(None, description="maximum of sentences to score")
+    batch_size: Count = Field(8, description="sentences translated at once")
+    max_new_tokens: Count = Field(256, description="maximum of tokens in a translation")
+    beams: Count = Field(1, description="beams of an encoder-decoder's search; 1 is greedy")
