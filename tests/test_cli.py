@@ -351,6 +351,6 @@ def test_the_help_of_a_stage_is_its_files_docstring_and_its_keys():
     assert "Add a language to a DMoE model" in verbs
     shown = invoke("train", "review", "--help")
     assert "Example: hf-moe-expand train review" in " ".join(shown.split())
-    assert "  block_size           tokens in a block (512)" in shown
-    assert "  validation           held-out text to score during training\n" in shown
+    assert "  block_size                   tokens in a block (512)" in shown
+    assert "  validation                   held-out text to score during training\n" in shown
     assert "\n    training " not in shown

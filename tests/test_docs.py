@@ -62,7 +62,7 @@ def test_every_block_reads(guide, tmp_path, monkeypatch):
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, context: None, raising=False)
     fences = re.findall(r"^ *```(.*)$", guide.read_text("utf-8"), re.MULTILINE)
     assert fences[1::2] == [""] * (len(fences) // 2)
-    assert set(fences) <= {"", "bash", "json", "python", "text", "yaml"}
+    assert set(fences) <= {"", "bash", "json", "python", "text", "toml", "yaml"}
     for line in bash_lines(guide):
         if line.startswith("make "):
             assert f"\n{line.split()[1]}: " in (ROOT / "Makefile").read_text("utf-8")

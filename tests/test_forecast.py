@@ -39,8 +39,8 @@ QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": Tru
 PLAN = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
 RECIPE = """{{base: {root}/base, output: {out}/run, old: {{en: {root}/en.jsonl}}, new: {{el: {root}/el.jsonl}},
 plan: {{method: moe-lpr, experts: 3}},
-post_pretrain: {{block_size: 16, training: {{max_steps: 3, save_steps: 1, per_device_train_batch_size: 2}}}},
-review: {{block_size: 16, training: {{max_steps: 1, save_strategy: "no", per_device_train_batch_size: 2}}}}}}"""
+post_pretrain: {{block_size: 16, max_steps: 3, save_steps: 1, per_device_train_batch_size: 2}},
+review: {{block_size: 16, max_steps: 1, save_strategy: "no", per_device_train_batch_size: 2}}}}"""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     disk_with(monkeypatch, needed)
     run_recipe(recipe)
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
-    config, network = recipe.post_pretrain.config(tmp_path, 0), network_of(load_config(tmp_path / "run" / "expanded"))
+    config, network = recipe.post_pretrain.made(tmp_path, 0), network_of(load_config(tmp_path / "run" / "expanded"))
     assert needed == max(kept["expanded"] + forecast(network, config, {}).disk, sum(kept.values()))
     shutil.rmtree(tmp_path / "run" / "review")
     assert most() == kept["review"]

@@ -122,7 +122,7 @@ def test_a_saved_model_is_a_checkpoint_for_every_command(tmp_path):
         for code, text in {"en": "hello world ", "el": "καλημέρα κόσμε ", "hu": "jó napot "}.items()
     }
     settings = tmp_path / "stage.yaml"
-    settings.write_text("block_size: 32\ntraining: {max_steps: 2, per_device_train_batch_size: 2}\n")
+    settings.write_text("{block_size: 32, max_steps: 2, per_device_train_batch_size: 2}\n")
     assert "layer-moe on Qwen2ForCausalLM" in invoke("inspect", tmp_path / "model")
     invoke(
         "train", "post-pretrain", tmp_path / "model", tmp_path / "trained",

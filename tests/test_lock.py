@@ -87,8 +87,8 @@ def test_a_recipe_is_run_by_one_process(root, tmp_path, held):
     recipe.write_text(
         f"base: {root}/base\noutput: {tmp_path}/run\nold: {{en: {root}/el.jsonl}}\nnew: {{el: {root}/el.jsonl}}\n"
         "plan: {method: moe-lpr, experts: 2}\n"
-        "post_pretrain: {block_size: 16, training: {max_steps: 1, disable_tqdm: true}}\n"
-        "review: {block_size: 16, old_documents: 1, new_per_old: 1, training: {max_steps: 1, disable_tqdm: true}}\n"
+        "post_pretrain: {block_size: 16, max_steps: 1, disable_tqdm: true}\n"
+        "review: {block_size: 16, old_documents: 1, new_per_old: 1, max_steps: 1, disable_tqdm: true}\n"
     )
     (tmp_path / "run").mkdir()
     other = held(tmp_path / "run")

@@ -1,7 +1,6 @@
 """Sentences as tokens for each kind of translation model: language codes, directions, the task in words."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -17,10 +16,9 @@ from encoder_decoders import (
 
 from hf_moe_expand import LanguageText, pack_pairs
 from hf_moe_expand.analysis.reading import side_batches
-from hf_moe_expand.data.pairs import PairEncoder, SentencePair, pairs_of, sentence_pairs
+from hf_moe_expand.data.pairs import PairEncoder, SentencePair, check_pairs, pairs_of, sentence_pairs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import pair_stream
-from hf_moe_expand.steps.base import check_pairs
 
 
 def words(tokenizer, ids):
@@ -137,7 +135,7 @@ def test_a_recipe_s_text_is_checked_in_the_model_s_direction(tmp_path, row):
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"translation": row}))
     for language in ("en", "de"):
         text = LanguageText(language, str(tmp_path / "pairs.jsonl"))
-        check_pairs(text, SimpleNamespace(tokenizer=one_way_tokenizer("de", "en"), offline=False))
+        check_pairs(text, one_way_tokenizer("de", "en"))
 
 
 def test_norwegian_is_found_as_bokmal():

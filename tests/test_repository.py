@@ -9,7 +9,7 @@ from conftest import invoke
 
 from hf_moe_expand.planning.methods import METHODS
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.settings_page import settings_page
+from hf_moe_expand.settings_page import _fields, settings_page
 from hf_moe_expand.stages import all_stages, recipe_stages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +81,7 @@ def test_the_page_of_settings_has_every_key_with_its_description():
         title = part.partition("\n")[0].replace("`", "")
         sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
         assert all(sections[title].values()), title
-    stages = {key: set(stage.settings_class().__pydantic_fields__) for key, stage in all_stages().items()}
+    stages = {key: set(_fields(stage.settings)) for key, stage in all_stages().items()}
     assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "average", "adapt", "dense"]
     wanted = {key if key in recipe_stages() else f"A file of train {key}": stages[key] for key in stages}
     wanted["plan"] = {key for method in METHODS.values() for key in method.all_keys()}

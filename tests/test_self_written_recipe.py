@@ -177,8 +177,8 @@ def test_prompts_by_language_beside_old_text(recipe, root, tmp_path):
         recipe, old={"en": str(root / "en.jsonl")}, output=str(tmp_path / "prompts"),
         self_written=SelfWrittenSettings(documents=4, tokens=30, prompts=prompts),
         plan=plan_settings("moe-lpr", experts=2),
-        post_pretrain=changed(recipe.post_pretrain, replay=True),
-        review=changed(recipe.review, old_documents=3),
+        post_pretrain=recipe.post_pretrain.but(replay=True),
+        review=recipe.review.but(old_documents=3),
     )  # fmt: skip
     final = silently(recipe)
     written = Counter((row["language"], row["prompt"]) for row in rows(tmp_path / "prompts" / WRITTEN))
@@ -244,12 +244,13 @@ def test_distillation_without_the_bases_text_is_refused_in_a_further_expansion_t
     ],
 )
 def test_checks_before_anything_runs(recipe, settings, message):
-    recipe = changed(
-        recipe, self_written=SelfWrittenSettings(**{"documents": 12, "tokens": 50, **settings}),
-        analysis=AnalysisSettings(tokens=120, block_size=32), review=changed(recipe.review, old_documents=6),
-    )  # fmt: skip
+    changes = {
+        "self_written": SelfWrittenSettings(**{"documents": 12, "tokens": 50, **settings}),
+        "analysis": AnalysisSettings(tokens=120, block_size=32),
+        "review": recipe.review.but(old_documents=2 if settings.get("documents") == 2 else 6),
+    }
     with pytest.raises(InputError, match=message):
-        validate_recipe(recipe)
+        validate_recipe(changed(recipe, **changes))
 
 
 @pytest.mark.parametrize(

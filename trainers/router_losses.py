@@ -347,6 +347,8 @@ def _fetch_experts_together(model: Any) -> None:
     for ranks whose tokens chose other experts."""
     from deepspeed.utils import set_z3_leaf_module
 
+    if not hasattr(model, "expanded_ffns"):  # a dense one
+        return
     for ffn in model.expanded_ffns().values():
         set_z3_leaf_module(ffn, True)
     # DeepSpeed ends the backward pass of such a piece when it has the gradient of the piece's input. With frozen

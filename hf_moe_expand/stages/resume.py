@@ -63,8 +63,7 @@ class TrainingFolder:
         if not record.is_file() or not whole:
             return None
         before = read_json(record, "the record of a training run")
-        settings = before.get("settings") or {}
-        before["settings"] = {**settings, **settings.pop("training", {})}  # where earlier releases wrote some of them
+        before["settings"] = _as_now(before.get("settings") or {}, self.started_with["settings"])
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             named = [name for name in changed if name != "settings"]
             if "settings" in changed:
@@ -105,6 +104,13 @@ def remove_training(out: Path) -> None:
     path = training_of(out)
     if is_work_folder(path):
         remove_work_folder(path)
+
+
+def _as_now(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Settings as earlier releases wrote them: some under `training`, and without those that came later and are off."""
+    nested = before.get("training") or {}
+    flat = {**{name: value for name, value in before.items() if name != "training"}, **nested}
+    return {**{name: value for name, value in now.items() if not value and name not in flat}, **flat}
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:
