@@ -128,6 +128,7 @@ def test_bytes_that_are_no_utf8_are_told_by_their_line(tmp_path, kind, suffix):
 @pytest.mark.parametrize(
     ("content", "said"),
     [("ένα\n".encode("utf-16"), "it looks like UTF-16"), (gzip.compress(BODY), "it looks like gzip")],
+    ids=["UTF-16", "gzip"],
 )
 def test_what_a_file_may_be_that_is_no_utf8(tmp_path, content, said):
     (tmp_path / "a.txt").write_bytes(content)
