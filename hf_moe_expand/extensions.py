@@ -12,7 +12,8 @@ before it reads a recipe.
 """
 
 import sys
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Literal, TypeVar
 
 from .errors import InputError
@@ -50,7 +51,12 @@ def _register(kind: Kind, name: str, value: T) -> T:
 
 def extension_points(kind: Kind) -> dict[str, EntryPoint]:
     """The entry points of other packages, by name; imports none."""
-    return {point.name: point for point in entry_points(group=f"hf_moe_expand.{kind}")}
+    return {point.name: point for point in _all_points().select(group=f"hf_moe_expand.{kind}")}
+
+
+@cache
+def _all_points() -> EntryPoints:
+    return entry_points()  # reads a file of each package that is installed
 
 
 def extensions(kind: Kind) -> dict[str, Any]:
