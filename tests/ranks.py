@@ -33,7 +33,7 @@ from hf_moe_expand import (
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.distributed import leave_ranks
 from hf_moe_expand.stages import config as stage_config
-from hf_moe_expand.stages.base import TrainingStage
+from hf_moe_expand.stages.config import StageConfig
 from hf_moe_expand.trainers import pieces
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
 
@@ -224,20 +224,20 @@ def stage(folder, name, config, callback=None, start="ffn"):
     data = {code: LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
     if isinstance(config, PostPretrainConfig):
         del data["en"]
-    made = TrainingStage.make_trainer
+    made = StageConfig.make_trainer
 
     def with_callback(*arguments):
         trainer = made(*arguments)
         trainer.add_callback(callback)
         return trainer
 
-    TrainingStage.make_trainer = with_callback if callback else made
+    StageConfig.make_trainer = with_callback if callback else made
     try:
         train_stage(folder / start, folder / name, data, config)
     except KeyboardInterrupt:
         assert isinstance(callback, StopAt)
     finally:
-        TrainingStage.make_trainer = made
+        StageConfig.make_trainer = made
 
 
 def post_pretraining(per_device, **changes):
