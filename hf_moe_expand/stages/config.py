@@ -40,6 +40,7 @@ from ..trainers.samplers import LanguageMix
 from .base import Stage
 from .keywords import (
     BOUNDED,
+    LOOSE,
     Help,
     as_json,
     default_value,
@@ -152,6 +153,8 @@ class StageConfig(TrainingArguments, Stage):
 
     def _settle(self) -> None:
         """Defaults that depend on other fields."""
+        if self.report_to is None:
+            self.report_to = "none"
         if self.data_seed is None:
             self.data_seed = self.seed
         if self.use_cpu is None:
@@ -185,7 +188,7 @@ class StageConfig(TrainingArguments, Stage):
         keywords = {**copy.deepcopy(self.given), "output_dir": str(output_dir), "seed": seed, "data_seed": seed}
         with errors_at(where):
             made = type(self)(**keywords)
-        made.given = {**self.given, **made.given}
+        made.given = {**made.given, **self.given}  # the library adds keys to mappings
         return made
 
     @classmethod
@@ -211,7 +214,10 @@ class StageConfig(TrainingArguments, Stage):
         if isinstance(value, Mapping) and "training" in value:
             value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
         if isinstance(value, Mapping):
-            value = {_CHECKPOINTING.sub(CHECKPOINTING, str(name)): inner for name, inner in value.items()}
+            keys = {str(name): _CHECKPOINTING.sub(CHECKPOINTING, str(name)) for name in value}
+            if both := next((key for key in value if keys[str(key)] != key and keys[str(key)] in value), None):
+                raise InputError(f"`{both}` is another name of `{keys[both]}`, which is given too: leave one out.")
+            value = {keys[str(name)]: inner for name, inner in value.items()}
             if name := next((name for name in _SET if name in value), None):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
         plan = cls.of_keywords(**handler(value))
@@ -223,7 +229,7 @@ class StageConfig(TrainingArguments, Stage):
         for name, value in self.given.items():
             if name in _SCORED and value not in (False, "no", None):
                 raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
-            if name in _PUBLISHED and value:
+            if name in _PUBLISHED and value and value != default_value(self.__dataclass_fields__[name]):
                 raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if self.save_only_model:
             raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
@@ -234,7 +240,7 @@ class StageConfig(TrainingArguments, Stage):
         """The type of each keyword in YAML, the stage's own first."""
         hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
         others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
-        return {name: BOUNDED.get(name) or strict(hints[name]) for name in (*own, *others)}
+        return {name: BOUNDED.get(name) or LOOSE.get(name) or strict(hints[name]) for name in (*own, *others)}
 
     @classmethod
     def shown_keys(cls) -> tuple[int, str]:

@@ -18,7 +18,19 @@ from ..errors import InputError
 from ..extensions import extensions
 from ..jsonfile import parse_json
 from ..schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read, unknown_key
+from ..trainers.router_losses import CHECKPOINTING
 
+def _from_json(value: Any) -> Any:
+    """Reads a mapping that a command line gave as JSON."""
+    if not (isinstance(value, str) and value.startswith("{")):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise InputError(f"{value!r}: not a JSON object ({error}).") from None
+
+
+_OPTIONS = (f"{CHECKPOINTING}_kwargs", "lr_scheduler_kwargs", "liger_kernel_config")
 # The library's fields with bounds that its training loop needs, or that its types do not say.
 BOUNDED: dict[str, Any] = {
     "gradient_accumulation_steps": Count,
@@ -29,8 +41,13 @@ BOUNDED: dict[str, Any] = {
     "logging_steps": Positive,
     "max_steps": Annotated[Whole, Field(ge=-1)],
     "warmup_steps": Coefficient,
+    **dict.fromkeys(_OPTIONS, Annotated[dict | None, BeforeValidator(_from_json)]),
     **dict.fromkeys(("log_level", "log_level_replica"), Literal[tuple(trainer_log_levels)]),  # type: ignore[misc]
 }
+# Fields that take more than their types say.
+LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
+# The library's fields that take more than their types say.
+LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
 _STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}
 
 
@@ -56,16 +73,6 @@ def mapping(cls: type[Declared]) -> Any:
         return value if value is None or isinstance(value, cls) else read(cls, value)
 
     return PlainValidator(checked, json_schema_input_type=cls | None)
-
-
-def _from_json(value: Any) -> Any:
-    """Reads a mapping that a command line gave as JSON."""
-    if not (isinstance(value, str) and value.startswith("{")):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError as error:
-        raise InputError(f"{value!r}: not a JSON object ({error}).") from None
 
 
 def known_losses(value: Any) -> dict[str, float]:
