@@ -45,6 +45,7 @@ from .keywords import (
     as_json,
     default_value,
     flat,
+    from_json,
     known_losses,
     mapping,
     plain,
@@ -98,6 +99,7 @@ class StageConfig(TrainingArguments, Stage):
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
     companions: ClassVar[Sequence[str]] = COMPANIONS
+    is_made = False  # no field: whether the library has taken the arguments
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
     logging_steps: float = 10
@@ -124,6 +126,7 @@ class StageConfig(TrainingArguments, Stage):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.settings = cls
+        cls.__repr__ = TrainingArguments.__str__  # type: ignore[method-assign]  # a dataclass's shows the token
 
     def __new__(cls, *args: Any, **keywords: Any) -> Self:
         self = super().__new__(cls)
@@ -132,7 +135,7 @@ class StageConfig(TrainingArguments, Stage):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_made" in vars(self) and name in self.__dataclass_fields__:
+        if self.is_made and name in self.__dataclass_fields__:
             self.given = self.given | {name: value}
         super().__setattr__(name, value)
 
@@ -149,7 +152,7 @@ class StageConfig(TrainingArguments, Stage):
             self.get_process_log_level()
         if self.bf16 and not has_bfloat16():
             warnings.warn(NO_BFLOAT16, stacklevel=3)
-        self._is_made = True
+        self.is_made = True
 
     def _settle(self) -> None:
         """Defaults that depend on other fields."""
@@ -255,7 +258,9 @@ class StageConfig(TrainingArguments, Stage):
         for name, value in keywords.items():
             default = default_value(cls.__dataclass_fields__[name]) if name in cls.__dataclass_fields__ else MISSING
             if value != default and any(one and one != "no" for one in (value, default)):
-                found[name] = value
+                found[name] = from_json(value) if name in cls._VALID_DICT_FIELDS else value
+                if isinstance(found[name], dict):
+                    found[name] = dict(found[name])  # the library adds keys to its own
         return found
 
     def keywords(self) -> dict[str, Any]:
