@@ -64,7 +64,8 @@ class TrainingFolder:
             return None
         before = read_json(record, "the record of a training run")
         settings = before.get("settings") or {}
-        before["settings"] = {**settings, **settings.pop("training", {})}  # where earlier releases wrote some of them
+        # Earlier releases had no `losses`, and wrote some settings under `training`.
+        before["settings"] = {"losses": {}, **settings, **settings.pop("training", {})}
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             named = [name for name in changed if name != "settings"]
             if "settings" in changed:
