@@ -125,7 +125,8 @@ def _in_json_words(value: Any) -> Any:
 def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
     """`unknown key ...`, with the nearest known one, or the first `shown` of them and what the `others` are."""
     known = list(known)
-    near = difflib.get_close_matches(key, known[:shown], 1, 0.5) or difflib.get_close_matches(key, known, 1, 0.75)
+    tries = ((known[:shown], 0.75), (known, 0.6), (known[:shown], 0.5))
+    near = next(filter(None, (difflib.get_close_matches(key, keys, 1, least) for keys, least in tries)), None)
     hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[:shown])}{others}."
     return f"unknown key `{key}`; {hint}"
 

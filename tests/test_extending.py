@@ -97,9 +97,23 @@ def test_the_guides_package_adds_a_method_a_stage_and_a_loss(installed, place):
 def test_help_names_an_extensions_stage_without_importing_it(installed):
     (installed / "my_extension" / "__init__.py").write_text("raise RuntimeError('imported')\n")
     with pytest.raises(AssertionError, match="imported"):
-        in_a_process(installed, ["recipes", "list"])  # a broken extension is named, not left out
+        in_a_process(installed, ["recipes", "settings"])  # a broken extension is named, not left out
     (installed / "my_extension" / "__init__.py").write_text("")
     assert re.search(r"warm-up +Router warm-up", in_a_process(installed, ["train", "--help"]))
+
+
+def test_an_extension_that_is_gone_and_a_stage_that_does_not_train(installed, place):
+    stage = "from hf_moe_expand.stages.kinds.average import AverageExperts\n\n\nclass Idle(AverageExperts):\n"
+    (installed / "my_extension" / "idle.py").write_text(f'"""Idles."""\n{stage}    key = name = "idle"\n')
+    points = installed / "my_extension-0.1.dist-info" / "entry_points.txt"
+    points.write_text("[hf_moe_expand.stages]\nidle = my_extension.idle:Idle\n")
+    expand_checkpoint("Qwen/Qwen2.5-0.5B", "qwen-el", Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]))
+    with pytest.raises(AssertionError, match="idle: a stage that does not train"):
+        in_a_process(installed, ["train", "idle", "qwen-el", "out", "--data", "el=el.jsonl"])
+    points.write_text(points.read_text() + "gone = no_such_package.deep:Gone\n")
+    assert re.search(r"idle +Idles", in_a_process(installed, ["train", "--help"]))
+    with pytest.raises(AssertionError, match="adds 'gone' to hf-moe-expand, but cannot be imported"):
+        in_a_process(installed, ["recipes", "settings"])
 
 
 def test_the_guides_loss_trains(place, installed, monkeypatch):

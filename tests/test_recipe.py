@@ -130,7 +130,15 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not resume"),
         ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.fsdp_config: True is neither a file nor"),
         ("learning_rate: 5e-5", "distributed_config: ", "distributed_config: must hold `key: value` lines"),
-        ("learning_rate: 5e-5", "fsdp: [1]", "post_pretrain.fsdp: expected text"),
+        ("learning_rate: 5e-5", "fsdp: [1]", r"post_pretrain.fsdp\[0\]: expected text"),
+        ("learning_rate: 5e-5", "bf16: true, fp16: true", "post_pretrain: At most one of fp16 and bf16"),
+        ("learning_rate: 5e-5", "accelerator_config: {bogus: 1}", "post_pretrain: AcceleratorConfig.*bogus"),
+        ("learning_rate: 5e-5", "dataloader_prefetch_factor: 2", "post_pretrain: .*dataloader_prefetch_factor"),
+        ("learning_rate: 5e-5", "debug: nope", "post_pretrain: nope is not a valid DebugOption"),
+        ("learning_rate: 5e-5", "lr_scheduler_type: reduce_lr_on_plateau", "requires an eval strategy"),
+        ("learning_rate: 5e-5", "gradient_checkpointing_kwargs: x", f"{CHECKPOINTING}_kwargs: expected `key: value`"),
+        ("learning_rate: 5e-5", "lr_scheduler_kwargs: x", "lr_scheduler_kwargs: expected `key: value`"),
+        ("learning_rate: 5e-5", "warmup_ratio: 0.1", "did you mean `warmup_steps`"),
         ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: report_to: nope is not supported"),
         ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain.deepspeed: nofile.json: no such file"),
         ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size is 0: must be at least 1"),
@@ -222,6 +230,8 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     before = loaded.model_dump()
     assert validate_recipe(loaded)
     assert loaded.model_dump() == before
+    for given in ("fsdp: true", "fsdp: [full_shard, auto_wrap]", "report_to: null", "hub_strategy: every_save"):
+        assert validate_recipe(recipe(root, a=("learning_rate: 5e-5", given)))
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
     assert "skipped: post_pretrain: deepspeed: /far/away.json is not on this machine" in found

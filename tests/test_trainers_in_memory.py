@@ -1,8 +1,13 @@
 """The stages' trainers on a loaded model and a data set in memory give the weights and the history of `train_stage`;
 their configurations are arguments of a command line."""
 
+import dataclasses
+import json
+
+import numpy
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from conftest import byte_tokenizer, save_dense, write_texts
 from datasets import Dataset, concatenate_datasets
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainingArguments
@@ -143,6 +148,19 @@ def test_a_model_saved_after_it_goes_on_as_a_checkpoint(root, tmp_path):
     assert compare_checkpoints(tmp_path / "trainer's reviewed", tmp_path / "model's reviewed").same
 
 
+def test_rows_without_languages_train_where_no_loss_needs_them(root, tmp_path):
+    rows = Dataset.from_dict({"input_ids": [list(range(16))] * 4})
+    training = TrainingArguments(tmp_path, max_steps=1, use_cpu=True, disable_tqdm=True, report_to="none")
+    trainer = PostPretrainTrainer(AutoModelForCausalLM.from_pretrained(root / "one"), training, train_dataset=rows)
+    assert trainer.train().global_step == 1
+    trainer = ReviewTrainer(AutoModelForCausalLM.from_pretrained(root / "one"), training, train_dataset=rows,
+                            language_classes=[0, 1])  # fmt: skip
+    with pytest.raises(ValueError, match="batches with language_ids"):
+        trainer.train()
+    with pytest.raises(ValueError, match="No layer of the model is expanded"):
+        PostPretrainTrainer(AutoModelForCausalLM.from_pretrained(root / "dense"), training, train_dataset=rows)
+
+
 def test_packed_blocks_train_without_a_tokenizer(root, tmp_path):
     """Rows of `input_ids` and `language_ids`, which are numbered old languages first."""
     blocks = Dataset.from_dict({"input_ids": [list(range(16))] * 4, "language_ids": [[0] * 8 + [1] * 8] * 4})
@@ -239,3 +257,16 @@ def test_training_leaves_the_cache_on(root, tmp_path):
     assert model.config.use_cache is True
     model.save_pretrained(tmp_path / "saved")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.use_cache is True
+
+
+def test_what_a_history_records_is_json_without_a_token():
+    given = {"hub_token": "hf_secret", "fsdp": "full_shard", "fsdp_config": {"min_num_params": 5}}
+    config = PostPretrainConfig("out", **given, parallelism_config=ParallelismConfig())
+    for one in (config, dataclasses.replace(config, learning_rate=2e-3)):
+        one.max_steps = numpy.int64(4)
+        recorded = json.loads(json.dumps(one.recorded()))
+        assert recorded["max_steps"] == 4
+        assert "hf_secret" not in f"{one!r} {one} {recorded}"
+    assert config.recorded()["fsdp_config"] == {"min_num_params": 5}
+    config = parsed("--output_dir", "out", "--lr_scheduler_kwargs", '{"num_cycles": 1}')
+    assert config.recorded()["lr_scheduler_kwargs"] == {"num_cycles": 1}

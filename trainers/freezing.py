@@ -63,13 +63,16 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
         stage: the name of the training in the report.
 
     Raises:
-        ValueError: the model has an adapter, whose own configuration determines the trained and saved parameters.
+        ValueError: the model is not expanded, or has an adapter, whose own configuration determines the trained and
+            saved parameters.
     """
     if getattr(model, "peft_config", None):
         raise ValueError(
             "The model has a PEFT adapter, which sets the trained parameters and saves only these: use MoESFTTrainer "
             "or `class MyTrainer(RouterLossMixin, Trainer)`, which do not freeze, or merge the adapter first."
         )
+    if not hasattr(model, "expanded_ffns"):
+        raise ValueError("No layer of the model is expanded, so that no expert can train: expand the model first.")
     model.requires_grad_(trained.everything)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
     for kind, module in _trained_modules(model, trained):

@@ -80,7 +80,7 @@ def experts_for_half(top1_N: Sequence[int]) -> int:
 
 
 def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """A function for `RoutingControl.change_logits`: K experts drawn uniformly for each token keep their router logits,
+    """A function for `RoutingRequest.change_logits`: K experts drawn uniformly for each token keep their router logits,
     so that the router's scores combine them."""
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -29,8 +29,8 @@ class _StageVerb(TyperCommand):
         return super().get_help(ctx)
 
 
-def _add_verb(key: str, work: Callable[..., None], file: str) -> None:
-    train_app.command(key.replace("_", "-"), cls=_StageVerb, help="", short_help=pydoc.synopsis(file))(work)
+def _add_verb(key: str, work: Callable[..., None], synopsis: str | None) -> None:
+    train_app.command(key.replace("_", "-"), cls=_StageVerb, help="", short_help=synopsis)(work)
 
 
 def _verb(key: str) -> Callable[..., None]:
@@ -131,14 +131,27 @@ def _settings(key: str, config: Path | None, held_out: dict[str, str] = {}) -> A
     from ..stages import all_stages
     from ..yamlfile import read_yaml
 
-    settings: Any = read(all_stages()[key].settings, {} if config is None else read_yaml(config), str(config or ""))
+    stage = all_stages().get(key)
+    if stage is None or not hasattr(stage, "made"):
+        raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
+    settings: Any = read(stage.settings, {} if config is None else read_yaml(config), str(config or ""))
     if not held_out:
         return settings
     from ..stages.config import ValidationSettings
 
+    if not hasattr(settings, "validation"):
+        raise InputError(f"--validation: the stage {key} scores no held-out text: leave it out.")
     before = settings.validation or ValidationSettings()
     validation = changed(before, texts={**before.texts, **held_out})
     return settings.but(validation=validation)
+
+
+def _synopsis_of(module: str) -> str:
+    """The first line of an extension's module; empty for one that is broken, which its use will say."""
+    try:
+        return pydoc.synopsis(str(find_spec(module).origin)) or ""  # type: ignore[union-attr]
+    except Exception:  # a package around it is imported, which may raise anything
+        return ""
 
 
 def _is_first_rank() -> bool:
@@ -148,7 +161,7 @@ def _is_first_rank() -> bool:
 _SPECIAL: dict[str, Callable[..., None]] = {"adapt": train_adapt, "dense": train_dense}
 for _key in stage_files():
     if _key not in ("graft", "gates", "average"):  # which do not train, and are verbs of their own
-        _add_verb(_key, _SPECIAL.get(_key) or _verb(_key), str(Path(kinds.__path__[0]) / f"{_key}.py"))
+        _add_verb(_key, _SPECIAL.get(_key) or _verb(_key), pydoc.synopsis(str(Path(kinds.__path__[0]) / f"{_key}.py")))
 for _key, _point in extension_points("stages").items():
-    _spec = find_spec(_point.module)
-    _add_verb(_key, _verb(_key), str(_spec.origin if _spec is not None else ""))
+    if _key not in stage_files():
+        _add_verb(_key, _verb(_key), _synopsis_of(_point.module))

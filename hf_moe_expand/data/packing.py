@@ -144,7 +144,10 @@ def pack_texts(
 
 
 def collate_blocks(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """A batch for the trainers: `input_ids`, `labels`, `language_ids`, each `[batch, block_size]`."""
+    """A batch for the trainers: `input_ids`, `labels` and, where the rows have them, `language_ids`, each
+    `[batch, block_size]`."""
+    if "language_ids" not in rows[0]:
+        return collate_without_languages(rows)
     language_ids = torch.tensor([list(row["language_ids"]) for row in rows])
     return {**collate_without_languages(rows), "language_ids": language_ids}
 

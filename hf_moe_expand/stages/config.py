@@ -40,10 +40,12 @@ from ..trainers.samplers import LanguageMix
 from .base import Stage
 from .keywords import (
     BOUNDED,
+    LOOSE,
     Help,
     as_json,
     default_value,
     flat,
+    from_json,
     known_losses,
     mapping,
     plain,
@@ -97,6 +99,7 @@ class StageConfig(TrainingArguments, Stage):
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
     companions: ClassVar[Sequence[str]] = COMPANIONS
+    is_made = False  # no field: whether the library has taken the arguments
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
     logging_steps: float = 10
@@ -123,6 +126,7 @@ class StageConfig(TrainingArguments, Stage):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.settings = cls
+        cls.__repr__ = TrainingArguments.__str__  # type: ignore[method-assign]  # a dataclass's shows the token
 
     def __new__(cls, *args: Any, **keywords: Any) -> Self:
         self = super().__new__(cls)
@@ -131,7 +135,7 @@ class StageConfig(TrainingArguments, Stage):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_made" in vars(self) and name in self.__dataclass_fields__:
+        if self.is_made and name in self.__dataclass_fields__:
             self.given = self.given | {name: value}
         super().__setattr__(name, value)
 
@@ -148,10 +152,12 @@ class StageConfig(TrainingArguments, Stage):
             self.get_process_log_level()
         if self.bf16 and not has_bfloat16():
             warnings.warn(NO_BFLOAT16, stacklevel=3)
-        self._is_made = True
+        self.is_made = True
 
     def _settle(self) -> None:
         """Defaults that depend on other fields."""
+        if self.report_to is None:
+            self.report_to = "none"
         if self.data_seed is None:
             self.data_seed = self.seed
         if self.use_cpu is None:
@@ -185,7 +191,7 @@ class StageConfig(TrainingArguments, Stage):
         keywords = {**copy.deepcopy(self.given), "output_dir": str(output_dir), "seed": seed, "data_seed": seed}
         with errors_at(where):
             made = type(self)(**keywords)
-        made.given = {**self.given, **made.given}
+        made.given = {**made.given, **self.given}  # the library adds keys to mappings
         return made
 
     @classmethod
@@ -211,7 +217,10 @@ class StageConfig(TrainingArguments, Stage):
         if isinstance(value, Mapping) and "training" in value:
             value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
         if isinstance(value, Mapping):
-            value = {_CHECKPOINTING.sub(CHECKPOINTING, str(name)): inner for name, inner in value.items()}
+            keys = {str(name): _CHECKPOINTING.sub(CHECKPOINTING, str(name)) for name in value}
+            if both := next((key for key in value if keys[str(key)] != key and keys[str(key)] in value), None):
+                raise InputError(f"`{both}` is another name of `{keys[both]}`, which is given too: leave one out.")
+            value = {keys[str(name)]: inner for name, inner in value.items()}
             if name := next((name for name in _SET if name in value), None):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
         plan = cls.of_keywords(**handler(value))
@@ -223,7 +232,7 @@ class StageConfig(TrainingArguments, Stage):
         for name, value in self.given.items():
             if name in _SCORED and value not in (False, "no", None):
                 raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
-            if name in _PUBLISHED and value:
+            if name in _PUBLISHED and value and value != default_value(self.__dataclass_fields__[name]):
                 raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if self.save_only_model:
             raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
@@ -234,7 +243,7 @@ class StageConfig(TrainingArguments, Stage):
         """The type of each keyword in YAML, the stage's own first."""
         hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
         others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
-        return {name: BOUNDED.get(name) or strict(hints[name]) for name in (*own, *others)}
+        return {name: BOUNDED.get(name) or LOOSE.get(name) or strict(hints[name]) for name in (*own, *others)}
 
     @classmethod
     def shown_keys(cls) -> tuple[int, str]:
@@ -249,7 +258,9 @@ class StageConfig(TrainingArguments, Stage):
         for name, value in keywords.items():
             default = default_value(cls.__dataclass_fields__[name]) if name in cls.__dataclass_fields__ else MISSING
             if value != default and any(one and one != "no" for one in (value, default)):
-                found[name] = value
+                found[name] = from_json(value) if name in cls._VALID_DICT_FIELDS else value
+                if isinstance(found[name], dict):
+                    found[name] = dict(found[name])  # the library adds keys to its own
         return found
 
     def keywords(self) -> dict[str, Any]:

@@ -12,13 +12,27 @@ from typing import Annotated, Any, Literal, Union
 
 from accelerate import ParallelismConfig
 from pydantic import AllowInfNan, BeforeValidator, Field, PlainValidator
+from pydantic_core import to_jsonable_python
 from transformers.training_args import trainer_log_levels
 
 from ..errors import InputError
 from ..extensions import extensions
 from ..jsonfile import parse_json
 from ..schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read, unknown_key
+from ..trainers.router_losses import CHECKPOINTING
 
+
+def from_json(value: Any) -> Any:
+    """Reads a mapping that a command line gave as JSON."""
+    if not (isinstance(value, str) and value.startswith("{")):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise InputError(f"{value!r}: not a JSON object ({error}).") from None
+
+
+_OPTIONS = (f"{CHECKPOINTING}_kwargs", "lr_scheduler_kwargs", "liger_kernel_config")
 # The library's fields with bounds that its training loop needs, or that its types do not say.
 BOUNDED: dict[str, Any] = {
     "gradient_accumulation_steps": Count,
@@ -29,8 +43,13 @@ BOUNDED: dict[str, Any] = {
     "logging_steps": Positive,
     "max_steps": Annotated[Whole, Field(ge=-1)],
     "warmup_steps": Coefficient,
+    **dict.fromkeys(_OPTIONS, Annotated[dict | None, BeforeValidator(from_json)]),
     **dict.fromkeys(("log_level", "log_level_replica"), Literal[tuple(trainer_log_levels)]),  # type: ignore[misc]
 }
+# Fields that take more than their types say.
+LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
+# The library's fields that take more than their types say.
+LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
 _STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}
 
 
@@ -52,25 +71,15 @@ def mapping(cls: type[Declared]) -> Any:
     JSON. `Annotated[Masking | str | None, mapping(Masking)]`."""
 
     def checked(value: Any) -> Any:
-        value = _from_json(value)
+        value = from_json(value)
         return value if value is None or isinstance(value, cls) else read(cls, value)
 
     return PlainValidator(checked, json_schema_input_type=cls | None)
 
 
-def _from_json(value: Any) -> Any:
-    """Reads a mapping that a command line gave as JSON."""
-    if not (isinstance(value, str) and value.startswith("{")):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError as error:
-        raise InputError(f"{value!r}: not a JSON object ({error}).") from None
-
-
 def known_losses(value: Any) -> dict[str, float]:
     """The weights of registered losses, by name; refuses other names."""
-    weights, known = _from_json(value or {}), extensions("losses")
+    weights, known = from_json(value or {}), extensions("losses")
     if not isinstance(weights, Mapping):
         raise InputError(f"must hold `name: weight` lines, found {weights!r}.")
     for name, weight in weights.items():
@@ -144,7 +153,8 @@ def plain(value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Settings as mappings, members of enumerations as their values, and numbers that JSON does not have as text."""
+    """Settings and other objects as mappings, members of enumerations as their values, and numbers that JSON does not
+    have as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value.model_dump() if isinstance(value, Declared) else plain(value)
+    return to_jsonable_python(value, fallback=lambda one: one.item() if hasattr(one, "item") else str(one))

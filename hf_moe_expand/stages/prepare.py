@@ -1,6 +1,7 @@
 """Checks a stage before it trains: for `validate`, for `train_stage` and for the Trainers alike."""
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +144,10 @@ def _at(key: str, lines: Sequence[str]) -> list[str]:
 def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> None:
     """Refuses training arguments that would drop a gradient, and those that the library would refuse or misread only
     while it trains."""
-    if (getattr(config, f"{CHECKPOINTING}_kwargs") or {}).get("use_reentrant"):
+    options = getattr(config, f"{CHECKPOINTING}_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise InputError(f"{CHECKPOINTING}_kwargs: expected `key: value` lines, found {options!r}.")
+    if options.get("use_reentrant"):
         raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
     check_sharding(config.given)
     if config.label_smoothing_factor and is_encoder_decoder is False:
@@ -158,12 +162,24 @@ def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> Non
         ):
             integration()  # raises if its library is not installed
     _check_optimizer(config)
+    if not config.is_made:
+        _check_together(config)
+
+
+def _check_together(config: StageConfig) -> None:
+    """Makes the configuration, so that the library refuses now what it would refuse when the stage starts: unknown
+    values, and arguments that exclude one another. What only the machine that trains can tell is left to it."""
+    here, launched = torch.accelerator.is_available(), "RANK" in os.environ
+    left = {"tf32": here, "deepspeed": here and launched, "ddp_backend": launched}
+    given = {name: value for name, value in config.given.items() if left.get(name, True)}
+    config.of_keywords(**given).made("", 0)
 
 
 def _check_optimizer(config: Any) -> None:
     """Makes the optimizer and the schedule of the learning rate of a single weight, as the Trainer will."""
     config = copy.copy(config)
-    vars(config)["optim"] = OptimizerNames(config.optim)
+    with refused_by_the_library("optim: "):
+        vars(config)["optim"] = OptimizerNames(config.optim)
     if config.optim.value.startswith(_CHOOSE_MODULES):
         return
     weight = torch.nn.Parameter(torch.zeros(1))
