@@ -143,7 +143,10 @@ def _at(key: str, lines: Sequence[str]) -> list[str]:
 def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> None:
     """Refuses training arguments that would drop a gradient, and those that the library would refuse or misread only
     while it trains."""
-    if (getattr(config, f"{CHECKPOINTING}_kwargs") or {}).get("use_reentrant"):
+    options = getattr(config, f"{CHECKPOINTING}_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise InputError(f"{CHECKPOINTING}_kwargs is {options!r}: must hold `key: value` lines.")
+    if options.get("use_reentrant"):
         raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
     check_sharding(config.given)
     if config.label_smoothing_factor and is_encoder_decoder is False:
