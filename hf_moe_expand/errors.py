@@ -16,7 +16,7 @@ class InputError(ValueError):
     def __init__(self, message: str) -> None:
         # Names and values that a user gave may hold line ends, what a terminal obeys, and numbers of a thousand digits.
         message = _DIGITS.sub(lambda match: f"{match[0][:20]}... ({len(match[0])} digits)", message)
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
+        super().__init__(printable(message))
 
 
 class DivergedError(InputError):
@@ -41,6 +41,16 @@ def named_as(temporary: Any, name: Any) -> Iterator[None]:
         if str(temporary) not in str(error):
             raise
         raise type(error)(str(error).replace(str(temporary), str(name))) from None
+
+
+def printable(text: str) -> str:
+    """The text in one line, in which characters that no terminal shows are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def is_unicode(name: str) -> bool:
+    """Whether the name of a file is Unicode, without which no JSON holds it and no terminal prints it."""
+    return name.encode(errors="replace").decode() == name
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from .data.sources import LanguageText
 from .memory import gigabytes
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
+from .schema import MOST
 from .trainers.pieces import LARGE, PIECE
 from .trainers.router_losses import CHECKPOINTING
 
@@ -113,7 +114,7 @@ def training_disk(config: Any, network: Any) -> int:
     strategy, limit = str(getattr(config.save_strategy, "value", config.save_strategy)), config.save_total_limit
     saves = 0 if strategy == "no" else math.inf
     if strategy == "steps" and config.save_steps < 1:  # a share of all steps
-        saves = math.ceil(1 / config.save_steps)
+        saves = math.ceil(min(1 / config.save_steps, MOST))
     elif strategy == "steps" and config.max_steps > 0:
         saves = math.ceil(config.max_steps / config.save_steps)  # the last step is saved too
     elif strategy == "epoch" and config.max_steps <= 0:

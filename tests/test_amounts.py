@@ -15,6 +15,7 @@ from hf_moe_expand.planning.methods import METHODS, plan_settings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import SimilarityResult
 from hf_moe_expand.schema import MOST
+from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 from hf_moe_expand.writing import Answering, SampleSettings
 
 DIGITS_27 = 10**26 + 1
@@ -77,6 +78,15 @@ def test_the_largest_count_overflows_nothing(home):
     with pytest.raises(InputError, match="but the mix asks for"):
         validate_recipe(both)
     validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
+
+
+def test_the_smallest_share_of_the_steps_overflows_nothing(home):
+    validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
+
+
+def test_a_value_in_the_place_of_options_is_refused(home):
+    with pytest.raises(InputError, match="checkpointing_kwargs is 'x': must hold `key: value` lines"):
+        validate_recipe(recipe(home, "post_pretrain", f"{CHECKPOINTING}_kwargs", value="x"))
 
 
 @pytest.mark.parametrize("value", LARGE, ids=["27 digits", "1e27", "401 digits"])

@@ -4,12 +4,14 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 import zipfile
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from hf_moe_expand import cli
 from hf_moe_expand.data.files import count_lines, kind_of, read_rows, text_files
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
@@ -210,3 +212,56 @@ def test_the_share_that_is_read_of_a_file_grows_to_the_whole(tmp_path):
     assert shares == sorted(shares)
     assert shares[0] < 0.1
     assert shares[-1] == 1.0
+
+
+def test_a_zip_of_an_unknown_compression_is_named(tmp_path):
+    file = tmp_path / "a.jsonl.zip"
+    zipped(file, **{"a.jsonl": BODY})
+    content = bytearray(file.read_bytes())
+    entry = content.index(b"PK\x01\x02")
+    content[entry + 10] = 99  # the method's number
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.jsonl\.zip: cannot be read \(.*compression method"):
+        load(file)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": None, "translation": ["ένα"]}, {"text": None, "translation": {"el": 5}},
+        {"text": None, "translation": 5},
+        {"text": 5, "translation": {"el": "ένα", "en": "one"}}, {"text": ["ένα"]}, {"translation": {"el": ["ένα"]}},
+        {"text": "ένα", "translation": {"el": "\ud800", "en": "one"}}, {"translation": {"el": "ένα", "\ud800": "one"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_whose_text_is_none_is_refused_whatever_stands_beside_it(tmp_path, row, as_pairs):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=r"a\.jsonl:1: (needs an object|not Unicode)"):
+        LanguageText("el", str(file)).load(as_pairs)
+
+
+@pytest.mark.parametrize("name", ["text", "language"])
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path, name):
+    names = ["text", name, "language"][: 2 if name == "text" else 3]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["el"])] * len(names), names=names)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=f"two columns are named `{name}`"):
+        load(tmp_path / "a.parquet")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_that_are_not_unicode_are_refused_or_counted(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_bytes(BODY)
+    odd = tmp_path / "\udcff.jsonl"
+    odd.write_bytes(BODY)
+    assert load(tmp_path) == TEXTS
+    assert "not Unicode" in LanguageText("el", str(tmp_path)).files_left_out()
+    with pytest.raises(InputError, match="not Unicode"):
+        load(odd)
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", "inspect", str(odd)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "not Unicode; rename" in capsys.readouterr().err

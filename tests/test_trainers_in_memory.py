@@ -72,6 +72,19 @@ def interleaved(*codes):
     return tagged(*codes, order=[code * count + row for row in range(count) for code in range(len(codes))])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_beyond_the_models_are_refused_where_a_text_has_them(root, packed):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["γάτα", "unused"])
+    model = AutoModelForCausalLM.from_pretrained(root / "one", dtype=torch.float32)
+    config = PostPretrainConfig("out", **QUICK)
+    data = Dataset.from_list([{"input_ids": [1, 257], "language_ids": [1, 1]}]) if packed else tagged("el")
+    with pytest.raises(InputError, match=r"token number 257, but the model has 257 tokens.*resize_token_embeddings"):
+        PostPretrainTrainer(model, config, train_dataset=data, processing_class=tokenizer)
+    without = Dataset.from_list([{"text": "κάτι άλλο", "language": "el"}] * 9)
+    PostPretrainTrainer(model, config, train_dataset=without, processing_class=tokenizer)
+
+
 def trained(root, name, kind, config, data):
     """The model after training in memory, and the trainer."""
     model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)

@@ -20,7 +20,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ..errors import InputError, first_line, is_full_disk
+from ..errors import InputError, first_line, is_full_disk, is_unicode
 
 # In the order of `--help`.
 from . import analyze, asking, evaluate, gates, plan, run, surgery, train  # noqa: F401
@@ -39,6 +39,8 @@ def main() -> None:
     debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
     with _lines_for_logs(), nullcontext() if debug else _warnings_in_one_line(), orderly_stops() as came:
         try:
+            if wrong := [argument for argument in sys.argv if not is_unicode(argument)]:
+                raise InputError(f"{wrong[0]!r}: the name is not Unicode; rename the file or folder.")
             app()
         except InputError as error:
             if debug:
@@ -65,7 +67,8 @@ def _lines_for_logs() -> Iterator[None]:
     one starts; an empty one keeps bars.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        # Names of files may be no Unicode, and a terminal's encoding may lack letters of the text.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     if "TQDM_DISABLE" in os.environ or (sys.stderr is not None and sys.stderr.isatty()):
         yield
         return

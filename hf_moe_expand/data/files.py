@@ -19,7 +19,7 @@ import pyarrow
 from pyarrow import types
 from pyarrow.parquet import ParquetFile
 
-from ..errors import InputError, first_line
+from ..errors import InputError, first_line, is_unicode
 
 KINDS = (".jsonl", ".txt", ".parquet")
 # Each kind of compression and what opens it. Parquet compresses by itself.
@@ -40,7 +40,9 @@ _ABOUT = re.compile(
 )
 # How files begin that are no UTF-8.
 _SIGNS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip, whose files are named .gz"}
-_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, pyarrow.ArrowException)
+_BROKEN = (
+    OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, pyarrow.ArrowException
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -102,6 +104,8 @@ def _left_out(path: Path) -> str | None:
         return "hidden"  # which belongs to an editor, a notebook or a file manager
     if kind is None:
         return "of another kind"
+    if not is_unicode(path.name):
+        return "with a name that is not Unicode"
     if not path.is_file():
         return "no file, or a link to none"
     if path.stat().st_size == 0:
@@ -127,8 +131,9 @@ def is_translation(row: Mapping[str, Any]) -> bool:
 
 def has_text(row: Mapping[str, Any]) -> bool:
     """Whether a row has a column of text, or of translations, be its value missing."""
-    column = row["text"] if "text" in row else row.get("translation", row)
-    return column is None or isinstance(row.get("text"), str) or is_translation(row)
+    if row.get("text") is None and row.get("translation") is None:
+        return "text" in row or "translation" in row
+    return isinstance(row["text"], str) if row.get("text") is not None else is_translation(row)
 
 
 def _lines(path: str) -> Iterator[Row]:
@@ -205,7 +210,7 @@ def _json_row(path: str, number: int, line: str) -> dict[str, Any]:
             f"({actual})."
         )
     try:
-        for text in [row["text"]] if isinstance(row.get("text"), str) else (row.get("translation") or {}).values():
+        for text in (row.get("text"), *chain.from_iterable(row["translation"].items() if is_translation(row) else ())):
             (text or "").encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{path}:{number}: not Unicode text ({error.reason}).") from None
@@ -219,6 +224,8 @@ def _parquet_rows(path: str) -> Iterator[Row]:
             columns = [name for name in ("text", "translation") if name in schema.names]
             if not columns:
                 raise InputError(f"{path}: no column `text` or `translation` (columns: {', '.join(schema.names)}).")
+            if twice := [name for name in (*columns, "language") if schema.names.count(name) > 1]:
+                raise InputError(f"{path}: two columns are named `{twice[0]}`; keep one.")
             wrong = [name for name in columns if not _holds_text(schema.field(name).type, name)]
             if columns[0] in wrong:
                 wanted = "strings" if columns[0] == "text" else "strings by language"

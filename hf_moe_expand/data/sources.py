@@ -17,7 +17,7 @@ import numpy
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from ..errors import InputError, first_line
+from ..errors import InputError, first_line, is_unicode
 from ..extra import import_extra
 from ..hub_access import hub_problem, patiently
 from ..hub_answers import is_of_hub, refusal, without_secrets
@@ -239,6 +239,8 @@ class LanguageText:
         path = self._path()
         if path is None:
             return []
+        if not is_unicode(self.source):  # no record could name it
+            raise InputError(f"{self.source!r}: the name is not Unicode; rename it.")
         if path.is_dir():
             files = text_files(path)[0]
             if not files:

@@ -46,8 +46,6 @@ BOUNDED: dict[str, Any] = {
     **dict.fromkeys(_OPTIONS, Annotated[dict | None, BeforeValidator(from_json)]),
     **dict.fromkeys(("log_level", "log_level_replica"), Literal[tuple(trainer_log_levels)]),  # type: ignore[misc]
 }
-# Fields that take more than their types say.
-LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
 # The library's fields that take more than their types say.
 LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
 _STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}

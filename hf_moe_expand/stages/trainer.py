@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
+from pyarrow import types
 from torch.utils.data import Sampler
 from transformers import Trainer
 
 from ..checkpoint.local import EXPANDED
+from ..checkpoint.source import text_config
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, pairs_of
 from ..errors import DivergedError, InputError
@@ -107,6 +110,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             train_dataset, mix, language_classes = self._prepared(
                 model, config, train_dataset, processing_class, mix, language_classes
             )
+            _check_ids(train_dataset, model.config)
         if masking is not None:
             check_gates(masking, model.config.conditional_routing)
         self.mix, self.masking = mix, masking
@@ -284,6 +288,21 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             )  # fmt: skip
             add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
         return result
+
+
+def _check_ids(data: Any, config: Any) -> None:
+    """Refuses text with tokens beyond the model's, which a tokenizer that was given in Python may have."""
+    rows = getattr(text_config(config), "vocab_size", None)
+    for name in ("input_ids", "labels"):
+        column = data.data[name] if isinstance(data, Dataset) and name in data.column_names else None
+        if column is None or rows is None or not types.is_list(column.type):
+            continue
+        largest = pc.max(pc.list_flatten(column)).as_py() or 0
+        if largest >= rows:
+            raise InputError(
+                f"train_dataset holds token number {largest}, but the model has {rows} tokens: give the model's own "
+                "tokenizer, or add the rows first (model.resize_token_embeddings(len(tokenizer)))."
+            )
 
 
 def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str], pairs: bool) -> Mapping[str, Dataset]:
