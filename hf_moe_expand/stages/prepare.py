@@ -1,6 +1,7 @@
 """Checks a stage before it trains: for `validate`, for `train_stage` and for the Trainers alike."""
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,8 +147,6 @@ def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> Non
     options = getattr(config, f"{CHECKPOINTING}_kwargs") or {}
     if not isinstance(options, Mapping):
         raise InputError(f"{CHECKPOINTING}_kwargs: expected `key: value` lines, found {options!r}.")
-    if config.bf16 and config.fp16:
-        raise InputError("bf16 and fp16 are both true: give one of them.")
     if options.get("use_reentrant"):
         raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
     check_sharding(config.given)
@@ -163,6 +162,17 @@ def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> Non
         ):
             integration()  # raises if its library is not installed
     _check_optimizer(config)
+    if not config.is_made:
+        _check_together(config)
+
+
+def _check_together(config: StageConfig) -> None:
+    """Tries the keywords on the library, which refuses unknown values and arguments that exclude one another. What only
+    the machine that trains can tell is left to it."""
+    here, launched = torch.accelerator.is_available(), "RANK" in os.environ
+    left = {"tf32": here, "deepspeed": here and launched, "ddp_backend": launched}
+    given = {name: value for name, value in config.given.items() if left.get(name, True)}
+    config.of_keywords(**given).made("", 0)
 
 
 def _check_optimizer(config: Any) -> None:
