@@ -13,7 +13,7 @@ before it reads a recipe.
 
 import sys
 from functools import cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
 from .errors import InputError
@@ -55,7 +55,7 @@ def extension_points(kind: Kind) -> dict[str, EntryPoint]:
 
 
 @cache
-def _all_points() -> EntryPoints:
+def _all_points() -> Any:
     return entry_points()  # reads a file of each package that is installed
 
 

@@ -85,7 +85,7 @@ def test_the_smallest_share_of_the_steps_overflows_nothing(home):
 
 
 def test_a_value_in_the_place_of_options_is_refused(home):
-    with pytest.raises(InputError, match="checkpointing_kwargs is 'x': must hold `key: value` lines"):
+    with pytest.raises(InputError, match="checkpointing_kwargs: expected `key: value` lines, found 'x'"):
         validate_recipe(recipe(home, "post_pretrain", f"{CHECKPOINTING}_kwargs", value="x"))
 
 

@@ -126,7 +126,7 @@ class StageConfig(TrainingArguments, Stage):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.settings = cls
-        cls.__repr__ = TrainingArguments.__str__  # type: ignore[method-assign]  # a dataclass's shows the token
+        cls.__repr__ = TrainingArguments.__str__  # type: ignore  # a dataclass's shows the token
 
     def __new__(cls, *args: Any, **keywords: Any) -> Self:
         self = super().__new__(cls)
