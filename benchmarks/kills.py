@@ -161,7 +161,11 @@ def _make_gguf(folder: Path) -> None:
     tokenizer["model"]["merges"] = [["a", "l"]]
     write_json(words / "tokenizer.json", tokenizer)
     settings = read_json(words / "tokenizer_config.json", "")
-    write_json(words / "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    # Qwen2's own class has a token that the tiny model lacks.
+    ours = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<end>", "unk_token": None}
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] == "<end>"]
+    write_json(words / "tokenizer.json", tokenizer)
+    write_json(words / "tokenizer_config.json", settings | ours)
     export_gguf(words, folder / "base.gguf", expert=0)
 
 

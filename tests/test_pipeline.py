@@ -191,7 +191,9 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
     with pytest.raises(InputError, match="changed after step `post_pretrain` had run"):
         run_recipe(changed(recipe, post_pretrain=recipe.post_pretrain.but(balance_coef=0.5)))
     trained, train = [], stage_steps.train_stage
-    monkeypatch.setattr(stage_steps, "train_stage", lambda *rest: trained.append(rest[1].name) or train(*rest))
+    monkeypatch.setattr(
+        stage_steps, "train_stage", lambda *rest, **how: trained.append(rest[1].name) or train(*rest, **how)
+    )
     said = []
     run_recipe(recipe, said.append)
     assert trained == ["review"]

@@ -315,7 +315,7 @@ def test_a_tokenizer_of_another_model_is_refused(expanded, tmp_path):
     folder = copied(expanded / "expanded", tmp_path / "x")
     fields = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**fields, "eos_token": "new"}))
-    with pytest.raises(InputError, match="token 'new' has number 257, but the model has 257 tokens"):
+    with pytest.raises(InputError, match="token 'new' has number 258, but the model has 257 tokens"):
         load_for_inference(folder)
     folder = copied(expanded / "expanded", tmp_path / "y")
     fields = json.loads((folder / "tokenizer.json").read_text())
