@@ -67,8 +67,10 @@ def _lines_for_logs() -> Iterator[None]:
     one starts; an empty one keeps bars.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files may be no Unicode, and a terminal's encoding may lack letters of the text.
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+        sys.stdout.reconfigure(line_buffering=True)
+        with suppress(OSError):  # where a pipe took the place of the file that it was opened on
+            # Names of files may be no Unicode, and a terminal's encoding may lack letters of the text.
+            sys.stdout.reconfigure(errors="backslashreplace")
     if "TQDM_DISABLE" in os.environ or (sys.stderr is not None and sys.stderr.isatty()):
         yield
         return
