@@ -12,7 +12,7 @@ from collections import Counter
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-from hf_moe_expand.anchors import shipped_anchors
+from hf_moe_expand.data.anchors import shipped_anchors
 
 # Languages whose short sentences are often right in both.
 NEIGHBOURS = ({"da", "nn", "no"}, {"id", "ms"}, {"bs", "hr", "sr"})

@@ -39,13 +39,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, ReviewConfig, expand_checkpoint, pipeline, train_stage
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, ReviewConfig, expand_checkpoint, train_stage
 from hf_moe_expand.cli import app
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
+from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
+from hf_moe_expand.runs import pipeline
 from hf_moe_expand.stages import run as stage_run
 
 # The checkpoints that a case starts from, and the verbs that read the damaged one, {x}.

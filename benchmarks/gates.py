@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from timing import parser, report
 
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.inference.models import load_for_inference
 
 QUESTIONS = {
     "en": ["What is the capital of France?", "Name three fruits.", "Why do we sleep?", "What do bees make?"],

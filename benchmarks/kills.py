@@ -41,10 +41,10 @@ from transformers.utils import logging
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, modeling, trainers
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
+from hf_moe_expand.core.jsonfile import read_json, write_json
 from hf_moe_expand.demo import run as demo_run
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.stages.resume import remove_training
 
 FULL = "full disk"

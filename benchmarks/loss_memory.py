@@ -19,9 +19,9 @@ from datasets import Dataset
 from timing import in_own_process, parser, report, resident_bytes
 
 from hf_moe_expand import PostPretrainConfig, PostPretrainTrainer, ReviewConfig, ReviewTrainer
+from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.source import load_expanded_config
 from hf_moe_expand.modeling import auto_class
-from hf_moe_expand.records import History
 from hf_moe_expand.trainers import pieces
 
 WAYS = ("pieces", "whole")

@@ -43,10 +43,10 @@ from study_scores import MinimalPairs, bits_per_byte, generation_speed, paramete
 from study_settings import at_length, lengths_of, read_settings, row_digest
 from study_tuning import Choice, Tried, tune
 
-from hf_moe_expand.anchors import shipped_sentences
-from hf_moe_expand.errors import DivergedError, InputError
-from hf_moe_expand.jsonfile import read_json, write_json
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.core.errors import DivergedError, InputError
+from hf_moe_expand.core.jsonfile import read_json, write_json
+from hf_moe_expand.data.anchors import shipped_sentences
+from hf_moe_expand.inference.models import load_for_inference
 
 SETTINGS = Path(__file__).with_name("studies") / "study.yaml"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from study_settings import at_length, lengths_of, row_digest
 
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.jsonfile import read_json
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import read_json
 
 Results = dict[str, list[dict[str, Any]]]  # of each row, one a seed
 DOMAINS = ("help", "flores")

@@ -36,22 +36,22 @@ from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.gating import fit_gates
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.anchors import shipped_anchors
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.checkpoint.stored import network_of
+from hf_moe_expand.core.disk import folder_bytes
+from hf_moe_expand.core.jsonfile import read_json, write_json, write_text
+from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.data.packing import encode_documents
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.disk import folder_bytes
-from hf_moe_expand.jsonfile import read_json, write_json, write_text
-from hf_moe_expand.memory import has_bfloat16
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.inference.memory import has_bfloat16
+from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.results import DeviationResult, SimilarityResult
+from hf_moe_expand.planning.results import DeviationResult, SimilarityResult
 from hf_moe_expand.stages.config import StageConfig
 
 CONFIGS: dict[str, type[StageConfig]] = {

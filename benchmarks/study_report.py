@@ -23,8 +23,8 @@ from study_settings import at_length, lengths_of, read_settings, trained_tokens
 from study_tuning import at_an_end
 from tables import markdown_table
 
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.jsonfile import read_json, write_json, write_text
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import read_json, write_json, write_text
 
 
 def write_report(options: argparse.Namespace) -> None:

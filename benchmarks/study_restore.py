@@ -7,8 +7,8 @@ from typing import Any
 from study_changes import DOMAINS
 from study_settings import row_digest
 
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.jsonfile import read_json, write_json
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import read_json, write_json
 
 # Machines differ in the last digits of a score; another training of the small base differs by one or two percent.
 SAME, RETRAINED = 1e-3, 2e-2

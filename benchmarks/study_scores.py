@@ -11,11 +11,11 @@ from timing import time_in_turn
 
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import network_of
+from hf_moe_expand.core.jsonfile import write_text
 from hf_moe_expand.evaluation.harness import HarnessTasks, Metric
 from hf_moe_expand.evaluation.perplexity import evaluate_model
-from hf_moe_expand.inspection import inspect_config
-from hf_moe_expand.jsonfile import write_text
 from hf_moe_expand.modeling import ExpandedConfig
+from hf_moe_expand.report.inspection import inspect_config
 
 Texts = Mapping[str, list[str]]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_moe_expand.anchors import shipped_sentences
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.yamlfile import read_yaml
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.yamlfile import read_yaml
+from hf_moe_expand.data.anchors import shipped_sentences
 
 # Keys that decide nothing of a row's figures, and those that alone decide the base's.
 _PRESENTED = ("claims", "curves", "generation", "keep_gigabytes", "ladders", "lengths", "rows", "seeds")

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.jsonfile import read_json, write_json
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import read_json, write_json
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,13 @@ class RoutingControl:
 _NOTHING = RoutingRequest()
 
 
+def recorded_classes(expansions: Sequence[dict]) -> dict[str, int]:
+    """The class of each language in a model's history: 0 for the base model's, g for those that expansion g added."""
+    old = [expansion["old_languages"] for expansion in expansions[:1]]
+    by_expansion = [*old, *(expansion["new_languages"] for expansion in expansions)]
+    return {code: number for number, codes in enumerate(by_expansion) for code in codes}
+
+
 def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int | None]:
     """The class of each language: 0 for the base model's, g for those that expansion g added, None for None.
 
@@ -131,11 +138,7 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     codes = [languages] if isinstance(languages, str) else languages
     if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
         raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
-    known: dict[str, int] = {}
-    for number, expansion in enumerate(config.expansions or [], start=1):
-        if number == 1:
-            known = dict.fromkeys(expansion["old_languages"], 0)
-        known |= dict.fromkeys(expansion["new_languages"], number)
+    known = recorded_classes(config.expansions or [])
     named = ", ".join(known) or "no language"
     for number, of_class in enumerate((getattr(config, "language_gate", None) or {"languages": []})["languages"]):
         known = dict.fromkeys(of_class, number) | known

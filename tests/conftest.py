@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 from zygote import Child, Zygote
 
 from hf_moe_expand import Plan, cli
-from hf_moe_expand.anchors import shipped_anchors
-from hf_moe_expand.schema import read
+from hf_moe_expand.core.schema import read
+from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent

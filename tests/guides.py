@@ -9,7 +9,7 @@ import yaml
 from conftest import invoke, save_dense, write_texts
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.yamlfile import read_yaml
+from hf_moe_expand.core.yamlfile import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

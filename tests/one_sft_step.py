@@ -13,7 +13,7 @@ from peft import LoraConfig
 from trl import SFTConfig
 
 from hf_moe_expand import BalanceLoss, ClassifierLoss, LanguagePriorLoss, MoESFTTrainer, Plan, expand_checkpoint
-from hf_moe_expand.distributed import leave_ranks
+from hf_moe_expand.stages.distributed import leave_ranks
 
 ROWS = [
     {"language": language, "prompt": prompt, "completion": completion}

@@ -24,7 +24,7 @@ from hf_moe_expand import (
     ReviewTrainer,
 )
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.distributed import leave_ranks
+from hf_moe_expand.stages.distributed import leave_ranks
 
 PAD = 256
 

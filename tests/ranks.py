@@ -31,9 +31,9 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.distributed import leave_ranks
 from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.stages.config import StageConfig
+from hf_moe_expand.stages.distributed import leave_ranks
 from hf_moe_expand.trainers import pieces
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hf_moe_expand import cli
 from hf_moe_expand.checkpoint import source
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 ADAPTER = {"adapter_config.json": json.dumps({"peft_type": "LORA", "base_model_name_or_path": "me/x"})}
 WEIGHTS = {"adapter_model.safetensors": ""}

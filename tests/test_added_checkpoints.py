@@ -30,9 +30,9 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.stored import network_of
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.forecast import idle_weights
-from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference.forecast import idle_weights
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 
 @pytest.fixture(scope="module")

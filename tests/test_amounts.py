@@ -6,17 +6,17 @@ from conftest import invoke, save_dense, write_texts
 
 from hf_moe_expand import Plan, ReviewConfig
 from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import MOST
 from hf_moe_expand.data.curriculum import Curriculum
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.settings import EvaluationSettings
-from hf_moe_expand.pipeline import validate_recipe
+from hf_moe_expand.inference.writing import Answering, SampleSettings
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import METHODS, plan_settings
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.results import SimilarityResult
-from hf_moe_expand.schema import MOST
+from hf_moe_expand.planning.results import SimilarityResult
+from hf_moe_expand.runs.pipeline import validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
-from hf_moe_expand.writing import Answering, SampleSettings
 
 DIGITS_27 = 10**26 + 1
 LARGE = [DIGITS_27, 1e27, 10**400]

@@ -9,9 +9,9 @@ import langcodes
 import pytest
 from conftest import DATA
 
-import hf_moe_expand.anchors
-from hf_moe_expand.anchors import shipped_anchors
-from hf_moe_expand.errors import InputError
+import hf_moe_expand.data.anchors
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.data.anchors import shipped_anchors
 
 ANCHORS = shipped_anchors()
 # The scripts of languages that are not in Latin letters, as Unicode names its letters.
@@ -113,7 +113,7 @@ def test_a_wrong_code_is_refused():
 
 
 def test_each_file_is_plain_utf8_of_one_sentence_a_line():
-    folder = Path(hf_moe_expand.anchors.__file__).parent / "text"
+    folder = Path(hf_moe_expand.data.anchors.__file__).parent / "text"
     assert sorted(file.name for file in folder.iterdir()) == [f"{code}.txt" for code in ANCHORS]
     for code, lines in ANCHORS.items():
         assert (folder / f"{code}.txt").read_bytes() == "".join(f"{line}\n" for line in lines).encode()

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
-from hf_moe_expand.asking import Answer, Answering, Asked, ask
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference.asking import Answer, Answering, Asked, ask
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -14,8 +14,8 @@ from hf_moe_expand import Plan, expand_checkpoint, expand_model, fit_gates
 from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file, layer_of_file
 from hf_moe_expand.checkpoint.gates import stored_gate
 from hf_moe_expand.checkpoint.stored import StoredModel
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference.models import load_for_inference
 
 NEW = ["el", "hu"]
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=NEW)

@@ -9,9 +9,11 @@ import yaml
 from conftest import invoke, save_dense, tiny_config, write_texts
 from datasets import Dataset
 
-from hf_moe_expand import PostPretrainConfig, forecast, recommended
+from hf_moe_expand import PostPretrainConfig
 from hf_moe_expand.demo import base
-from hf_moe_expand.memory import has_bfloat16
+from hf_moe_expand.inference import forecast
+from hf_moe_expand.inference.memory import has_bfloat16
+from hf_moe_expand.runs import recommended
 from hf_moe_expand.stages import config
 
 

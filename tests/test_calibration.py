@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_calibrated, join_expansions
 from hf_moe_expand.analysis import calibration
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.scratch import leftovers
 from hf_moe_expand.evaluation.perplexity import evaluate_model
-from hf_moe_expand.scratch import leftovers
 
 TEXTS = {
     "en": ["the river runs under the old bridge and the boats wait for the morning " * 3] * 4,

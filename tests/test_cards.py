@@ -14,14 +14,14 @@ from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, make_card
-from hf_moe_expand.card import readable_size, scores_of_this
 from hf_moe_expand.checkpoint.gates import Gate
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.hub.card import readable_size, scores_of_this
 from hf_moe_expand.modeling.language_gate import GateRule
-from hf_moe_expand.schema import changed
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 PLANS = {
     "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),

@@ -8,7 +8,7 @@ from conftest import byte_tokenizer, invoke, save_dense, write_texts
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import chat
 from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
 from hf_moe_expand.evaluation.report import Evaluation

@@ -18,8 +18,8 @@ import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.cli.options import with_settings
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.schema import Count, Declared
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import Count, Declared
 
 README = Path(__file__).parents[1] / "README.md"
 

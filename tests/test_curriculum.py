@@ -14,9 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer
 
 from hf_moe_expand import GroupConfig, JointConfig, Plan, PostPretrainConfig, expand_checkpoint, train_stage
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.curriculum import Curriculum, count_based, step_based
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.trainers import CurriculumSampler, LanguageMix
 from hf_moe_expand.trainers.samplers import apportion

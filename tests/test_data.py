@@ -12,8 +12,10 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_moe_expand import hub_access
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
+from hf_moe_expand.core import hub_access
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.languages import names_language
 from hf_moe_expand.data import packing, sources
 from hf_moe_expand.data.packing import (
     balanced_tokens,
@@ -25,9 +27,7 @@ from hf_moe_expand.data.packing import (
     tokenize,
 )
 from hf_moe_expand.data.sources import LanguageText, check_languages
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.translation import translation_prompt
-from hf_moe_expand.languages import names_language
 
 END = 256
 

@@ -10,8 +10,8 @@ from zipfile import ZipFile
 import pytest
 from conftest import invoke, save_dense
 
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.demo import real, smollm2
-from hf_moe_expand.errors import InputError
 
 FOLDER = Path(real.__file__).parent / "text"
 
@@ -138,7 +138,7 @@ def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr("hf_moe_expand.extra.import_module", missing)
+    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", missing)
     monkeypatch.setattr(smollm2, "download", None)
     with pytest.raises(InputError, match=r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"):
         invoke("demo", "--real", "--out", tmp_path)

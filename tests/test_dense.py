@@ -14,10 +14,10 @@ from hf_moe_expand import DenseConfig, Plan, cli, expand_checkpoint, train_stage
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.scratch import work_folder
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.scratch import work_folder
 from hf_moe_expand.stages.kinds.dense import DenseTrainer, LoraSettings, check_old_blocks
 
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 3}

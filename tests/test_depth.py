@@ -13,7 +13,7 @@ from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.merge import merge_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 # Backbones with an output projection of each FFN and attention block, and what is special about each.

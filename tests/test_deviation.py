@@ -9,10 +9,10 @@ from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_dense
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import encode_documents
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.planning.results import DeviationResult
 from hf_moe_expand.report import figures
-from hf_moe_expand.results import DeviationResult
 
 # One document a language, so that the order of documents is none.
 TEXTS = {

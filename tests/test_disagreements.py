@@ -20,8 +20,8 @@ from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
-from hf_moe_expand.distributed import save_whole
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.stages.distributed import save_whole
 
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
 BRANCHES = Plan("dmoe", [2, 2, 2], groups=[["en"], ["el"]])

@@ -24,12 +24,12 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import add_experts
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.records import ExpansionRecord, History
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.records import ExpansionRecord, History
-from hf_moe_expand.schema import changed
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.trainers import GroupedSampler, GroupLoss
 

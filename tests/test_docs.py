@@ -37,14 +37,15 @@ from guides import (
 from transformers import AutoModelForCausalLM
 from typer.core import TyperCommand
 
-from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint, hub
+from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint
 from hf_moe_expand.checkpoint import gguf
 from hf_moe_expand.demo import real
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.pipeline import run_recipe, validate_recipe
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipes import find_recipe, packaged_files
+from hf_moe_expand.hub import publish as hub
+from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.recipes import find_recipe, packaged_files
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]

@@ -28,10 +28,10 @@ from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.grow import shrink_checkpoint
 from hf_moe_expand.checkpoint.join import join_expansions, leave_out_pack
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling import decoder_ffns, layer_names
 from hf_moe_expand.planning.layers import layers_in
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 BEAMS = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3, "eos_token_id": None}
 CONFIGURATIONS = {

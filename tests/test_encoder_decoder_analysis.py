@@ -16,17 +16,17 @@ from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.card import make_card
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.evaluation.settings import EvaluationSettings, TranslationSettings
 from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
-from hf_moe_expand.pipeline import run_recipe, validate_recipe
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.results import RoutingResult, SimilarityResult
-from hf_moe_expand.schema import changed
+from hf_moe_expand.hub.card import make_card
+from hf_moe_expand.planning.results import RoutingResult, SimilarityResult
+from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.trainers.encoder_decoder import with_decoder_inputs
 
 ENCODER = 3

@@ -37,9 +37,9 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.records import History
 from hf_moe_expand.trainers.encoder_decoder import by_stack, target_loss, with_decoder_inputs
 
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from hf_moe_expand import cli
 from hf_moe_expand.cli import orderly_stops
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 # A verb that writes a folder until something stops it.
 # It undoes the SIG_IGN that `nohup` and `&` hand down, as in a terminal.

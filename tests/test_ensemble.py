@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from hf_moe_expand import evaluate_ensemble, evaluate_model
 from hf_moe_expand.baselines.ensemble import mix_models
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.report import Evaluation
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_config, tiny_dense
 
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import perplexity
 from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.models import longest_block
+from hf_moe_expand.inference.models import longest_block
 from hf_moe_expand.report.figures import allocation, save
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}

@@ -46,10 +46,10 @@ from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.gates import Gate
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling.language_gate import GateRule
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
 ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])

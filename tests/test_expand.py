@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 

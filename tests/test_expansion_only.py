@@ -13,9 +13,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hf_moe_expand import Plan, expand_checkpoint, save_expansion
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 UNIFORM, WITH_DENSE = Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]), Plan("moe-lpr", [3, 1, 3])

@@ -23,8 +23,8 @@ from hf_moe_expand import (
     register_loss,
     register_stage,
 )
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.schema import Coefficient
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import Coefficient
 from hf_moe_expand.stages.keywords import setting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,6 +154,6 @@ def test_what_a_script_registers(monkeypatch):
         keywords(ReviewConfig, losses={"nothin": 1})
     with pytest.raises(InputError, match="losses: nothing is -1: must be a number of at least 0"):
         keywords(ReviewConfig, losses={"nothing": -1})
-    importlib.import_module("hf_moe_expand.recipe")
+    importlib.import_module("hf_moe_expand.runs.recipe")
     with pytest.raises(InputError, match="ReviewConfig: recipes are read already: register a stage first"):
         register_stage(ReviewConfig)

@@ -6,7 +6,7 @@ import pytest
 from conftest import byte_tokenizer, invoke, write_texts
 
 from hf_moe_expand.analysis.fertility import measure_fertility
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 
 def test_a_tokenizer_of_bytes_makes_one_token_a_byte():

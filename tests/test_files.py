@@ -12,10 +12,10 @@ import pytest
 from pyarrow import parquet
 
 from hf_moe_expand import cli
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.data.files import count_lines, kind_of, read_rows, text_files
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.saying import say_once
 
 TEXTS = ["ένα", "δύο", "τρία"]
 BODY = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode()

@@ -28,12 +28,12 @@ from hf_moe_expand import (
     validate_recipe,
 )  # fmt: skip
 from hf_moe_expand.checkpoint.stored import network_of
+from hf_moe_expand.core.disk import StepOutput, peak
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.disk import StepOutput, peak
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.forecast import forecast, size_of, tokens_at_hand, training_disk
-from hf_moe_expand.models import load_config
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.inference.forecast import forecast, size_of, tokens_at_hand, training_disk
+from hf_moe_expand.inference.models import load_config
+from hf_moe_expand.runs.recipe import Recipe
 
 QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
 PLAN = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])

@@ -9,10 +9,10 @@ import pytest
 from conftest import invoke, save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.run_record import read_steps
+from hf_moe_expand.runs.run_record import read_steps
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -21,10 +21,10 @@ from hf_moe_expand import (
 from hf_moe_expand.analysis.gate_fit import PENALTY, _marked, candidates, softmax_regression
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.anchors import shipped_anchors, shipped_sentences
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.data.anchors import shipped_anchors, shipped_sentences
+from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 ALPHABETS = ("abcdefg", "hijklmn", "opqrstu", "vwxyzAB", "CDEFGHI", "JKLMNOP", "QRSTUVW", "XYZ0123")
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint import source
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 LAYER = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -118,7 +118,7 @@ def test_other_files_are_refused(quantised, tmp_path):
 
 def test_without_its_package_a_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr("hf_moe_expand.extra.import_module", missing)
+    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", missing)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(InputError, match=r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"):
         invoke("from-gguf", tmp_path / "a.gguf", tmp_path / "out")

@@ -17,7 +17,7 @@ from hf_moe_expand.checkpoint import gguf_export as module
 from hf_moe_expand.checkpoint.gguf import KEPT
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 # A folder with bases that benchmarks/study_bases.py made.

@@ -15,7 +15,7 @@ from hf_moe_expand import Plan, expand_checkpoint, graft_delta
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.merge import merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 DMOE = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])

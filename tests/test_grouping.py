@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_moe_expand import Plan, group_languages, select_layers
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.planning import grouping
 from hf_moe_expand.planning.grouping import _grown_set, random_groups, vector_similarity
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
-from hf_moe_expand.results import DeviationResult
-from hf_moe_expand.schema import changed
+from hf_moe_expand.planning.results import DeviationResult
 
 
 @st.composite

@@ -27,16 +27,16 @@ from hf_moe_expand.analysis.settings import AnalysisSettings
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.cli import surgery
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.modeling.routing import experts_allowed, experts_of_classes, select_experts, token_classes
-from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
-from hf_moe_expand.records import History
-from hf_moe_expand.results import SimilarityResult
-from hf_moe_expand.schema import changed
+from hf_moe_expand.planning.results import SimilarityResult
 from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])

@@ -13,9 +13,9 @@ from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.checkpoint.expand import versions
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
 from hf_moe_expand.checkpoint.new_experts import new_weight
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.records import ExpansionRecord
-from hf_moe_expand.schema import changed, read
+from hf_moe_expand.checkpoint.records import ExpansionRecord
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed, read
 
 FIRST = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"])
 SECOND = Plan("moe-lpr", [5, 1, 4], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 1, 2])

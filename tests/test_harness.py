@@ -8,11 +8,13 @@ import torch
 import yaml
 from conftest import byte_tokenizer, invoke, save_dense, write_texts
 
-from hf_moe_expand import Plan, expand_checkpoint, extra, models
-from hf_moe_expand.card import make_card
-from hf_moe_expand.errors import InputError
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.core import extra
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.hub.card import make_card
+from hf_moe_expand.inference import models
 
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 

@@ -15,8 +15,9 @@ from hub_server import OTHER_TOKEN, TOKEN, Client, HubServer
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 
-from hf_moe_expand import Plan, expand_checkpoint, hub
-from hf_moe_expand.errors import InputError
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.hub import publish as hub
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 WEIGHTS = "model-00001-of-00003.safetensors"
@@ -399,8 +400,8 @@ def test_the_command(server, client, checkpoint):
     code = f"""
 import os
 os.environ["HF_TOKEN"] = {TOKEN!r}
-import hf_moe_expand.hub
-hf_moe_expand.hub.check_loads_alone = lambda folder: None
+import hf_moe_expand.hub.publish
+hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
 from hf_moe_expand.cli import app
 app(["push", folder, "me/by-command", "--private", "--include", "NOTICE", "--license", "mit"], standalone_mode=False)
 """

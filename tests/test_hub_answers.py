@@ -15,15 +15,15 @@ from hub_server import OTHER_TOKEN, TOKEN, Client, Fault, HubServer
 from huggingface_hub.errors import FileMetadataError, LocalEntryNotFoundError
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.hub_answers import refusal, time_in_words, wait_of
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.hub_answers import refusal, time_in_words, wait_of
 
 HTML = {"Content-Type": "text/html; charset=utf-8"}
 PAGE = b"<!doctype html><html><body>Please log in</body></html>"
 NUMBERS = itertools.count()
 RUN = """
 import time, warnings
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 slept, usual = [], time.sleep
 time.sleep = slept.append
 result = {"slept": slept, "message": "", "warned": []}
@@ -39,7 +39,7 @@ result["warned"] = [str(one.message) for one in warned if "hub" in str(one.messa
 """
 READ = "from hf_moe_expand.checkpoint.source import resolve_checkpoint\nresolve_checkpoint(name)"
 PUSH = """
-import hf_moe_expand.hub as hub
+import hf_moe_expand.hub.publish as hub
 hub.check_loads_alone = lambda folder: None
 hub.push_to_hub(folder, name, token=token, say=lambda line: None)
 """
@@ -282,8 +282,8 @@ def test_a_token_of_another_form_does_not_reach_a_message_either(push):
 @pytest.mark.parametrize(
     "asked",
     [
-        "from hf_moe_expand.card import _base_license as ask\nassert ask(BaseModel(name, name, None)) == {}",
-        "from hf_moe_expand.hub_files import base_on_hub as ask\nassert ask(None, name).revision is None",
+        "from hf_moe_expand.hub.card import _base_license as ask\nassert ask(BaseModel(name, name, None)) == {}",
+        "from hf_moe_expand.hub.files import base_on_hub as ask\nassert ask(None, name).revision is None",
     ],
 )
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from conftest import save_dense
 from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.card import make_card
 from hf_moe_expand.checkpoint.merge import average_checkpoints
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.hub import push_to_hub
-from hf_moe_expand.hub_files import check_code, check_loads_alone, published_files, refuse_private
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.private import refuse_private
+from hf_moe_expand.hub.card import make_card
+from hf_moe_expand.hub.files import check_code, check_loads_alone, published_files
+from hf_moe_expand.hub.publish import push_to_hub
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 

@@ -16,7 +16,7 @@ from hf_moe_expand import (
     expand_model,
 )
 from hf_moe_expand.checkpoint.expand import base_of
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 

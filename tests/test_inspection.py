@@ -1,8 +1,8 @@
 """What `inspect` says of a checkpoint: every line, of facts that are written down here."""
 
-from hf_moe_expand.inspection import InspectedPack, Inspection
+from hf_moe_expand.checkpoint.records import ExpansionRecord, StageRecord
 from hf_moe_expand.modeling.language_gate import GateRule
-from hf_moe_expand.records import ExpansionRecord, StageRecord
+from hf_moe_expand.report.inspection import InspectedPack, Inspection
 
 PLAIN = {
     "backbone": "qwen2", "top_k": 2, "layers": [(2, False, 5), (1, False, 3), (3, True, 9)], "total": 3000,

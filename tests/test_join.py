@@ -26,11 +26,11 @@ from hf_moe_expand.checkpoint.gates import Gate, write_gate
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
+from hf_moe_expand.checkpoint.records import History, StageRecord
 from hf_moe_expand.checkpoint.stored import StoredModel
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
-from hf_moe_expand.records import History, StageRecord
 
 EL = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
 HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"])

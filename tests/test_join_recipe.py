@@ -10,9 +10,9 @@ from test_join import EL, HU, make_pack, same_files
 from test_packs_in_use import WORDS
 
 from hf_moe_expand import join_expansions, run_recipe, validate_recipe
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.page import make_page
+from hf_moe_expand.runs.recipe import Recipe
 
 TRAINING = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True}
 

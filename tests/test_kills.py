@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.cli import tell_full_disk
-from hf_moe_expand.errors import InputError, is_full_disk
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.jsonfile import read_json, write_json, write_text
-from hf_moe_expand.scratch import is_work_folder, remove_leftovers, remove_work_folder, work_folder
+from hf_moe_expand.core.errors import InputError, is_full_disk
+from hf_moe_expand.core.jsonfile import read_json, write_json, write_text
+from hf_moe_expand.core.scratch import is_work_folder, remove_leftovers, remove_work_folder, work_folder
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.resume import remove_training
 from hf_moe_expand.stages.trainer import StageTrainer
 

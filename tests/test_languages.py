@@ -11,12 +11,12 @@ from hf_moe_expand import Plan, pack_texts
 from hf_moe_expand.analysis.fertility import measure_fertility
 from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.cli.common import text_sources
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.languages import check_old_and_new, names_language, same_language
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
-from hf_moe_expand.languages import check_old_and_new, names_language, same_language
 from hf_moe_expand.planning.grouping import check_groups
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.runs.recipe import Recipe
 
 # Of each language: the tags of its text, and those of other text.
 TAGS = {

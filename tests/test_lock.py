@@ -7,16 +7,16 @@ from conftest import save_dense, start_python, write_texts
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.checkpoint.writer import new_folder
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.pipeline import run_recipe
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.scratch import LOCK, FolderLock, work_folder
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.scratch import LOCK, FolderLock, work_folder
+from hf_moe_expand.runs.pipeline import run_recipe
+from hf_moe_expand.runs.recipe import Recipe
 
 # Holds a folder's lock until its input ends.
 HOLD = """
 import sys
 from pathlib import Path
-from hf_moe_expand.scratch import FolderLock
+from hf_moe_expand.core.scratch import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "works there")
 lock.acquire()
 print("held", flush=True)

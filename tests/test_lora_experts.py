@@ -39,9 +39,9 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraFactor, LoraLinear, lora_expert
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.run import check_frozen
 
 # Gated, with biases, with Conv1D, taking the residual; tied embeddings.

@@ -24,8 +24,8 @@ from hf_moe_expand import (
     LossBatch,
     RouterLossMixin,
 )
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling import LayerRouting
 from hf_moe_expand.modeling.routing import select_experts
 from hf_moe_expand.trainers.losses import (

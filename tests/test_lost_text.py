@@ -20,15 +20,15 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.analysis.fertility import measure_fertility
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.lost import check_lost, lost_text
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore, language_stream
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.pipeline import validate_recipe
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.runs.pipeline import validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
 
 ENGLISH = "the quick brown fox jumps over the lazy dog"
 GREEK = "ξεσκεπάζω την ψυχοφθόρα βδελυγμία"

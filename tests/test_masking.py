@@ -20,12 +20,12 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling import DMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
-from hf_moe_expand.schema import read
 from hf_moe_expand.trainers import Masking, mask_routing, masking
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
 from hf_moe_expand.trainers.masking import local_experts, mask_outputs

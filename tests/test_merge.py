@@ -14,8 +14,8 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import grow_checkpoint, shrink_checkpoint
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts, merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 GROUPS = Plan("dmoe", [3, 1, 3], groups=[["en"], ["el", "tr"], ["hu"]])

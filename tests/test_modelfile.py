@@ -7,7 +7,7 @@ from bpe import bpe_tokenizer
 from conftest import tiny_config
 
 from hf_moe_expand.checkpoint.modelfile import MOST_CONTEXT, modelfile_text
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 GREEDY = ["temperature 0"]
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, grow_checkpoint, train_stage
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import write_json
+from hf_moe_expand.core.schema import read
 from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.harness import Metric, _metrics
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.settings import EvaluationSettings
-from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.report.page import read_logs
-from hf_moe_expand.schema import read
 
 PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
 GROWTH = Plan("layer-moe", [3, 1, 3], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])

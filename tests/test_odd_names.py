@@ -11,7 +11,7 @@ from test_join import EL, HU, make_pack
 from typer.testing import CliRunner
 
 from hf_moe_expand import cli, join_expansions
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,10 @@ import pytest
 from conftest import save_dense
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from hf_moe_expand import Plan, card, expand_checkpoint, hub_files
-from hf_moe_expand.hub import push_to_hub
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.hub import card
+from hf_moe_expand.hub import files as hub_files
+from hf_moe_expand.hub.publish import push_to_hub
 
 
 @pytest.mark.parametrize("reachable", [False, True])

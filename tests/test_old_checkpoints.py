@@ -26,9 +26,9 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.records import History
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 STORED = Path(__file__).resolve().parent / "checkpoints"
 TOLERANCE = 1e-3

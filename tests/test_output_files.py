@@ -6,8 +6,8 @@ import pytest
 from conftest import write_texts
 
 from hf_moe_expand.cli.common import check_file
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 
 
 def test_a_file_that_can_be_written_passes_and_leaves_no_trace(tmp_path):

@@ -18,8 +18,8 @@ from conftest import invoke, save_dense, start_python, write_texts
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.checkpoint.writer import check_output, foreign_file, new_folder
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.scratch import MARKER, remove_work_folder, work_folder
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.scratch import MARKER, remove_work_folder, work_folder
 
 PLAN = Plan("layer-moe", [2, 1, 2], [], old=["en"], new=["el"])
 

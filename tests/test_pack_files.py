@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_join import EL, HU, load, make_pack
 
 from hf_moe_expand import join_expansions, leave_out_pack
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 ROUTER = "model.layers.0.mlp.router.weight"
 

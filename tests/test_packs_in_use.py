@@ -11,8 +11,8 @@ from test_join import EL, HU, TR, load, make_pack, same_files
 
 from hf_moe_expand import Plan, freeze, join_expansions, leave_out_pack, make_card
 from hf_moe_expand.checkpoint.merge import average_experts
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.records import History
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import InputError
 
 WORDS = {
     "en": "the cat {} sits",

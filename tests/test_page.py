@@ -11,17 +11,17 @@ from markupsafe import Markup
 from safetensors import safe_open
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import read_json, write_json
+from hf_moe_expand.core.recipe_paths import without_paths
 from hf_moe_expand.evaluation.harness import Metric, TaskScore
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import Sample
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.jsonfile import read_json, write_json
-from hf_moe_expand.recipe_paths import without_paths
+from hf_moe_expand.planning.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.report import figures
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]

@@ -7,7 +7,7 @@ from conftest import invoke, save_dense
 from test_page import NEW, OLD, logs, page_of, scores, stage_of
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.report.page import make_page
 

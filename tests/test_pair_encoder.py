@@ -16,8 +16,8 @@ from encoder_decoders import (
 
 from hf_moe_expand import LanguageText, pack_pairs
 from hf_moe_expand.analysis.reading import side_batches
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair, check_pairs, pairs_of, sentence_pairs
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import pair_stream
 
 

@@ -27,21 +27,21 @@ from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.settings import ExpandSettings
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.settings import EvaluationSettings
-from hf_moe_expand.hub_files import published_files
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.hub.files import published_files
+from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
-from hf_moe_expand.recipe import Expansion, Recipe
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.schema import changed
+from hf_moe_expand.runs.recipe import Expansion, Recipe
+from hf_moe_expand.runs.steps import stage as stage_steps
+from hf_moe_expand.runs.steps.evaluate import Evaluate
 from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
-from hf_moe_expand.steps import stage as stage_steps
-from hf_moe_expand.steps.evaluate import Evaluate
 
 PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
 GroupSettings, JointSettings = partial(keywords, GroupConfig), partial(keywords, JointConfig)

@@ -26,10 +26,10 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.expand import check_dense_plan
 from hf_moe_expand.checkpoint.settings import JoinSettings
 from hf_moe_expand.cli import plan as plan_verbs
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.jsonfile import write_json
-from hf_moe_expand.languages import check_old_and_new, is_language_code
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import write_json
+from hf_moe_expand.core.languages import check_old_and_new, is_language_code
+from hf_moe_expand.core.schema import Count, Declared, changed, json_schema, read
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import (
     METHODS,
@@ -40,9 +40,9 @@ from hf_moe_expand.planning.methods import (
     plan_settings,
     read_plan_settings,
 )
+from hf_moe_expand.planning.results import DeviationResult, SimilarityResult
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.results import DeviationResult, SimilarityResult
-from hf_moe_expand.schema import Count, Declared, changed, json_schema, read
 
 GOOD = {
     "layer-moe": {"total_experts": 7},

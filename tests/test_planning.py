@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.jsonfile import write_json
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import write_json
+from hf_moe_expand.core.schema import read
 from hf_moe_expand.planning.layers import classifier_layers, layers_in
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
-from hf_moe_expand.schema import read
+from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 
 
 def counts_of(layers, *method, seed=0, **keys):

@@ -19,7 +19,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.backbones import backbones_page
 from hf_moe_expand.checkpoint.promises import LAYERS, check_architecture, tiny_twin
 from hf_moe_expand.checkpoint.proven import (
     LEFT_OUT,
@@ -28,10 +27,11 @@ from hf_moe_expand.checkpoint.proven import (
     PROVEN_ENCODER_DECODERS,
     PROVEN_MIXTURES,
 )
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
+from hf_moe_expand.inference.backbones import backbones_page
+from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.modeling import decoder_ffns
-from hf_moe_expand.models import load_for_inference
 
 INSTALLED = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 MIXTURES = [name for name in PROVEN_MIXTURES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]

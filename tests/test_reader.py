@@ -17,9 +17,9 @@ from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 PLAN = Plan("layer-moe", [2, 1, 2], [], old=["en"], new=["el"])
 
@@ -352,7 +352,7 @@ def test_json_files_with_a_byte_order_mark_are_read(expanded, tmp_path):
     folder = copied(expanded / "expanded", tmp_path / "x")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("\n", "\r\n"), encoding="utf-8-sig")
-    from hf_moe_expand.jsonfile import read_json
+    from hf_moe_expand.core.jsonfile import read_json
 
     assert read_json(folder / "config.json", "x") == json.loads(text)
 

@@ -6,13 +6,13 @@ import pytest
 from conftest import keywords, save_dense, write_texts
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed, read
+from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.schema import changed, read
+from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
-from hf_moe_expand.yamlfile import read_yaml
 
 PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
 

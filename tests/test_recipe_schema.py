@@ -8,11 +8,11 @@ import pytest
 from conftest import invoke
 from jsonschema import Draft202012Validator
 
+from hf_moe_expand.core.schema import keys_of, settings_in
+from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import METHODS, PlanSettings
-from hf_moe_expand.recipe import Recipe, recipe_schema
-from hf_moe_expand.recipes import packaged_files
-from hf_moe_expand.schema import keys_of, settings_in
-from hf_moe_expand.yamlfile import read_yaml
+from hf_moe_expand.runs.recipe import Recipe, recipe_schema
+from hf_moe_expand.runs.recipes import packaged_files
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = packaged_files()

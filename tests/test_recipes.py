@@ -10,11 +10,11 @@ from conftest import invoke, tiny_config
 from encoder_decoders import tiny
 
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.pipeline import validate_recipe
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipes import find_recipe, packaged_files, packaged_recipes
-from hf_moe_expand.schema import changed
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
+from hf_moe_expand.runs.pipeline import validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.recipes import find_recipe, packaged_files, packaged_recipes
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.

@@ -7,13 +7,13 @@ import yaml
 from conftest import invoke, save_dense, write_texts
 from encoder_decoders import save_tiny
 
-from hf_moe_expand import recommended
 from hf_moe_expand.analysis.settings import GateSettings
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipes import find_recipe
-from hf_moe_expand.recommended import blocks_a_step, new_recipe, rates_for
+from hf_moe_expand.runs import recommended
+from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.recipes import find_recipe
+from hf_moe_expand.runs.recommended import blocks_a_step, new_recipe, rates_for
 
 
 @pytest.fixture(scope="module")

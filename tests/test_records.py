@@ -22,11 +22,11 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.hub_files import published_files
-from hf_moe_expand.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
-from hf_moe_expand.schema import read
+from hf_moe_expand.hub.files import published_files
 from hf_moe_expand.stages import training_stages
 
 QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}

@@ -8,8 +8,8 @@ from pathlib import Path
 from conftest import invoke
 
 from hf_moe_expand.planning.methods import METHODS
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.settings_page import _fields, settings_page
+from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.settings_page import _fields, settings_page
 from hf_moe_expand.stages import all_stages, recipe_stages
 
 ROOT = Path(__file__).resolve().parents[1]

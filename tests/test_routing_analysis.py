@@ -21,10 +21,10 @@ from hf_moe_expand.analysis.routing import (
     random_routing,
 )
 from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
+from hf_moe_expand.planning.results import RoutingResult
 from hf_moe_expand.report.figures import expert_0_scores, expert_shares, save
-from hf_moe_expand.results import RoutingResult
-from hf_moe_expand.schema import changed
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,

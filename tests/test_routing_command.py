@@ -7,8 +7,8 @@ from conftest import invoke, save_dense, write_texts
 from test_routing_analysis import TEXTS
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.results import NO_CHOICE, RoutingResult
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.planning.results import NO_CHOICE, RoutingResult
 
 
 @pytest.fixture(scope="module")

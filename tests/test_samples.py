@@ -4,9 +4,9 @@ import json
 
 from conftest import invoke, save_dense, write_texts
 
-from hf_moe_expand.asking import Answering, Asked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
+from hf_moe_expand.inference.asking import Answering, Asked
 
 
 def test_the_first_language_of_each_group_with_text_begins_a_sample():

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.records import History
-from hf_moe_expand.self_written import SampleSettings, write_documents
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.inference.self_written import SampleSettings, write_documents
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,21 @@ from conftest import invoke, keywords, save_dense, write_texts
 from transformers import Trainer
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
-from hf_moe_expand import self_written as writing
 from hf_moe_expand.analysis.settings import AnalysisSettings
-from hf_moe_expand.card import make_card
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.settings import EvaluationSettings
-from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.hub.card import make_card
+from hf_moe_expand.inference import self_written as writing
+from hf_moe_expand.inference.self_written import writer_of
+from hf_moe_expand.inference.writing import SelfWrittenSettings
 from hf_moe_expand.planning.methods import plan_settings
-from hf_moe_expand.recipe import Expansion, Recipe
-from hf_moe_expand.records import History
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.schema import changed
-from hf_moe_expand.self_written import writer_of
-from hf_moe_expand.steps.write import WriteOldText
-from hf_moe_expand.writing import SelfWrittenSettings
+from hf_moe_expand.runs.recipe import Expansion, Recipe
+from hf_moe_expand.runs.steps.write import WriteOldText
 
 TRAINING = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 2}
 PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)

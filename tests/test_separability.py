@@ -12,8 +12,8 @@ from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_
 from hf_moe_expand.analysis import separability
 from hf_moe_expand.analysis.reading import document_blocks, ffn_inputs, token_blocks
 from hf_moe_expand.analysis.separability import BOUND, LENGTHS, ClassMoments, called_right, split
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.results import SeparabilityResult
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.planning.results import SeparabilityResult
 
 TEXTS = {
     "en": [f"A plain sentence, and another, number {i} of them." for i in range(12)],

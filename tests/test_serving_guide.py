@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_moe_expand import hub
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
+from hf_moe_expand.hub import publish as hub
 from hf_moe_expand.modeling import LayerMoEConfig
 
 

@@ -7,8 +7,8 @@ from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, save_dense, tin
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_similarity
 from hf_moe_expand.analysis.reading import ffn_inputs, padded_batches, token_blocks
 from hf_moe_expand.analysis.similarity import MeanDirections
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.results import SimilarityResult
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.planning.results import SimilarityResult
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 4,

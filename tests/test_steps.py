@@ -11,18 +11,18 @@ from conftest import keywords, save_dense, write_texts
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.settings import EvaluationSettings
-from hf_moe_expand.pipeline import steps_of
 from hf_moe_expand.planning.methods import plan_settings
-from hf_moe_expand.recipe import Expansion, Recipe
-from hf_moe_expand.schema import changed
+from hf_moe_expand.runs.pipeline import steps_of
+from hf_moe_expand.runs.recipe import Expansion, Recipe
+from hf_moe_expand.runs.steps.analyze import AnalyzeSimilarity
+from hf_moe_expand.runs.steps.evaluate import Evaluate
+from hf_moe_expand.runs.steps.expand import Expand
+from hf_moe_expand.runs.steps.plan import MakePlan
+from hf_moe_expand.runs.steps.stage import TrainStep
 from hf_moe_expand.stages.run import check_frozen
-from hf_moe_expand.steps.analyze import AnalyzeSimilarity
-from hf_moe_expand.steps.evaluate import Evaluate
-from hf_moe_expand.steps.expand import Expand
-from hf_moe_expand.steps.plan import MakePlan
-from hf_moe_expand.steps.stage import TrainStep
 
 TRAINING = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
 WORDS = {"en": "a plain sentence ", "el": "μια απλή πρόταση "}

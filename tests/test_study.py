@@ -16,7 +16,7 @@ from conftest import save_dense, write_texts
 
 from hf_moe_expand import expand_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LANGUAGES = ("en", "es", "zh", "el", "hu", "tr")
@@ -127,7 +127,10 @@ def test_a_study_says_what_is_wrong(quick_study, tmp_path, capsys):
 
 
 def test_a_sweep_goes_on_after_a_rate_that_diverges_and_stops_for_all_else(quick_study, tmp_path, monkeypatch):
-    errors, models = importlib.import_module("hf_moe_expand.errors"), importlib.import_module("study_models").Models
+    errors, models = (
+        importlib.import_module("hf_moe_expand.core.errors"),
+        importlib.import_module("study_models").Models,
+    )
     kept = tmp_path / "out" / "sweep" / "LoRA.json"
     for error, goes_on in ((errors.InputError("the disk is full"), False), (errors.DivergedError("nan"), True)):
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import byte_tokenizer, save_dense
 from tokenizers import normalizers
 
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.demo import smollm2
-from hf_moe_expand.errors import InputError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 WHOLE = b"GGUF: one, two, three, four"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 
 SETTINGS = {
     "old": {"reviewed": ["en"]},

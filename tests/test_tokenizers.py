@@ -12,13 +12,13 @@ from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
-from hf_moe_expand.asking import Answering, Asked
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.tokenizer import load_tokenizer
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.tokens import encode_documents
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.inference.asking import Answering, Asked
 
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
 TEXT = "Don't  say 12,345 — «η θάλασσα»\n\n  <end> <|im_start|>user\n x"

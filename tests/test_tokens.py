@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from hf_moe_expand.analysis.deviation import _blocks
 from hf_moe_expand.analysis.gate_text import gate_examples
 from hf_moe_expand.analysis.reading import token_blocks
-from hf_moe_expand.asking import Answering, Asked
+from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.tokens import encode_documents, frame, prompt_tokens, without_end
 from hf_moe_expand.evaluation.perplexity import evaluate_model, text_stream
 from hf_moe_expand.evaluation.translation import translate
-from hf_moe_expand.saying import say_once
-from hf_moe_expand.self_written import _ids
+from hf_moe_expand.inference.asking import Answering, Asked
+from hf_moe_expand.inference.self_written import _ids
 
 END, BOS, SEP, MASK = range(256, 260)
 TEMPLATES = {

@@ -25,10 +25,10 @@ from hf_moe_expand import (
     expand_checkpoint,
     train_stage,
 )
-from hf_moe_expand.card import make_card
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import DivergedError, InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import DivergedError, InputError
-from hf_moe_expand.records import History
+from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.stages import run
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer

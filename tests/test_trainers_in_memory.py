@@ -25,10 +25,10 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.records import History
+from hf_moe_expand.report.inspection import inspect_checkpoint
 
 WORDS = {"en": "the cat sat ", "el": "η γάτα κά", "tr": "kedi otur"}
 QUICK = {

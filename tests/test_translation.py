@@ -8,9 +8,10 @@ import torch
 from conftest import DATA, byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
 from transformers import GenerationConfig
 
-from hf_moe_expand import Plan, expand_checkpoint, extra
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.core import extra
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText, language_name
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import translation
 from hf_moe_expand.evaluation.settings import TranslationSettings
 from hf_moe_expand.evaluation.translation import (
@@ -20,7 +21,7 @@ from hf_moe_expand.evaluation.translation import (
     translate,
     translation_prompt,
 )
-from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.inference.models import load_for_inference
 
 pytest.importorskip("sacrebleu", reason="the extra `eval` is not installed")
 pytest.importorskip("language_data", reason="the extra `eval` is not installed")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from hf_moe_expand import BalanceLoss, GroupLoss, LanguagePriorLoss, MoESFTTrainer, RouterLossMixin
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.trainers import load_balance_loss
 
 pytestmark = [

@@ -13,10 +13,10 @@ from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.promises import tiny_twin
+from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.modeling import decoder_ffns
-from hf_moe_expand.results import RoutingResult, SimilarityResult
+from hf_moe_expand.planning.results import RoutingResult, SimilarityResult
 
 UNUSUAL = ("gemma3n_text", "glm4_moe", "olmo_hybrid", "opt")
 IDS = torch.arange(3, 15)[None]

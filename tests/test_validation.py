@@ -19,8 +19,8 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCallback
 from hf_moe_expand.stages.config import ValidationSettings
 

@@ -9,8 +9,8 @@ from conftest import save_dense, write_texts
 import hf_moe_expand
 from hf_moe_expand import Recipe, train_stage, validate_recipe
 from hf_moe_expand.checkpoint.expand import expand_checkpoint
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.planning.plan import Plan
 

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from hf_moe_expand.errors import InputError
-from hf_moe_expand.yamlfile import read_yaml, to_yaml
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.yamlfile import read_yaml, to_yaml
 
 
 def read(tmp_path, text, encoding="utf-8"):

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.schema import Declared, Probability
 from ..modeling.routing import Choice
-from ..schema import Declared, Probability
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096

@@ -13,9 +13,8 @@ from trl import SFTTrainer, pack_dataset
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from .. import modeling  # noqa: F401  # so that the Auto classes know a folder or hub id
-from ..errors import InputError
-from ..records import History
+from ..core.errors import InputError
+from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .router_losses import RouterLossMixin
 
 UNKNOWN = -1  # language id of padding and of text in an unknown language
@@ -131,11 +130,10 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
 
 
 def _recorded(model: Any, args: Any) -> dict[str, int]:
-    """The class of each language in the model's history: 0 for the base model's, g for those of expansion g."""
     if isinstance(model, str):
         options = getattr(args, "model_init_kwargs", None) or {}
-        return History.of(PreTrainedConfig.get_config_dict(model, **options)[0]).classes
-    return History.of(model.config).classes
+        return recorded_classes(PreTrainedConfig.get_config_dict(model, **options)[0].get("expansions") or [])
+    return recorded_classes(getattr(model.config, "expansions", None) or [])
 
 
 def _map(dataset: Any, args: Any, step: Callable[..., dict], **options: Any) -> Any:

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..analysis.settings import GateSettings
 from ..checkpoint.join import JoinReport, joined_config, load_packs, write_joined
 from ..checkpoint.packs import check_packs
+from ..checkpoint.records import History
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
-from ..errors import InputError, named_as
+from ..core.errors import InputError, named_as
+from ..core.scratch import beside, scratch_folder
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
-from ..models import check_decoder, load_for_inference, load_tokenizer
-from ..records import History
-from ..scratch import beside, scratch_folder
+from ..inference.models import check_decoder, load_for_inference, load_tokenizer
 from .gate_fit import GateReport
 from .gating import check_languages, fitted, gate_of
+from .settings import GateSettings
 
 TOKENS = 500
 OF_CALIBRATION = "gates that are fitted on text"

@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import get_linear_schedule_with_warmup
 
-from ..analysis.settings import DeviationSettings
 from ..checkpoint.writer import new_folder
+from ..core.errors import InputError
+from ..core.jsonfile import read_json, write_json
+from ..core.languages import check_named_once
 from ..data.tokens import begin_tokens, encode_documents
-from ..errors import InputError
-from ..jsonfile import read_json, write_json
-from ..languages import check_named_once
+from ..inference.models import check_decoder, longest_block, model_name
 from ..modeling import decoder_ffns
-from ..models import check_decoder, longest_block, model_name
-from ..results import DeviationResult
+from ..planning.results import DeviationResult
+from .settings import DeviationSettings
 
 _SETTINGS = "settings.json"
 _FOUND = "deviation.json"

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import InputError
+from ..core.jsonfile import write_json
+from ..core.languages import check_named_once
 from ..data.lost import MOST_LOST, LostText, share_in_words
-from ..errors import InputError
 from ..evaluation.perplexity import tokenized
-from ..jsonfile import write_json
-from ..languages import check_named_once
 
 
 @dataclass(frozen=True)

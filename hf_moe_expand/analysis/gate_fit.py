@@ -34,11 +34,11 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from ..analysis.settings import GateSettings
-from ..errors import InputError
+from ..core.errors import InputError
 from ..modeling.language_gate import TEMPLATE, classes_of_sums, token_evidence, window_sums
 from .gate_text import Example, held_out
 from .reading import padded_batches, read_inputs
+from .settings import GateSettings
 
 PENALTY = 0.003  # of the squared weights of standardised features
 ITERATIONS = 30

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.errors import InputError
 from ..data.tokens import begin_tokens
-from ..errors import InputError
 
 LEAST = 100  # tokens of a language
 _LINE = 48  # most tokens of a single line

@@ -12,22 +12,22 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..analysis.settings import GateSettings
-from ..anchors import shipped_anchors, shipped_sentences
 from ..checkpoint.expansion_only import sha256_of
 from ..checkpoint.gates import Gate, check_gated, gated, write_gate
+from ..checkpoint.records import History, StageRecord
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
-from ..errors import InputError, first_line
-from ..languages import same_language
+from ..core.errors import InputError, first_line
+from ..core.languages import same_language
+from ..core.scratch import new_file
+from ..data.anchors import shipped_anchors, shipped_sentences
+from ..inference.models import check_decoder, load_for_inference, longest_block, model_name
 from ..modeling import LayerMoEConfig
 from ..modeling.language_gate import TEMPLATE, GateRule
-from ..models import check_decoder, load_for_inference, longest_block, model_name
-from ..records import History, StageRecord
-from ..scratch import new_file
 from .gate_fit import FittedGate, GateReport, Scored, by_class, candidates, fit_gate, report_of
 from .gate_text import gate_examples
+from .settings import GateSettings
 
 _BLOCK = 256
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..core.errors import InputError
+from ..core.languages import names_language
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import begin_tokens
-from ..errors import InputError
 from ..evaluation.perplexity import pair_batch
-from ..languages import names_language
+from ..inference.models import longest_block
 from ..modeling import decoder_ffns, stack_sizes
-from ..models import longest_block
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
+from ..checkpoint.records import History
+from ..core.errors import InputError
+from ..core.languages import check_old_and_new
 from ..data.pairs import IGNORED
-from ..errors import InputError
-from ..languages import check_old_and_new
+from ..inference.models import longest_block, model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
-from ..models import longest_block, model_name
-from ..records import History
-from ..results import RoutingResult
+from ..planning.results import RoutingResult
 from .reading import TextBatch, padded_batches, progress, side_batches, token_blocks
 
 # Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..analysis.settings import AnalysisSettings
-from ..errors import InputError
+from ..core.errors import InputError
+from ..inference.models import check_decoder, longest_block, model_name
 from ..modeling import count_layers
-from ..models import check_decoder, longest_block, model_name
-from ..results import SeparabilityResult
+from ..planning.results import SeparabilityResult
 from .reading import document_blocks, padded_batches, progress, read_inputs
+from .settings import AnalysisSettings
 
 # Numbers of tokens after which running text is scored; text is cut into stretches of the last one.
 LENGTHS = (8, 16, 32)

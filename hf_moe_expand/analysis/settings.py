@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..schema import Count, Declared, Positive, Whole
+from ..core.schema import Count, Declared, Positive, Whole
 
 
 class AnalysisSettings(Declared):

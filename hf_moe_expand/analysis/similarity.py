@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..analysis.settings import AnalysisSettings
+from ..inference.models import longest_block, model_name
 from ..modeling import count_layers, stack_sizes
-from ..models import longest_block, model_name
-from ..results import SimilarityResult
+from ..planning.results import SimilarityResult
 from .reading import padded_batches, progress, read_inputs, side_batches, token_blocks
+from .settings import AnalysisSettings
 
 
 class MeanDirections:

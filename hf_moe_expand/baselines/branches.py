@@ -7,12 +7,12 @@ from typing import Any
 
 from ..checkpoint.expand import check_dense_plan, expanded_tensors, planned_config, planned_record
 from ..checkpoint.merge import averaged, check_same_shape
+from ..checkpoint.records import History
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, computed
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
-from ..errors import InputError
+from ..core.errors import InputError
 from ..planning.plan import Plan
-from ..records import History
 
 
 def expand_branches(

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint.promises import tiny_twin
+from ..checkpoint.records import StageRecord, add_stage
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, write_checkpoint, zeros
-from ..errors import InputError
-from ..records import StageRecord, add_stage
+from ..core.errors import InputError
 
 # The modules whose outputs a block adds to the residual stream.
 _OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")

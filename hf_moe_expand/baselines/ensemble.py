@@ -8,9 +8,9 @@ import torch
 from tqdm.auto import tqdm
 
 from ..checkpoint.source import load_config, resolve_checkpoint
-from ..errors import InputError, errors_at
+from ..core.errors import InputError, errors_at
 from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
-from ..models import check_decoder, load_for_inference, longest_block
+from ..inference.models import check_decoder, load_for_inference, longest_block
 
 
 def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:

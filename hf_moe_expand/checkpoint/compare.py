@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .reader import CheckpointReader, StoredTensor
 from .stored import load_any_config, network_of, stored_tensors
 

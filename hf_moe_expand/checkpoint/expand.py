@@ -15,17 +15,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from .. import __version__
-from ..checkpoint.settings import LORA_ALPHA, LORA_RANK
-from ..errors import InputError
+from ..core.errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, auto_class, decoder_ffns, language_models, model_class, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig, ExpertKind
 from ..planning.plan import Plan
-from ..records import ExpansionRecord, History
 from .gates import Gate
 from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
 from .reader import TORCH_DTYPES
+from .records import ExpansionRecord, History
+from .settings import LORA_ALPHA, LORA_RANK
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import Place, StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint

@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers.core_model_loading import dot_natural_key
 
-from ..errors import InputError
-from ..jsonfile import read_json
+from ..core.errors import InputError
+from ..core.jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
-from ..records import History
 from .local import name_and_commit
 from .reader import StoredTensor
+from .records import History
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint

@@ -14,11 +14,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..modeling import layer_names
 from ..modeling.expanded_config import LoraKind
 from ..modeling.routing_control import classes_of
-from ..records import StageRecord, add_stage
+from .records import StageRecord, add_stage
 from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of

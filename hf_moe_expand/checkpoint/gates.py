@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError, named_as
-from ..jsonfile import read_json
+from ..core.errors import InputError, named_as
+from ..core.jsonfile import read_json
+from ..core.scratch import beside, scratch_folder
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.language_gate import GateRule
-from ..records import History, StageRecord
-from ..scratch import beside, scratch_folder
 from .packs import GATE_ROWS, Rows
 from .reader import TORCH_DTYPES
+from .records import History, StageRecord
 from .source import COMPANIONS, OLD_GATES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint

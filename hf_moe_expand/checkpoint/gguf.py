@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..core.errors import InputError, first_line
+from ..core.extra import import_extra
+from ..core.jsonfile import read_json, write_json
 from ..data.tokens import frame
-from ..errors import InputError, first_line
-from ..extra import import_extra
-from ..jsonfile import read_json, write_json
 from .tokenizer import load_tokenizer
 from .writer import new_folder
 

@@ -18,16 +18,16 @@ import torch
 from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..disk import full_disk_as
-from ..errors import InputError
-from ..extra import import_extra
-from ..jsonfile import write_text
-from ..records import History
-from ..scratch import new_file
+from ..core.disk import full_disk_as
+from ..core.errors import InputError
+from ..core.extra import import_extra
+from ..core.jsonfile import write_text
+from ..core.scratch import new_file
 from .export import dense_config, dense_experts, expert_tensors
 from .gguf import tokenizer_fields
 from .modelfile import modelfile_text
 from .reader import TORCH_DTYPES, is_finite, tensor_bytes
+from .records import History
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
-from ..records import History, StageRecord, add_stage
 from .reader import StoredTensor, is_finite
+from .records import History, StageRecord, add_stage
 from .source import COMPANIONS, TOKENIZER_FILES, differences
 from .stored import StoredModel, computed, layer_list, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint

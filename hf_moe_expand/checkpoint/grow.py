@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from ..errors import InputError, errors_at
-from ..languages import check_named_once
+from ..core.errors import InputError, errors_at
+from ..core.languages import check_named_once
+from ..core.schema import changed
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
 from ..planning.plan import Plan
-from ..records import ExpansionRecord, History
-from ..schema import changed
 from .expand import planned_record
 from .gates import stored_gate
 from .new_experts import Block, new_weight
 from .packs import GATE_ROWS
+from .records import ExpansionRecord, History
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint, zeros

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.schema import changed
 from ..modeling import LayerMoEConfig, count_layers
-from ..records import History, StageRecord
-from ..schema import changed
 from .gates import GATE_FIELDS, Gate, stored_gate
 from .local import pack_and_name
 from .packs import PACK_FILE, ROUTING, Pack, Rows, check_pack_name, check_packs, joined_routing, own_pack, packs_inside
 from .reader import TORCH_DTYPES, is_finite
+from .records import History, StageRecord
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint

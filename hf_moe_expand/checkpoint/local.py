@@ -6,9 +6,9 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import InputError, first_line
-from ..jsonfile import read_json
-from ..scratch import leftovers, restore
+from ..core.errors import InputError, first_line
+from ..core.jsonfile import read_json
+from ..core.scratch import leftovers, restore
 
 MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
 # Ends of the names of files that are read from a checkpoint.

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import DECODER_LAYERS
-from ..records import History, StageRecord, add_stage
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
+from .records import History, StageRecord, add_stage
 from .source import COMPANIONS
 from .stored import StoredModel, computed
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint

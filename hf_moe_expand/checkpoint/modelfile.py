@@ -7,8 +7,8 @@ is written.
 from pathlib import Path
 from typing import Any
 
-from ..jsonfile import read_json
-from ..schema import Coefficient, Count, Declared, Flag, Positive, Share, Text, Whole, read
+from ..core.jsonfile import read_json
+from ..core.schema import Coefficient, Count, Declared, Flag, Positive, Share, Text, Whole, read
 from .tokenizer import load_tokenizer
 
 # Ollama takes the memory of the whole context at once; at this length it is a fraction of the weights'.

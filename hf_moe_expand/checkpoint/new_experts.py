@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
-from ..errors import InputError
-from ..memory import device_memory, gigabytes
+from ..core.disk import gigabytes
+from ..core.errors import InputError
 from ..modeling import DecoderFFN, decoder_ffns, layer_names
 from ..modeling.expanded_config import KINDS, AddedKind, ExpertKind, LoraKind
 from ..modeling.experts import init_kaiming
@@ -104,9 +105,9 @@ def _check_width(network: Any, plan: Plan, width: int | None) -> None:
         raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
     if width < 1:
         raise InputError(f"expert_width is {width}: must be at least 1.")
-    memory, hidden = device_memory(), network.config.hidden_size
+    memory, hidden = psutil.virtual_memory().total, network.config.hidden_size
     most = max(plan.experts_per_layer) - 1
-    if memory is not None and 3 * 4 * hidden * width * most > memory:
+    if 3 * 4 * hidden * width * most > memory:
         raise InputError(
             f"expert_width is {width:,}: the new experts of one layer ({most} of 3 x {hidden:,} x {width:,} weights in "
             f"float32) would not fit into this machine's memory of {gigabytes(memory)}."

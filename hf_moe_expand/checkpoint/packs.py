@@ -19,14 +19,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..errors import InputError, named_as
-from ..jsonfile import parse_json
-from ..languages import same_language
+from ..core.errors import InputError, named_as
+from ..core.jsonfile import parse_json
+from ..core.languages import same_language
 from ..modeling import LayerMoEConfig, count_layers, model_class
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import ExpertKind
-from ..records import History
 from .reader import TORCH_DTYPES, is_finite
+from .records import History
 from .source import differences, load_expanded_config
 from .stored import StoredModel, network_of, places
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..errors import InputError, first_line
+from ..core.errors import InputError, first_line
 from ..modeling import LayerMoEConfig, auto_class, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from .proven import is_proven, reason_left_out

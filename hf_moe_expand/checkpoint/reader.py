@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 
-from ..errors import InputError
-from ..jsonfile import read_json
+from ..core.errors import InputError
+from ..core.jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
 from .source import lies_inside, resolve_checkpoint
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..modeling import decoder_ffns
 from ..modeling.expanded_config import LoraKind
 from .reader import tensor_bytes

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AllowInfNan, Field
 
-from ..disk import DEFAULT_SHARD_SIZE
-from ..recipe_paths import Place
-from ..schema import Count, Declared, Flag, Number, Positive, Text, Whole
+from ..core.disk import DEFAULT_SHARD_SIZE
+from ..core.recipe_paths import Place
+from ..core.schema import Count, Declared, Flag, Number, Positive, Text, Whole
 
 # Of LoRA experts.
 LORA_RANK, LORA_ALPHA = 8, 16.0

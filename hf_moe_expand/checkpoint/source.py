@@ -14,16 +14,16 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
-from ..errors import InputError, first_line
-from ..hub_access import hub_problem, patiently
-from ..hub_answers import refusal
-from ..jsonfile import read_json
+from ..core.errors import InputError, first_line
+from ..core.hub_access import hub_problem, patiently
+from ..core.hub_answers import refusal
+from ..core.jsonfile import read_json
+from ..core.schema import Count, Declared, Flag, Positive, Text, Whole, read
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
-from ..records import History, StageRecord
-from ..schema import Count, Declared, Flag, Positive, Text, Whole, read
 from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
 from .proven import UNCERTAIN, reason_left_out
+from .records import History, StageRecord
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (

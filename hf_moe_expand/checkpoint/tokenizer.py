@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES as _REGISTERED
 
-from ..errors import InputError, first_line
-from ..jsonfile import read_json
+from ..core.errors import InputError, first_line
+from ..core.jsonfile import read_json
 from .local import EXPANDED
 from .source import TOKENIZER_FILES, load_config, text_config
 

@@ -18,13 +18,13 @@ from tqdm.auto import tqdm
 from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
-from ..disk import free_bytes
-from ..errors import InputError, first_line, is_full_disk, named_as
-from ..jsonfile import read_json, write_json
+from ..core.disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
+from ..core.disk import free_bytes
+from ..core.errors import InputError, first_line, is_full_disk, named_as
+from ..core.jsonfile import read_json, write_json
+from ..core.scratch import beside, named, remove_leftovers
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
-from ..scratch import beside, named, remove_leftovers
 from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
 from .tokenizer import keep_tokenizer

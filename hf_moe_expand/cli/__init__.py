@@ -20,7 +20,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from ..errors import InputError, first_line, is_full_disk, is_unicode
+from ..core.errors import InputError, first_line, is_full_disk, is_unicode
 
 # In the order of `--help`.
 from . import analyze, asking, evaluate, gates, plan, run, surgery, train  # noqa: F401
@@ -98,7 +98,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 def _leave_ranks() -> None:
     torch = sys.modules.get("torch")
     if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
-        from ..distributed import leave_ranks
+        from ..stages.distributed import leave_ranks
 
         leave_ranks()
 

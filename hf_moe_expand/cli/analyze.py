@@ -40,9 +40,9 @@ def analyze_similarity(
     check_checkpoints(base, revision=revision)
     old_sources, new_sources = _old_and_new(old, new)
     from ..analysis.similarity import measure_similarity
+    from ..core.layer_names import layer_name
     from ..data.pairs import texts_for
-    from ..layer_names import layer_name
-    from ..models import load_for_inference
+    from ..inference.models import load_for_inference
 
     model, tokenizer = load_for_inference(base, revision)
     texts = texts_for(model.config, {**old_sources, **new_sources}, seed)
@@ -83,7 +83,7 @@ def analyze_separability(
     check_checkpoints(base, revision=revision)
     old_sources, new_sources = _old_and_new(old, new)
     from ..analysis.separability import measure_separability
-    from ..models import load_for_inference
+    from ..inference.models import load_for_inference
 
     model, tokenizer = load_for_inference(base, revision)
     texts = {c: s.load().shuffle(seed=seed)["text"] for c, s in {**old_sources, **new_sources}.items()}
@@ -128,7 +128,7 @@ def analyze_fertility(
     sources = text_sources(data, look=True)
     from ..analysis.fertility import measure_fertility
     from ..checkpoint.source import resolve_checkpoint
-    from ..models import load_tokenizer
+    from ..inference.models import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_checkpoint(base, revision, weights=False), base)
     texts = {code: source.documents(say=True) for code, source in sources.items()}
@@ -169,7 +169,7 @@ def analyze_deviation(
     sources = text_sources(data, look=True)
     from ..analysis.deviation import measure_deviation
     from ..checkpoint.source import load_base_config, resolve_checkpoint
-    from ..models import load_for_inference
+    from ..inference.models import load_for_inference
 
     load_base_config(resolve_checkpoint(base, revision, weights=False))
     model, tokenizer = load_for_inference(base, revision)
@@ -223,8 +223,8 @@ def analyze_routing(
     from ..analysis.routing import language_classes, measure_routing
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
     from ..data.pairs import texts_for
-    from ..models import load_for_inference
-    from ..results import NO_CHOICE
+    from ..inference.models import load_for_inference
+    from ..planning.results import NO_CHOICE
 
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     language_classes(config, sources, codes(old), codes(new))

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError
-from ..writing import Answering
+from ..core.errors import InputError
+from ..inference.writing import Answering
 from .common import check_checkpoints, check_file, codes, print_or_write
 from .options import Model, Overwrite, Revision, app, with_settings
 
 if TYPE_CHECKING:
-    from ..asking import Asked
+    from ..inference.asking import Asked
 
 Beside = Annotated[
     str | None,
@@ -54,7 +54,7 @@ def generate(
             raise InputError("There is no prompt: give one as an argument, or lines on the input.")
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     named = codes(languages)
-    from ..asking import Asked, ask
+    from ..inference.asking import Asked, ask
 
     spoken: Any = named[0] if len(named) == 1 else named or None
     loaded = Asked.load(model, revision)
@@ -67,7 +67,7 @@ def generate(
             reply = answers[number].text.strip().replace("\n", "\n    ") + cut
             print(f"  {name + ':':<{width + 1}} {reply}" if len(by_model) > 1 else f"  {reply}")
     if out is not None:
-        from ..jsonfile import write_json
+        from ..core.jsonfile import write_json
 
         write_json(out, {
             "prompts": texts, "languages": spoken, "how": settings.model_dump(),
@@ -96,7 +96,7 @@ def chat(
     check_checkpoints(model, revision=revision)
     if base not in (None, "inside"):
         check_checkpoints(str(base))
-    from ..asking import Asked
+    from ..inference.asking import Asked
 
     first = Asked.load(model, revision)
     models = [first]
@@ -164,7 +164,7 @@ def backbones(
 
     Example: hf-moe-expand backbones Qwen/Qwen3-0.6B
     """
-    from ..backbones import answer, backbones_page
+    from ..inference.backbones import answer, backbones_page
 
     if model is None:
         print_or_write(backbones_page(), out, overwrite)

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ def text_sources(arguments: list[str], look: bool = False) -> dict[str, Any]:
     Args:
         look: refuse files that are not there now, before any work.
     """
+    from ..core.languages import check_named_once
     from ..data.sources import LanguageText
-    from ..languages import check_named_once
 
     sources: dict[str, LanguageText] = {}
     for argument in arguments:
@@ -76,7 +76,7 @@ def evaluate_models(
     if ensemble is not None:
         from ..baselines.ensemble import evaluate_ensemble
         from ..checkpoint.source import resolve_checkpoint
-        from ..models import load_tokenizer
+        from ..inference.models import load_tokenizer
 
         texts = {code: source.load()["text"] for code, source in sources.items()}
         tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
@@ -132,7 +132,7 @@ def print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
     if out is None:
         print(text, end="" if text.endswith("\n") else "\n")
     else:
-        from ..jsonfile import write_text
+        from ..core.jsonfile import write_text
 
         write_text(out, text)
         print(f"wrote {out}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..evaluation.settings import EvaluationSettings, TranslationSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
@@ -112,7 +112,7 @@ def evaluate_translation(
         load_parallel,
         parse_pairs,
     )
-    from ..models import load_for_inference
+    from ..inference.models import load_for_inference
 
     pairs = parse_pairs(pair or [], list(sources))
     chrf_plus_plus()  # fails now, before any work, if it is not installed
@@ -144,9 +144,9 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
     """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history."""
+    from ..checkpoint.records import History
     from ..checkpoint.source import load_config, resolve_checkpoint
-    from ..languages import check_old_and_new
-    from ..records import History
+    from ..core.languages import check_old_and_new
 
     if old or new:
         check_old_and_new(old, new)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from ..analysis.settings import GateSettings
-from ..disk import DEFAULT_SHARD_SIZE
-from ..errors import InputError
+from ..core.disk import DEFAULT_SHARD_SIZE
+from ..core.errors import InputError
 from .common import check_checkpoints, codes, texts_of
 from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app, whole_number, with_settings
 

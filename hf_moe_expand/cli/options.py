@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from ..errors import InputError
-from ..schema import MOST, check_seed, read
+from ..core.errors import InputError
+from ..core.schema import MOST, check_seed, read
 
 app = typer.Typer(
     help="Teach a dense language model new languages by growing its feed-forward layers into mixtures of experts.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from pydantic.fields import FieldInfo
 
-from ..errors import InputError
+from ..core.errors import InputError
 from ..planning.methods import METHODS, Option, PlanSettings, read_plan_settings
 from . import options as opt
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
@@ -108,7 +108,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     check_figure(figure, arguments["overwrite"])
     settings = read_plan_settings({"method": name, **_keys_given(method, arguments)})
     from ..planning.make import make_plan
-    from ..results import DeviationResult, SimilarityResult
+    from ..planning.results import DeviationResult, SimilarityResult
 
     similarity = SimilarityResult.from_json(arguments["analysis"]) if arguments.get("analysis") else None
     deviation = DeviationResult.from_json(arguments["deviation"]) if arguments.get("deviation") else None
@@ -120,7 +120,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     if arguments.get("grows_from"):
         check_checkpoints(arguments["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
-        from ..languages import check_named_once
+        from ..core.languages import check_named_once
 
         counts, known, encoder = grown_from(arguments["grows_from"])
         old = old or known

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InputError
-from ..writing import SampleSettings
+from ..core.errors import InputError
+from ..inference.writing import SampleSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 
@@ -31,7 +31,7 @@ def card(
     """
     check_file(out, overwrite)
     check_checkpoints(model, expanded=True)
-    from ..card import make_card
+    from ..hub.card import make_card
 
     print_or_write(str(make_card(model, repo_id, evaluation, evaluated_as, license, base)), out, overwrite)
 
@@ -57,7 +57,7 @@ def push(
     Example: hf-moe-expand push qwen-el-2 me/qwen-el --evaluation evaluation.json
     """
     check_checkpoints(model, expanded=True)
-    from ..hub import push_to_hub
+    from ..hub.publish import push_to_hub
 
     push_to_hub(
         model, repo_id, private=private, revision=revision, evaluation=evaluation, evaluated_as=evaluated_as,
@@ -91,7 +91,7 @@ def report(
     """
     alone = len(folders) == 1 and not (folders[0] / "config.json").is_file()
     out = out or (folders[0] / "report.html" if alone else Path("report.html"))
-    from ..run_record import run_folder
+    from ..runs.run_record import run_folder
 
     for folder in folders:
         run_folder(folder)
@@ -112,9 +112,9 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    from ..pipeline import validate_recipe
-    from ..recipe import Recipe
-    from ..recipes import find_recipe
+    from ..runs.pipeline import validate_recipe
+    from ..runs.recipe import Recipe
+    from ..runs.recipes import find_recipe
 
     for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
         print(line)
@@ -127,9 +127,9 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
-    from ..pipeline import run_recipe
-    from ..recipe import Recipe
-    from ..recipes import find_recipe
+    from ..runs.pipeline import run_recipe
+    from ..runs.recipe import Recipe
+    from ..runs.recipes import find_recipe
 
     run_recipe(Recipe.load(find_recipe(recipe)))
 
@@ -140,7 +140,7 @@ def recipes_ls() -> None:
 
     Example: hf-moe-expand recipes ls
     """
-    from ..recipes import packaged_recipes
+    from ..runs.recipes import packaged_recipes
 
     # Plain columns: a table would break long names if the output is not a terminal.
     rows = [(recipe.name, recipe.method, recipe.base, recipe.about) for recipe in packaged_recipes()]
@@ -155,8 +155,8 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes 
 
     Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
     """
-    from ..recipes import find_recipe
-    from ..yamlfile import read_text
+    from ..core.yamlfile import read_text
+    from ..runs.recipes import find_recipe
 
     print(read_text(find_recipe(name)), end="")
 
@@ -192,10 +192,10 @@ def recipes_new(
         key: {code: text.source for code, text in text_sources(arguments or []).items()}
         for key, arguments in (("old", old), ("new", new), ("test", test))
     }
-    from ..jsonfile import write_text
-    from ..pipeline import validate_recipe
-    from ..recipe import Recipe
-    from ..recommended import new_recipe
+    from ..core.jsonfile import write_text
+    from ..runs.pipeline import validate_recipe
+    from ..runs.recipe import Recipe
+    from ..runs.recommended import new_recipe
 
     text = new_recipe(base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text)
     lines = validate_recipe(Recipe.of_text(text, out))
@@ -218,7 +218,7 @@ def recipes_schema(
     """
     import json
 
-    from ..recipe import recipe_schema
+    from ..runs.recipe import recipe_schema
 
     print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out, overwrite)
 
@@ -232,7 +232,7 @@ def recipes_settings(
 
     Example: hf-moe-expand recipes settings --out settings.md
     """
-    from ..settings_page import settings_page
+    from ..runs.settings_page import settings_page
 
     print_or_write(settings_page(), out, overwrite)
 
@@ -299,9 +299,9 @@ def sample(
     """
     check_file(out, overwrite)
     check_checkpoints(model, revision=revision)
-    from ..languages import check_language_code
-    from ..schema import changed
-    from ..self_written import write_texts
+    from ..core.languages import check_language_code
+    from ..core.schema import changed
+    from ..inference.self_written import write_texts
 
     check_language_code(language)
     settings = changed(settings, prompts=list(prompt or []))

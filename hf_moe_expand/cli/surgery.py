@@ -9,8 +9,8 @@ import typer
 
 from ..analysis.settings import AnalysisSettings
 from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
-from ..disk import DEFAULT_SHARD_SIZE
-from ..errors import InputError
+from ..core.disk import DEFAULT_SHARD_SIZE
+from ..core.errors import InputError
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 
@@ -125,8 +125,8 @@ def _nearest_experts(
         raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
     from ..analysis.routing import nearest_experts
     from ..data.pairs import texts_for
+    from ..inference.models import load_for_inference
     from ..modeling import layer_names
-    from ..models import load_for_inference
 
     network, tokenizer = load_for_inference(model)
     texts = texts_for(network.config, sources, seed)
@@ -401,12 +401,12 @@ def inspect(
 
         check_checkpoints(model, revision=revision)
         made = Plan.load(plan)
-        from ..inspection import inspect_plan
+        from ..report.inspection import inspect_plan
 
         kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width"})
         print("\n".join(inspect_plan(model, made, revision, tokens, tflops, **kind)))
         return
     check_checkpoints(model, revision=revision, expanded=True)
-    from ..inspection import inspect_checkpoint
+    from ..report.inspection import inspect_checkpoint
 
     print("\n".join(inspect_checkpoint(model, revision).lines()))

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.extensions import extension_points
 from ..evaluation.settings import EvaluationSettings
-from ..extensions import extension_points
 from ..stages import kinds, stage_files
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import AllowLostText, Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
@@ -23,7 +23,7 @@ class _StageVerb(TyperCommand):
     only `--help` waits for it."""
 
     def get_help(self, ctx: Any) -> str:
-        from ..settings_page import stage_help
+        from ..runs.settings_page import stage_help
 
         self.help = stage_help((self.name or "").replace("-", "_"))
         return super().get_help(ctx)
@@ -127,9 +127,9 @@ def train_dense(
 
 def _settings(key: str, config: Path | None, held_out: dict[str, str] = {}) -> Any:  # noqa: B006 (is not changed)
     """The keywords of a stage from its file, and held-out text of the command line; the defaults without a file."""
-    from ..schema import changed, read
+    from ..core.schema import changed, read
+    from ..core.yamlfile import read_yaml
     from ..stages import all_stages
-    from ..yamlfile import read_yaml
 
     stage = all_stages().get(key)
     if stage is None or not hasattr(stage, "made"):

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite
 from typing import Any
 
-from ..errors import InputError
-from ..results import JsonFile
-from ..schema import Count, Text, Whole
+from ..core.errors import InputError
+from ..core.schema import Count, Text, Whole
+from ..planning.results import JsonFile
 
 # Defaults of the count-based curriculum, as in the paper: the minimum of examples for each bin but the last, and the
 # share of the training steps in which each bin trains (k = 100k, 40k and 20k of U = 100k steps).

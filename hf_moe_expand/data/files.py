@@ -19,7 +19,7 @@ import pyarrow
 from pyarrow import types
 from pyarrow.parquet import ParquetFile
 
-from ..errors import InputError, first_line, is_unicode
+from ..core.errors import InputError, first_line, is_unicode
 
 KINDS = (".jsonl", ".txt", ".parquet")
 # Each kind of compression and what opens it. Parquet compresses by itself.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 MOST_LOST = 0.02  # the largest share of a language's text that may be lost unasked
 SAMPLE = 1 << 19  # bytes of text of a language

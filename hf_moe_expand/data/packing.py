@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError
-from ..languages import check_named_once
+from ..core.errors import InputError
+from ..core.languages import check_named_once
 from .lost import LostText, lost_text
 from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens
 

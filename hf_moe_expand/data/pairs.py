@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from langcodes import Language, LanguageTagError
 
-from ..errors import InputError
-from ..languages import check_named_once, names_language
+from ..core.errors import InputError
+from ..core.languages import check_named_once, names_language
 from .lost import SAMPLE, LostText, lost_text
 from .packing import PackedText, first_tokens
 from .sources import LanguageText, Pair, language_name, row_pairs

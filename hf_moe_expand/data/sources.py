@@ -17,12 +17,12 @@ import numpy
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from ..errors import InputError, first_line, is_unicode
-from ..extra import import_extra
-from ..hub_access import hub_problem, patiently
-from ..hub_answers import is_of_hub, refusal, without_secrets
-from ..languages import check_old_and_new, is_language_code, names_language
-from ..saying import say_once
+from ..core.errors import InputError, first_line, is_unicode
+from ..core.extra import import_extra
+from ..core.hub_access import hub_problem, patiently
+from ..core.hub_answers import is_of_hub, refusal, without_secrets
+from ..core.languages import check_old_and_new, is_language_code, names_language
+from ..core.saying import say_once
 from .files import KNOWN, has_text, is_translation, kind_of, read_rows, text_files, version
 
 Pair = tuple[str, str]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from tokenizers.processors import TemplateProcessing
 
-from ..errors import InputError
-from ..saying import say_once
+from ..core.errors import InputError
+from ..core.saying import say_once
 
 
 class Frame(NamedTuple):

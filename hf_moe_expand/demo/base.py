@@ -22,7 +22,7 @@ from transformers import (
 
 from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
-from ..memory import has_bfloat16
+from ..inference.memory import has_bfloat16
 
 END = "<|endoftext|>"
 

@@ -6,9 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from ..asking import Answering, Asked
+from ..core.jsonfile import write_text
 from ..evaluation.report import Evaluation
-from ..jsonfile import write_text
+from ..inference.asking import Answering, Asked
 from ..report.page import make_page
 from .run import run_in
 from .smollm2 import MEGABYTES, NAME, make_smollm2

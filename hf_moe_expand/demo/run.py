@@ -9,15 +9,15 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..core.errors import InputError
+from ..core.jsonfile import write_text
+from ..core.yamlfile import parse_yaml
 from ..data.sources import LanguageText
-from ..errors import InputError
-from ..jsonfile import write_text
-from ..memory import has_bfloat16
-from ..pipeline import run_recipe
+from ..inference.memory import has_bfloat16
 from ..planning.plan import Plan
-from ..recipe import Recipe
 from ..report import figures
-from ..yamlfile import parse_yaml
+from ..runs.pipeline import run_recipe
+from ..runs.recipe import Recipe
 from .base import BaseSettings, make_base
 
 MINUTES, MEGABYTES = 3, 25

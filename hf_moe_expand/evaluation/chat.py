@@ -6,8 +6,8 @@ Bits per byte can stay where they were while a chat in an old language breaks: n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..asking import Answering, Asked, ask
-from ..errors import InputError
+from ..core.errors import InputError
+from ..inference.asking import Answering, Asked, ask
 from ..modeling.routing_control import classes_of
 
 QUESTIONS: Mapping[str, Sequence[str]] = {

@@ -12,9 +12,9 @@ from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
 
+from ..core.errors import InputError
+from ..core.extra import import_extra
 from ..data.tokens import without_end
-from ..errors import InputError
-from ..extra import import_extra
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..core.errors import InputError, errors_at
+from ..core.languages import check_named_once
+from ..core.saying import say_once
 from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
-from ..errors import InputError, errors_at
-from ..evaluation.settings import EvaluationSettings
-from ..languages import check_named_once
-from ..models import longest_block
-from ..saying import say_once
+from ..inference.models import longest_block
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
+from .settings import EvaluationSettings
 
 # The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.
 _LOGITS = 1 << 28

@@ -5,20 +5,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..asking import Asked
 from ..checkpoint.source import load_config, resolve_checkpoint
+from ..core.errors import InputError, errors_at
+from ..core.jsonfile import read_json, write_json
+from ..core.schema import keys_of, read
 from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..errors import InputError, errors_at
-from ..evaluation.settings import EvaluationSettings
-from ..jsonfile import read_json, write_json
-from ..models import check_decoder, load_for_inference
-from ..schema import keys_of, read
+from ..inference.asking import Asked
+from ..inference.models import check_decoder, load_for_inference
 from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
 from .samples import Sample, begin_samples, continue_samples
+from .settings import EvaluationSettings
 
 _NO_BOUND = "*"  # behind a score of text that the tokenizer loses
 

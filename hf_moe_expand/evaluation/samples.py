@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from textwrap import shorten
 
-from ..asking import Answering, Asked
-from ..errors import InputError
+from ..core.errors import InputError
+from ..inference.asking import Answering, Asked
 
 _LETTERS = 40  # most of a prompt
 _HOW = Answering(max_new_tokens=24)

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..recipe_paths import Place
-from ..schema import Count, Declared, Text, Whole
+from ..core.recipe_paths import Place
+from ..core.schema import Count, Declared, Text, Whole
 
 
 class EvaluationSettings(Declared):

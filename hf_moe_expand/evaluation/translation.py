@@ -9,16 +9,16 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from ..core.errors import InputError
+from ..core.extra import import_extra
+from ..core.jsonfile import write_json
 from ..data.files import count_lines
 from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
 from ..data.tokens import prompt_tokens
-from ..errors import InputError
-from ..evaluation.settings import TranslationSettings
-from ..extra import import_extra
-from ..jsonfile import write_json
-from ..models import end_tokens, generating, longest_block
+from ..inference.models import end_tokens, generating, longest_block
 from .report import compared
+from .settings import TranslationSettings
 
 
 @dataclass(frozen=True)

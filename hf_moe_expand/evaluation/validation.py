@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..core.errors import InputError, errors_at
+from ..core.jsonfile import read_json, write_json
+from ..core.schema import read
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..errors import InputError, errors_at
-from ..jsonfile import read_json, write_json
-from ..schema import read
 from ..trainers.freezing import evaluating
 from .perplexity import LanguageScore, score_stream, stream_for
 

@@ -9,9 +9,9 @@ from math import comb, inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, errors_at
-from ..jsonfile import read_json
-from ..languages import check_named_once
+from ..core.errors import InputError, errors_at
+from ..core.jsonfile import read_json
+from ..core.languages import check_named_once
 
 # Up to this number of candidate sets, all are compared (C(18, 9) is 48,620).
 MOST_SETS = 1_000_000

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from math import floor, isfinite
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 _RANGE = r"\s*(?:(encoder|decoder)\.)?(\d{1,6})(?:-(\d{1,6})(?:/(\d{1,6}))?)?\s*"
 _RANGES = re.compile(f"{_RANGE}(,{_RANGE})*")

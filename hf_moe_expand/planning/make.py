@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ..errors import InputError
-from ..layer_names import layer_name
-from ..results import DeviationResult, Result, SimilarityResult
+from ..core.errors import InputError
+from ..core.layer_names import layer_name
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
 from .plan import MOST_EXPERTS, Plan
+from .results import DeviationResult, Result, SimilarityResult
 
 
 def make_plan(

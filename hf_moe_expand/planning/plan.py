@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ..errors import InputError
-from ..languages import LanguageCode, check_old_and_new
-from ..layer_names import counts_in_words, in_words, layer_name
-from ..results import JsonFile
-from ..schema import Count, Flag, Text, Whole, read
+from ..core.errors import InputError
+from ..core.languages import LanguageCode, check_old_and_new
+from ..core.layer_names import counts_in_words, in_words, layer_name
+from ..core.schema import Count, Flag, Text, Whole, read
 from .grouping import check_groups
+from .results import JsonFile
 
 MOST_EXPERTS = 65_536
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup, escape
 
-from ..layer_names import axis_label
-from ..results import DeviationResult, RoutingResult, SeparabilityResult
+from ..core.layer_names import axis_label
+from ..planning.results import DeviationResult, RoutingResult, SeparabilityResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,21 +8,21 @@ from typing import Any
 from ..analysis.routing import has_choice
 from ..checkpoint.source import load_expanded_config
 from ..checkpoint.stored import network_of
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.jsonfile import read_json
+from ..core.languages import in_words
+from ..core.layer_names import axis_label
+from ..core.private import refuse_private
+from ..core.recipe_paths import without_paths
+from ..core.rendering import render
+from ..core.yamlfile import read_text
 from ..evaluation.report import Evaluation
 from ..evaluation.validation import VALIDATION, ValidationCurves
-from ..hub_files import refuse_private
-from ..jsonfile import read_json
-from ..languages import in_words
-from ..layer_names import axis_label
 from ..planning.methods import method_title
 from ..planning.plan import Plan
-from ..recipe_paths import without_paths
-from ..rendering import render
-from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
-from ..run_record import read_steps
+from ..planning.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
+from ..runs.run_record import read_steps
 from ..stages import freeze, trained_parts
-from ..yamlfile import read_text
 from . import figures
 from .parts import history_of, last_stage, parts_of, records_and_checkpoints
 

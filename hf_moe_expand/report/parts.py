@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.local import EXPANDED
-from ..errors import InputError
-from ..jsonfile import read_json
-from ..records import History, StageRecord
-from ..run_record import run_folder
+from ..checkpoint.records import History, StageRecord
+from ..core.errors import InputError
+from ..core.jsonfile import read_json
+from ..runs.run_record import run_folder
 from ..stages import recipe_stages
 
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
-from ..extensions import extensions
+from ..core.errors import InputError
+from ..core.extensions import extensions
 from . import kinds
 
 if TYPE_CHECKING:

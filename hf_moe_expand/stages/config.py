@@ -21,23 +21,23 @@ from pydantic_core import core_schema
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from ..checkpoint.records import History
 from ..checkpoint.source import COMPANIONS, load_expanded_config
+from ..core.errors import InputError, errors_at
+from ..core.extensions import extensions
+from ..core.recipe_paths import Place
+from ..core.schema import MOST, Coefficient, Count, Declared, Positive, Text, Whole, check_seed, read
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
-from ..distributed import SHARDING
-from ..errors import InputError, errors_at
 from ..evaluation.validation import VALIDATION, ValidationCallback
-from ..extensions import extensions
-from ..memory import has_bfloat16
+from ..inference.memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
-from ..recipe_paths import Place
-from ..records import History
-from ..schema import MOST, Coefficient, Count, Declared, Positive, Text, Whole, check_seed, read
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 from ..trainers.samplers import LanguageMix
 from .base import Stage
+from .distributed import SHARDING
 from .keywords import (
     BOUNDED,
     LOOSE,

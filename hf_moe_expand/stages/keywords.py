@@ -15,10 +15,10 @@ from pydantic import AllowInfNan, BeforeValidator, Field, PlainValidator
 from pydantic_core import to_jsonable_python
 from transformers.training_args import trainer_log_levels
 
-from ..errors import InputError
-from ..extensions import extensions
-from ..jsonfile import parse_json
-from ..schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read, unknown_key
+from ..core.errors import InputError
+from ..core.extensions import extensions
+from ..core.jsonfile import parse_json
+from ..core.schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read, unknown_key
 from ..trainers.router_losses import CHECKPOINTING
 
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..core.errors import errors_at
+from ..core.recipe_paths import Place
+from ..core.schema import Count, Number
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
-from ..errors import errors_at
-from ..recipe_paths import Place
-from ..schema import Count, Number
 from ..trainers.samplers import LanguageMix
 from .config import StageConfig
 from .keywords import setting

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.source import resolve_checkpoint
-from ..disk import StepOutput
-from ..models import load_tokenizer
+from ..core.disk import StepOutput
+from ..inference.models import load_tokenizer
 from ..planning.plan import Plan
 
 

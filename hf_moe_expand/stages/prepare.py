@@ -12,21 +12,21 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
+from ..core.errors import InputError, errors_at
+from ..core.recipe_paths import unset_variable
 from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
 from ..data.pairs import check_pairs, lost_of_each
 from ..data.sources import LanguageText
-from ..distributed import check_sharding
-from ..errors import InputError, errors_at
 from ..evaluation.validation import validation_sources
-from ..forecast import Forecast, forecast, tokens_at_hand
-from ..models import check_block_size, longest_block
-from ..recipe_paths import unset_variable
-from ..self_written import SelfWrittenText
+from ..inference.forecast import Forecast, forecast, tokens_at_hand
+from ..inference.models import check_block_size, longest_block
+from ..inference.self_written import SelfWrittenText
 from ..trainers.freezing import Trained
 from ..trainers.masking import check_gates
 from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
 from .config import StageConfig
+from .distributed import check_sharding
 from .keywords import refused_by_the_library
 from .mixing import is_mixed, read_curriculum
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.reader import CheckpointReader
+from ..core.errors import InputError
+from ..core.jsonfile import read_json, write_json
+from ..core.scratch import FolderLock, is_work_folder, remove_leftovers, remove_work_folder, training_of, work_folder
 from ..data.sources import LanguageText
-from ..errors import InputError
-from ..jsonfile import read_json, write_json
-from ..scratch import FolderLock, is_work_folder, remove_leftovers, remove_work_folder, training_of, work_folder
 
 STARTED_WITH = "started_with.json"
 

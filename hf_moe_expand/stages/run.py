@@ -11,23 +11,23 @@ import torch
 
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.records import StageRecord, add_stage
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
+from ..core.disk import check_room, folder_bytes, full_disk_as
+from ..core.errors import DivergedError, InputError
+from ..core.schema import changed, check_seed
 from ..data.sources import LanguageText
-from ..disk import check_room, folder_bytes, full_disk_as
-from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
-from ..errors import DivergedError, InputError
 from ..evaluation.validation import VALIDATION
-from ..forecast import training_disk
+from ..inference.forecast import training_disk
+from ..inference.models import check_finite, load_tokenizer
+from ..inference.self_written import writer_of
 from ..modeling import auto_class
-from ..models import check_finite, load_tokenizer
-from ..records import StageRecord, add_stage
-from ..schema import changed, check_seed
-from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import trained_parts
 from .config import StageConfig
+from .distributed import check_deepspeed, save_whole, sharding, whole_weights
 from .prepare import prepare
 from .resume import TrainingFolder
 

@@ -15,11 +15,11 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 
 from ..checkpoint.local import EXPANDED
+from ..checkpoint.records import History, StageRecord, add_stage, without_folders
 from ..checkpoint.source import text_config
+from ..core.errors import DivergedError, InputError
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, pairs_of
-from ..errors import DivergedError, InputError
-from ..records import History, StageRecord, add_stage, without_folders
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze
 from ..trainers.masking import Masking, check_gates, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import InputError
+from ...core.errors import InputError
 from .base import LayerLoss, LossBatch, where_counted
 
 

@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ...modeling import LayerRouting
-from ...records import OLD as OLD
+
+OLD = 0  # class of the base model's languages
 
 
 def where_counted(mask_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ...modeling import LayerRouting
 from .base import LayerLoss, LossBatch, where_counted
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ...extensions import extensions
+from ...core.extensions import extensions
 from .base import DEFAULT_METHOD as DEFAULT_METHOD
 from .base import METHODS as METHODS
 from .base import Allocation as Allocation

@@ -13,11 +13,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandle
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from ...errors import InputError
-from ...results import DeviationResult, Result, SimilarityResult
-from ...schema import Count, Declared, Flag, Text, Whole, changed, read, unknown_key
+from ...core.errors import InputError
+from ...core.schema import Count, Declared, Flag, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
 from ..plan import MOST_EXPERTS
+from ..results import DeviationResult, Result, SimilarityResult
 
 Needs = Literal["similarity", "deviation"]
 

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ...errors import InputError
-from ...languages import LanguageCode
-from ...schema import Count, Number, Text
+from ...core.errors import InputError
+from ...core.languages import LanguageCode
+from ...core.schema import Count, Number, Text
 from ..grouping import check_groups, group_languages, random_groups, vector_similarity
 from ..layers import select_layers
 from .base import Allocation, Option, PlanSettings, Target

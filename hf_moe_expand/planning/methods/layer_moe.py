@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...errors import InputError
-from ...schema import Count, Positive
+from ...core.errors import InputError
+from ...core.schema import Count, Positive
 from .base import Allocation, LayerPlan, Target, check_total
 
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...errors import InputError
-from ...schema import Count
+from ...core.errors import InputError
+from ...core.schema import Count
 from .base import Allocation, LayerPlan, Target
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...schema import Count
+from ...core.schema import Count
 from .base import Allocation, LayerPlan, Target, check_total
 
 

@@ -14,20 +14,20 @@ from tqdm.auto import tqdm
 
 from ...checkpoint.expand import versions
 from ...checkpoint.grow import add_experts
+from ...checkpoint.records import ExpansionRecord, History, StageRecord
 from ...checkpoint.source import load_expanded_config, resolve_checkpoint
 from ...checkpoint.stored import built_whole
 from ...checkpoint.writer import check_output
+from ...core.errors import InputError, named_as
+from ...core.languages import check_language_code, same_language
+from ...core.schema import Count, Whole
+from ...core.scratch import beside, scratch_folder
 from ...data.sources import LanguageText
-from ...distributed import launched
-from ...errors import InputError, named_as
 from ...evaluation.perplexity import evaluate_model
-from ...languages import check_language_code, same_language
-from ...models import check_block_size, load_for_inference, longest_block
-from ...records import ExpansionRecord, History, StageRecord
-from ...schema import Count, Whole
-from ...scratch import beside, scratch_folder
+from ...inference.models import check_block_size, load_for_inference, longest_block
 from ...trainers.freezing import Trained
 from ..config import BlockSize, StageConfig
+from ..distributed import launched
 from ..keywords import setting
 from ..run import check_frozen, train_stage
 from ..trainer import StageTrainer

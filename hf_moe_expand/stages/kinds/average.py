@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint.merge import average_experts
 from ...checkpoint.settings import AverageSettings
-from ...errors import InputError
+from ...core.errors import InputError
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 

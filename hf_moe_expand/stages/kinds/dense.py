@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, set_seed
 from ...checkpoint.compare import compare_checkpoints
 from ...checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ...checkpoint.stored import layer_list, network_of
+from ...core.errors import InputError
+from ...core.schema import Count, Declared, Number, Text
 from ...data.packing import PackedText, collate_without_languages, pack_texts
-from ...errors import InputError
-from ...schema import Count, Declared, Number, Text
 from ...trainers.freezing import EVERYTHING, Trained
 from ..config import StageConfig
 from ..keywords import mapping, setting

@@ -10,8 +10,8 @@ from typing import Any
 from ...analysis.gate_fit import GateReport
 from ...analysis.gating import check_languages, fit_gates
 from ...analysis.settings import GateSettings
+from ...core.errors import errors_at
 from ...data.sources import contents
-from ...errors import errors_at
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from torch.utils.data import Sampler
 
-from ...errors import InputError
-from ...schema import Coefficient
+from ...core.errors import InputError
+from ...core.schema import Coefficient
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss, GroupLoss
 from ...trainers.samplers import GroupedSampler

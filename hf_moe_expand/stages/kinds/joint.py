@@ -6,7 +6,7 @@ Example: hf-moe-expand train joint qwen-dmoe-1 qwen-dmoe-2 --data el=el.jsonl --
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ...schema import Coefficient
+from ...core.schema import Coefficient
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss
 from ...trainers.masking import Masking

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ...errors import InputError
-from ...schema import Coefficient, Flag, Share
+from ...core.errors import InputError
+from ...core.schema import Coefficient, Flag, Share
 from ...trainers.freezing import EVERYTHING, Trained
 from ...trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
 from ...trainers.masking import Masking

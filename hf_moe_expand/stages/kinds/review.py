@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from datasets import Dataset
 
+from ...checkpoint.records import History
+from ...core.errors import InputError
+from ...core.schema import Coefficient, Count, Flag, Times
 from ...data.packing import NEW_PER_OLD, review_documents
-from ...errors import InputError
-from ...records import History
-from ...schema import Coefficient, Count, Flag, Times
 from ...trainers.freezing import Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of

@@ -1,0 +1,82 @@
+"""The bytes that a training or a run will write, against the room on its disk."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import InputError, is_full_disk
+
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step of a run writes.
+
+    Attributes:
+        output: the folder that the step leaves.
+        size: bytes of this folder.
+        working: most bytes of the files that it writes beside the folder and removes at its end.
+    """
+
+    output: Path
+    size: int
+    working: int = 0
+
+
+def peak(steps: Sequence[StepOutput]) -> int:
+    """The most bytes that a run adds to its disk. Steps up to the last one whose output exists are done."""
+    done = max((number for number, step in enumerate(steps, start=1) if step.output.exists()), default=0)
+    total = most = 0
+    for step in steps[done:]:
+        total += step.size
+        there = folder_bytes(step.output.with_name(f"{step.output.name}.training"))
+        most = max(most, total + max(step.working - there, 0))
+    return most
+
+
+def gigabytes(size: float) -> str:
+    """A number of bytes in GB."""
+    return f"{size / 1e9:,.1f} GB"
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the disk on which `path` is, or will be."""
+    try:
+        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        return shutil.disk_usage(place).free
+    except OSError as error:
+        raise InputError(f"{path}: the disk cannot be read ({error.strerror}).") from None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 if there is none."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def check_room(path: Path, needed: int, purpose: str) -> None:
+    """Refuses work that would fill the disk.
+
+    Args:
+        path: where the work writes.
+        needed: bytes that it needs there.
+        purpose: what needs them, for the message.
+    """
+    if needed > (free := free_bytes(path)):
+        raise InputError(
+            f"{path}: needs {needed:,} bytes for {purpose}, but the disk has {free:,} bytes free: choose another disk, "
+            'or keep fewer training checkpoints (`save_total_limit: 1`, or `save_strategy: "no"`).'
+        )
+
+
+@contextmanager
+def full_disk_as(refusal: InputError) -> Iterator[None]:
+    """Inside, the error of a full disk becomes `refusal`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        raise refusal from error

@@ -1,0 +1,78 @@
+"""What other packages add: stages, plan methods and losses.
+
+A package names them by entry points, which the command line knows without an import; a script registers them itself,
+before it reads a recipe.
+
+    [project.entry-points."hf_moe_expand.stages"]
+    warm_up = "my_package:WarmUpConfig"
+    [project.entry-points."hf_moe_expand.plan_methods"]
+    ends = "my_package:EndsPlan"
+    [project.entry-points."hf_moe_expand.losses"]
+    router_entropy = "my_package:RouterEntropyLoss"
+"""
+
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, TypeVar
+
+from .errors import InputError
+
+T = TypeVar("T", bound=type)
+Kind = Literal["stages", "plan_methods", "losses"]
+
+_REGISTERED: dict[str, dict[str, Any]] = {"stages": {}, "plan_methods": {}, "losses": {}}
+
+
+def register_stage(stage: T) -> T:
+    """Makes a stage known: a key of recipes. Use it as a decorator, before a recipe is read."""
+    if "hf_moe_expand.runs.recipe" in sys.modules:
+        raise InputError(
+            f"{stage.__name__}: recipes are read already: register a stage first, or name it by an entry point."
+        )
+    return _register("stages", stage.key, stage)  # type: ignore[attr-defined]
+
+
+def register_plan_method(method: T) -> T:
+    """Makes a method of planning known, by the name that its field `method` allows: its definition has done so. Use it
+    as a decorator."""
+    return method
+
+
+def register_loss(loss: T) -> T:
+    """Makes a loss known: a stage takes it by its name, as `losses: {router_entropy: 0.1}`. Use it as a decorator."""
+    return _register("losses", loss.name, loss)  # type: ignore[attr-defined]
+
+
+def _register(kind: Kind, name: str, value: T) -> T:
+    _REGISTERED[kind][name] = value
+    return value
+
+
+def extension_points(kind: Kind) -> dict[str, EntryPoint]:
+    """The entry points of other packages, by name; imports none."""
+    return {point.name: point for point in _all_points().select(group=f"hf_moe_expand.{kind}")}
+
+
+@cache
+def _all_points() -> Any:
+    return entry_points()  # reads a file of each package that is installed
+
+
+def extensions(kind: Kind) -> dict[str, Any]:
+    """What was registered, and what entry points name.
+
+    Raises:
+        InputError: an entry point cannot be imported.
+    """
+    found = {}
+    for name, point in extension_points(kind).items():
+        try:
+            found[name] = point.load()
+        except Exception as error:  # an extension may raise anything
+            package = point.dist.name if point.dist is not None else point.module
+            raise InputError(
+                f"{package}: adds {name!r} to hf-moe-expand, but cannot be imported ({type(error).__name__}: {error}): "
+                "mend or uninstall it."
+            ) from error
+    return found | _REGISTERED[kind]

@@ -1,0 +1,302 @@
+"""The model card: fills the templates of `model_cards/` with the facts in config.json and in an evaluation."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import langcodes
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, metadata_load
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from markupsafe import Markup
+
+from .. import __version__
+from ..checkpoint.expansion_only import BaseModel, base_of
+from ..checkpoint.local import name_in_results, own_name
+from ..checkpoint.records import ExpansionRecord, History, StageRecord, without_folders
+from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..core.errors import InputError
+from ..core.hub_access import hub_problem, patiently
+from ..core.languages import in_words, is_language_code
+from ..core.layer_names import layer_name
+from ..core.private import refuse_private
+from ..core.yamlfile import to_yaml
+from ..evaluation.report import Evaluation, markdown_table
+from ..modeling.language_gate import GateRule
+from ..planning.methods import METHODS, PlanSettings
+from ..report.inspection import inspect_checkpoint
+from .files import CARD, base_on_hub
+
+THIS = "this model"
+_MEASURES = ("bits_per_byte", "perplexity")
+_MARKDOWN = str.maketrans({
+    "&": "&amp;", "<": "&lt;", "[": "&#91;", "]": "&#93;", "|": "&#124;", "`": "&#96;", "*": "&#42;"
+})  # fmt: skip
+
+
+def make_card(
+    model: str | os.PathLike,
+    repo_id: str | None = None,
+    evaluation: str | os.PathLike | None = None,
+    evaluated_as: str | None = None,
+    license: str | None = None,
+    base: str | BaseModel | None = None,
+    expansion_only: bool = False,
+) -> ModelCard:
+    """The card of an expanded checkpoint.
+
+    Args:
+        model: folder or hub id of the checkpoint.
+        repo_id: repository of the published model; the card's title and loading lines name it.
+        evaluation: evaluation.json; the card shows this model's scores beside those of its first model.
+        evaluated_as: the name of this model in `evaluation`; its folder's name or `repo_id` by default.
+        license: license of the card; by default the base model's license, if its card names one.
+        base: hub id of the base, if config.json knows it only as a local folder (see `base_on_hub`).
+        expansion_only: whether the card is for a repository that holds only the added tensors.
+
+    Raises:
+        InputError: a language code is unknown, config.json records no expansion or contains an access token,
+            `evaluation` lacks this model, or `base` is not the base.
+    """
+    folder = resolve_checkpoint(model, weights=False)
+    config = load_expanded_config(folder)
+    location = repo_id or own_name(model)
+    name = location.rpartition("/")[2]
+    origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
+    inspection = inspect_checkpoint(folder)
+    history = History.of(config)
+    template = _method(config, history)
+    method = METHODS.get(history.last.method)
+    old, new = _languages(history)
+    scores = None
+    if evaluation is not None:
+        names = [evaluated_as] if evaluated_as else [location, folder.resolve().name, name_in_results(model)]
+        scores = scores_of_this(Evaluation.from_json(Path(evaluation)), names, evaluation)
+    item_size = getattr(config.dtype, "itemsize", None)
+    licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
+    data = ModelCardData(
+        language=list(dict.fromkeys(filter(None, (langcodes.Language.get(code).language for code in [*old, *new])))),
+        **licensed,
+        library_name="transformers",
+        pipeline_tag="translation" if config.is_encoder_decoder else "text-generation",
+        tags=["mixture-of-experts", template.tag, "multilingual", "hf-moe-expand"],
+        base_model=origin.hub_id,
+        base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
+        model_name=None if scores is None else name,  # of the results
+        eval_results=None if scores is None else _eval_results(scores),
+    )
+    settings = [stage.settings or {} for stage in history.stages]
+    counts = [[1] * len(inspection.layers), *(record.experts_per_layer for record in history.expansions)]
+    text = _render(
+        template.card,
+        metadata=Markup(data.to_yaml()),
+        name=name,
+        location=Markup(json.dumps(location)),
+        expansion_only=expansion_only,
+        config=config,
+        history=history,
+        inspection=inspection,
+        words=method.words if method else "",
+        grafted=any(stage.stage == "graft" for stage in history.stages),
+        regularised=config.conditional_routing
+        or any(known.get("curriculum") or any((known.get("masking") or {}).values()) for known in settings),
+        groups=getattr(config, "language_groups", None),
+        base=origin,
+        base_on_hub=origin.hub_id is not None and _is_hub_id(origin.hub_id),
+        old=in_words(old),
+        new=new,
+        added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
+        judges=bool(config.classifier_layers),
+        gate=GateRule.of(config),
+        plan=_plan_rows(inspection.layers, inspection.encoder_layers),
+        expansions=[
+            (record, [after - count for after, count in zip(now, before, strict=True)])
+            for record, (before, now) in zip(history.expansions, pairwise(counts), strict=True)
+        ],
+        trainings=list(_trainings(history, inspection.after_join)),
+        results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
+        notes=scores.notes() if scores else [],
+        tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
+        untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
+        version=(history.last.versions or {}).get("hf_moe_expand", __version__),
+    )
+    refuse_private({CARD: text.encode()})
+    return ModelCard(text)
+
+
+def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os.PathLike) -> Evaluation:
+    """An evaluation reduced to its first model and this one, which gets the name `this model`; refuses one that has
+    none of its possible `names`."""
+    wanted = list(dict.fromkeys(names))
+    called = next((name for name in wanted if name in evaluation.models), None)
+    if called is None:
+        raise InputError(
+            f"{where}: has scores of {', '.join(evaluation.models)}, but none of {' or '.join(wanted)}; "
+            "name this checkpoint's scores with --evaluated-as."
+        )
+    first = next(iter(evaluation.models))
+    before = {} if first == called else {first: evaluation.models[first]}
+    this = evaluation.models[called]
+    old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
+    expansions = [[code for code in brought if code in this] for brought in evaluation.expansions]
+    renamed = {name: name for name in before} | {called: THIS}
+    tasks = {renamed[name]: scores for name, scores in evaluation.tasks.items() if name in renamed}
+    return Evaluation(old, new, {**before, THIS: this}, expansions, tasks)
+
+
+def readable_size(size: int) -> str:
+    """A number of bytes with a suitable unit."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000  # type: ignore[assignment]
+    return f"{size:.3g} GB"
+
+
+def _read(name: str) -> str:
+    return (files("hf_moe_expand.model_cards") / name).read_text(encoding="utf-8")
+
+
+def _render(template: str, **facts: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
+    )
+    filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _is_hub_id, "table": _table}
+    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name, "copied": _copied}
+    facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
+    return environment.get_template(f"{template}.md").render(facts) + "\n"
+
+
+def _escaped(value: Any) -> Any:
+    """A fact escaped for Markdown, so that names from config.json cannot add HTML, links or lines; Markdown, YAML and
+    code that are ready stay as they are."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() else " " for c in value).translate(_MARKDOWN)
+
+
+def _table(table: tuple[list[str], list[list[str]]], words: int = 1) -> Markup:
+    header, rows = table
+    return Markup(markdown_table([*map(_escaped, header)], [[*map(_escaped, row)] for row in rows], words))
+
+
+def _method(config: Any, history: History) -> type[PlanSettings]:
+    """The method of the card's template and tag: LayerMoE where expansions differ in it, and for a user's own plan."""
+    if config.model_type == "dmoe":
+        return METHODS["dmoe"]
+    used = {METHODS.get(record.method) for record in history.expansions}
+    return (used.pop() if len(used) == 1 else None) or METHODS["layer-moe"]
+
+
+def _languages(history: History) -> tuple[list[str], list[str]]:
+    """The base model's languages, and the languages of all expansions."""
+    for number, record in enumerate(history.expansions):
+        for kind in ("old_languages", "new_languages"):
+            for code in getattr(record, kind):
+                if not is_language_code(code):
+                    raise InputError(
+                        f"config.json: expansions[{number}].{kind} has {code!r}, which is not a language code of "
+                        "ISO 639, such as el or yue: correct it in config.json, and in the plan for further expansions."
+                    )
+    old, *new = history.by_expansion
+    return list(old), list(dict.fromkeys(code for codes in new for code in codes))
+
+
+def _base_license(base: BaseModel) -> dict[str, str]:
+    """The license fields of the base's card; empty if the card is missing or cannot be fetched."""
+    if base.hub_id is None:
+        return {}
+    try:
+        unreachable = bool(hub_problem())
+        where = {"revision": base.revision, "local_files_only": unreachable}
+        card = patiently(hf_hub_download, base.hub_id, "README.md", **where)
+        metadata = metadata_load(card) or {}
+    except Exception:  # without an answer, or with one that is none of the hub's
+        return {}
+    return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}
+
+
+def _plan_rows(layers: list[tuple[int, bool, int]], encoder: int) -> list[dict[str, Any]]:
+    """The plan's table; neighbouring layers with equal values share a row."""
+    rows = []
+    alike = groupby(enumerate(layers), key=lambda item: (item[0] < encoder, *item[1][:2]))
+    for (_, experts, classifier), group in alike:
+        numbers = [index for index, _ in group]
+        first, last = (layer_name(numbers[end], encoder) for end in (0, -1))
+        span = f"{first}-{last.rpartition('.')[2]}" if len(numbers) > 1 else first
+        rows.append({"layers": span, "experts": experts, "classifier": classifier})
+    return rows
+
+
+def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
+    """The title and the stages of each expansion; then of the joined model, if stages followed the join."""
+    several = len(history) > 1 or after_join
+    for number, record in enumerate(history.expansions, start=1):
+        own = len(record.stages) - (after_join if number == len(history) else 0)
+        pack = f" (pack {record.pack})" if record.pack else ""
+        title = f"Expansion {number}: {', '.join(record.new_languages)}{pack}" if several else None
+        yield {"title": title, "stages": record.stages[:own]}
+    if after_join:
+        yield {"title": "The joined model", "stages": history.last.stages[-after_join:]}
+
+
+def _copied(record: ExpansionRecord, added: list[int]) -> str:
+    """Which experts a further expansion's new experts are copies of."""
+    if record.copied_expert is not None:
+        return f"copies of expert {record.copied_expert}"
+    # JSON has no integers as keys.
+    origin = {int(layer): expert for layer, expert in (record.copied_experts or {}).items()}
+    experts = [origin.get(layer, 0) for layer, count in enumerate(added) if count]
+    if len(set(experts)) == 1:
+        return f"copies of expert {experts[0]}"
+    return f"copies of experts {' '.join(str(origin.get(i, 0)) if count else '-' for i, count in enumerate(added))}"
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _settings(stage: StageRecord) -> Markup:
+    """A stage's settings as YAML, of which none ends the block of code that it stands in; empty without any."""
+    settings = _without_nothing(without_folders(stage.settings or {}))
+    return Markup(to_yaml(settings).strip().replace("```", "'''") if settings else "")
+
+
+def _without_nothing(value: Any) -> Any:
+    """Settings without null values."""
+    if isinstance(value, dict):
+        return {name: _without_nothing(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _eval_results(scores: Evaluation) -> list[EvalResult]:
+    found: list[tuple[str, str, float, dict[str, Any]]] = []  # kind and name of a metric, its value, its data set
+    for language, text in scores.models[THIS].items():
+        dataset = {
+            "dataset_type": "text",
+            "dataset_name": f"held-out text ({language})",
+            "dataset_config": language,
+            "dataset_args": {"tokens": text.tokens, "bytes": text.bytes},
+        }
+        found += [(kind, kind.replace("_", " "), getattr(text, kind), dataset) for kind in _MEASURES]
+    for task, score in scores.tasks.get(THIS, {}).items():
+        dataset = {
+            "dataset_type": task,
+            "dataset_name": f"{task} (lm-evaluation-harness)",
+            "dataset_args": {"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
+        }
+        if score.group is None:
+            found += [(kind, kind, metric.value, dataset) for kind, metric in score.metrics.items()]
+    return [
+        EvalResult("text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset)
+        for kind, name, value, dataset in found
+    ]

@@ -1,0 +1,204 @@
+"""Asks models the same questions: prompts to continue, or messages in a model's chat template."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..checkpoint.local import name_in_results
+from ..checkpoint.records import History
+from ..core.errors import InputError, first_line
+from ..data.tokens import prompt_tokens
+from ..modeling import ExpandedConfig
+from ..modeling.routing_control import classes_of
+from .models import check_decoder, end_tokens, load_for_inference, longest_block
+from .writing import Answering
+
+# In place of a base's folder: the base inside the expanded model.
+INSIDE = "inside"
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer: its text, its number of tokens, and whether it ended by itself."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+class Asked:
+    """A loaded model that answers.
+
+    Args:
+        model, tokenizer: the model and its tokenizer.
+        name: its name in results.
+        inside: let the base inside answer, expert 0 alone.
+
+    Raises:
+        InputError: the model is an encoder-decoder; or the base inside is asked for where there is none.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, inside: bool = False) -> None:
+        check_decoder(model.config, name, "prompts")
+        self.model, self.tokenizer, self.name, self.inside = model.eval(), tokenizer, name, inside
+        if inside:
+            _check_base_inside(model.config, name)
+
+    @classmethod
+    def load(cls, name: str | os.PathLike, revision: str | None = None) -> "Asked":
+        """Loads a folder or hub id; see `load_for_inference`."""
+        return cls(*load_for_inference(name, revision), name_in_results(name))
+
+    def base_inside(self) -> "Asked":
+        """The base inside this expanded model, which shares its memory; an InputError says that there is none."""
+        return Asked(self.model, self.tokenizer, f"{self.name}: base inside", inside=True)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def check_template(self) -> None:
+        """Refuses a tokenizer without a chat template."""
+        if not self.has_template:
+            raise InputError(
+                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text "
+                "(`generate` without --chat), or take over a chat model's tokenizer (`graft`)."
+            )
+
+    def answer(self, question: str, how: Answering, language: str | None = None) -> Answer:
+        """The answer to one question; see `reply`."""
+        if how.chat:
+            return self.reply([{"role": "user", "content": question}], how, language)
+        ids_1S = torch.tensor([prompt_tokens(question, self.tokenizer)], dtype=torch.long)
+        return self._write({"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}, how, language)
+
+    def reply(
+        self, messages: Sequence[Message], how: Answering, language: str | None = None, streamer: Any = None
+    ) -> Answer:
+        """The next message of a conversation.
+
+        Args:
+            messages: the conversation so far, each with `role` and `content`; the last one is the user's.
+            language: code of the conversation's language, where the user names it; a dense model pays it no heed.
+            streamer: gets the tokens as they come (`transformers.TextStreamer`).
+        """
+        self.check_template()
+        system = [{"role": "system", "content": how.system}] if how.system is not None else []
+        try:
+            inputs = self.tokenizer.apply_chat_template(
+                [*system, *messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # templates raise many types
+            raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
+        return self._write(inputs, how, language, streamer, self._ends([*system, *messages], inputs))
+
+    def _ends(self, messages: Sequence[Message], inputs: Any) -> list[int]:
+        """The columns of a conversation's tokens at which its messages end, the last one's words after it included."""
+        whole = inputs["input_ids"][0].tolist()
+        ends = []
+        for count in range(1, len(messages)):
+            try:
+                ids = self.tokenizer.apply_chat_template([*messages[:count]], return_dict=True)["input_ids"]
+            except Exception:  # a template may want an answer to every message
+                continue
+            if ids == whole[: len(ids)]:  # else the template changes earlier messages
+                ends.append(len(ids))
+        return [*ends, len(whole)]
+
+    def _write(
+        self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, ends: list[int] | None = None
+    ) -> Answer:
+        inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+        length = inputs["input_ids"].shape[1]
+        if not length:
+            raise InputError(
+                "The prompt is empty, and the tokenizer adds no token that begins a text: give some words."
+            )
+        most = longest_block(self.model.config)
+        if most is not None and length >= most:
+            raise InputError(f"{self.name}: the prompt has {length:,} tokens, but the model takes {most:,} positions.")
+        new = how.max_new_tokens if most is None else min(how.max_new_tokens, most - length)
+        drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        pad = self.tokenizer.pad_token_id
+        options: dict[str, Any] = {
+            "max_new_tokens": new, "streamer": streamer, **(drawn if how.temperature else greedy),
+            "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad,
+        }  # fmt: skip
+        if ends is not None and getattr(self.model.config, "language_gate", None) is not None:
+            options["judge_prompt"] = ends
+        torch.manual_seed(how.seed)
+        with torch.no_grad(), self._as_asked(language):
+            written = self.model.generate(**inputs, **options)[0, length:].tolist()
+        ended = bool(written) and written[-1] in end_tokens(self.model, self.tokenizer)
+        return Answer(self.tokenizer.decode(written, skip_special_tokens=True), len(written), ended)
+
+    def _as_asked(self, language: str | None) -> AbstractContextManager:
+        """Inside, the base inside or the expanded model runs, and knows the language."""
+        if self.inside:
+            return self.model.use_expert(0)
+        if language is None or not isinstance(self.model.config, ExpandedConfig):
+            return nullcontext()
+        try:
+            classes_of(self.model.config, language)
+        except ValueError as error:
+            raise InputError(f"{self.name}: {error}") from None
+        return self.model.use_languages(language)
+
+
+def ask(
+    models: Iterable[str | os.PathLike | Asked],
+    questions: Sequence[str],
+    how: Answering | None = None,
+    languages: str | Sequence[str | None] | None = None,
+) -> dict[str, list[Answer]]:
+    """Asks each model the same questions, one model after the other in memory.
+
+    Args:
+        models: folders, hub ids, or models that are loaded; `"inside"` after an expanded model asks the base inside it.
+        questions: prompts, or the user's messages (`how.chat`).
+        how: how they answer.
+        languages: the language of each question, or one for all; see `Asked.reply`.
+
+    Returns:
+        By each model's name in results, its answers in the order of the questions.
+    """
+    how = how or Answering()
+    named: list[str | None] = (
+        [languages] * len(questions) if languages is None or isinstance(languages, str) else list(languages)
+    )
+    if len(named) != len(questions):
+        raise InputError(f"{len(questions)} questions have {len(named)} languages: give one for each, or one for all.")
+    answers: dict[str, list[Answer]] = {}
+    before: Asked | None = None
+    for model in models:
+        if model == INSIDE:
+            if before is None:
+                raise InputError(f"{INSIDE!r} stands for the base inside the model before it, but comes first.")
+            loaded = before.base_inside()
+        else:
+            before = None  # frees its memory first
+            loaded = model if isinstance(model, Asked) else Asked.load(model)
+            before = loaded
+        if loaded.name in answers:
+            raise InputError(f"{loaded.name}: two models have this name; rename a folder.")
+        answers[loaded.name] = [
+            loaded.answer(question, how, code) for question, code in zip(questions, named, strict=True)
+        ]
+    return answers
+
+
+def _check_base_inside(config: Any, name: str) -> None:
+    if not isinstance(config, ExpandedConfig):
+        raise InputError(f"{name}: is a dense model, which has no base inside: give an expanded one.")
+    if config.model_type == "dmoe":
+        raise InputError(f"{name}: all experts of a DMoE train, so its base is not inside: give the base's folder.")
+    if stage := next((s.stage for s in History.of(config).stages if s.changes_everything), None):
+        raise InputError(f"{name}: `{stage}` changed the base inside: give the base's own folder or hub id.")

@@ -1,0 +1,118 @@
+"""Loads models and tokenizers, dense or expanded, for inference."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from ..checkpoint.expand import base_of
+from ..checkpoint.proven import is_proven
+from ..checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
+from ..checkpoint.source import load_config, resolve_checkpoint
+from ..checkpoint.stored import StoredModel, check_size
+from ..checkpoint.tokenizer import load_tokenizer
+from ..core.errors import InputError, first_line
+from ..modeling import ExpandedConfig, auto_class
+
+_POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
+
+
+def longest_block(config: Any) -> int | None:
+    """The number of positions that a model takes; None if it sets no limit."""
+    config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    return next((positions for name in _POSITIONS if (positions := getattr(config, name, None)) is not None), None)
+
+
+def check_block_size(block_size: int, longest: int | None, where: str = "block_size") -> None:
+    """Refuses blocks of more tokens than the model takes positions.
+
+    Args:
+        longest: number of positions that the model takes; None if it sets no limit.
+        where: name of the setting in the message.
+    """
+    if longest is not None and block_size > longest:
+        raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
+
+
+def model_name(model: Any) -> str:
+    """The name of a loaded model for progress bars: its hub id, the name of its folder, or its class."""
+    return base_of(model)[0]
+
+
+def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:
+    """A model in its own dtype, on the GPU if available, and its tokenizer. Runs no code of the checkpoint.
+
+    Raises:
+        InputError: the checkpoint cannot be loaded and run, lacks a tensor of the model, has a weight that is NaN or
+            infinite, or has no tokenizer.
+    """
+    folder = resolve_checkpoint(name, revision)
+    config = load_config(folder)
+    reader = CheckpointReader(folder)
+    # For other architectures and quantised checkpoints, only the library knows the tensors that the files must hold.
+    known = isinstance(config, ExpandedConfig) or is_proven(config)
+    if known and getattr(config, "quantization_config", None) is None:
+        StoredModel(folder, config)  # refuses an incomplete checkpoint
+    else:
+        check_size(config, reader)
+    tokenizer = load_tokenizer(folder, name)
+    # Some models of images are none of `AutoModelForCausalLM`.
+    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    loads: Any = AutoModelForImageTextToText if of_images else auto_class(config)
+    try:
+        loaded: Any = loads.from_pretrained(folder, dtype="auto", trust_remote_code=False, output_loading_info=True)
+    except Exception as error:  # the library raises many types for wrong values
+        raise InputError(f"{name}: the model cannot be loaded ({first_line(error)}).") from error
+    model, info = loaded
+    for kind in ("missing_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info[kind])):
+            raise InputError(f"{name}: the checkpoint does not fit the model: {kind.replace('_', ' ')}: {keys[0]}.")
+    check_finite(model, name)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    _check_runs(model, name)
+    return model, tokenizer
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: the tokenizer's, and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    ends = own if isinstance(own, list) else [own]
+    return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
+
+
+@contextmanager
+def generating(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Inside, `generate` takes these settings, and not the checkpoint's own, such as a penalty of repetition."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:
+    """Refuses an encoder-decoder; the message says that `what`, in the plural, are for decoders."""
+    if config.is_encoder_decoder:
+        raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/encoder_decoder.md).")
+
+
+def check_finite(model: Any, name: str | os.PathLike) -> None:
+    """Refuses a model with a weight that is NaN or infinite; the message names the first such tensor."""
+    for key, parameter in model.named_parameters():
+        if parameter.dtype in TORCH_DTYPES.values() and parameter.numel() and not is_finite(parameter.detach()):
+            raise InputError(f"{name}: tensor {key!r} holds NaN or infinite values; the checkpoint is damaged.")
+
+
+def _check_runs(model: Any, name: str | os.PathLike) -> None:
+    """Runs one token, so that contradictory settings fail now and not hours later."""
+    try:
+        with torch.no_grad():
+            token_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            model(token_11, **({"decoder_input_ids": token_11} if model.config.is_encoder_decoder else {}))
+    except Exception as error:
+        raise InputError(f"{name}: the model does not run as configured ({first_line(error)}).") from error

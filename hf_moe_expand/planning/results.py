@@ -1,0 +1,308 @@
+"""Results of the analyses: numbers, and their JSON files."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from ..core.errors import InputError
+from ..core.jsonfile import read_json, write_json
+from ..core.layer_names import layer_name
+from ..core.schema import Declared, Flag, Number, Share, Text, Whole, changed, read
+
+
+class JsonFile(Declared):
+    """Values that are a JSON file.
+
+    Attributes:
+        kind: its name in messages, such as "a plan".
+        gone: fields of earlier versions, which a file may hold without a value.
+    """
+
+    kind: ClassVar[str]
+    gone: ClassVar[tuple[str, ...]] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file, without fields of encoders and of exclusive experts where there are none."""
+        fields = self.model_dump()
+        unset = [name for name in ("encoder_layers", "exclusive") if not fields.get(name)]
+        write_json(path, {name: value for name, value in fields.items() if name not in unset})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads the file."""
+        fields = read_json(path, cls.kind)
+        gone = [name for name in cls.gone if fields.get(name, fields) is None]
+        return read(cls, {name: value for name, value in fields.items() if name not in gone}, str(path))
+
+
+class Result(JsonFile):
+    """The result of an analysis, which is a JSON file.
+
+    Attributes:
+        by_layer: the fields that are lists with one entry a layer, or mappings to such lists; the first is a list.
+    """
+
+    by_layer: ClassVar[tuple[str, ...]]
+
+    def model_post_init(self, _: Any) -> None:
+        layers = len(getattr(self, self.by_layer[0]))
+        for name in self.by_layer:
+            value = getattr(self, name)
+            lists = {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
+            for place, values in lists.items():
+                if values is not None and len(values) != layers:
+                    raise InputError(f"{place} has {len(values)} entries for {layers} layers.")
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The values in these layers alone."""
+
+        def some(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: some(values) for name, values in value.items()}
+            return None if value is None else [value[layer] for layer in layers]
+
+        return changed(self, **{name: some(getattr(self, name)) for name in self.by_layer})
+
+    def to_json(self, path: str | Path) -> None:
+        self.save(path)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """Reads the file."""
+        return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")
+
+
+class SimilarityResult(Result):
+    """Similarities of languages in each layer; every list has one entry a layer.
+
+    Attributes:
+        pairs: for each pair of languages (key such as `"el-en"`), two new ones or a new and an old one, the mean
+            cosine over all pairs of their hidden states.
+        new_new: mean over pairs of new languages; None with a single new language.
+        new_old: mean over pairs of a new and an old language.
+        similarity: `(new_old + new_new) / 2`, or `new_old` if new_new is None.
+        encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
+    """
+
+    kind = "a similarity analysis"
+    by_layer = ("similarity", "new_old", "new_new", "pairs")
+
+    old: list[Text]
+    new: list[Text]
+    tokens: Whole
+    pairs: dict[Text, list[Number]]
+    new_new: list[Number] | None
+    new_old: list[Number]
+    similarity: list[Number]
+    encoder_layers: Whole = 0
+
+    @classmethod
+    def from_pairs(
+        cls,
+        pairs: Mapping[str, Sequence[float]],
+        old: Sequence[str],
+        new: Sequence[str],
+        tokens: int,
+        encoder_layers: int = 0,
+    ) -> "SimilarityResult":
+        """Layer similarities from the pairs' similarities (LayerMoE Eq. 9; plain means, as the authors computed)."""
+
+        def mean(names: list[str]) -> list[float]:
+            return [sum(values) / len(names) for values in zip(*(pairs[name] for name in names), strict=True)]
+
+        new_old = mean([f"{a}-{b}" for a in new for b in old])
+        new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
+        both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
+        return cls(
+            old=list(old),
+            new=list(new),
+            tokens=tokens,
+            pairs={name: list(values) for name, values in pairs.items()},
+            new_new=new_new,
+            new_old=new_old,
+            similarity=both,
+            encoder_layers=encoder_layers,
+        )
+
+
+class SeparabilityResult(Result):
+    """How well a linear probe on each FFN's input tells new text from old, on held-out text.
+
+    All accuracies are balanced: the mean of the share of the old text that is called old and the share of the new text
+    that is called new, each language of a kind with the same weight. 0.5 is chance. Lists by layer have one entry a
+    layer.
+
+    Attributes:
+        tokens: tokens measured of each language, those that the probes were fitted on included.
+        held_out: for each language, the tokens that the accuracies are of.
+        bound: B in nats: in a sum, each token's log-odds lie within -B and B.
+        seed: random seed of the choice of held-out text.
+        token: by layer, accuracy on one token.
+        running: for each length n in tokens (text in JSON), by layer, the accuracy of the sum of the log-odds of n
+            successive tokens; lengths ascend.
+        by_language: for each language, by layer, the share of its longest stretches that are called right.
+    """
+
+    kind = "a separability analysis"
+    by_layer = ("token", "running", "by_language")
+
+    old: list[Text]
+    new: list[Text]
+    tokens: Whole
+    held_out: dict[Text, Whole]
+    bound: Number
+    seed: Whole
+    token: list[Share]
+    running: dict[Text, list[Share]]
+    by_language: dict[Text, list[Share]]
+
+    def model_post_init(self, _: Any) -> None:
+        if not self.running:
+            raise InputError("running is empty: it must have the accuracy after at least one number of tokens.")
+        super().model_post_init(_)
+
+    @property
+    def separability(self) -> list[float]:
+        """The separability of each layer: its accuracy after the largest number of tokens."""
+        return list(self.running.values())[-1]
+
+    @property
+    def length(self) -> str:
+        """The largest number of tokens, that of `separability`."""
+        return list(self.running)[-1]
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and one row for each layer."""
+        columns = {"1 token": self.token, **{f"{length} tokens": values for length, values in self.running.items()}}
+        rows = [[str(i), *(f"{values[i]:.3f}" for values in columns.values())] for i in range(len(self.token))]
+        return ["layer", *columns], rows
+
+
+class DeviationResult(Result):
+    """How far fine-tuning on each language moves the FFNs, and how similar the changes of two languages are (DMoE).
+
+    Attributes:
+        deviation: L2 norm of the change of each layer's FFN weights, mean over languages.
+        by_language: the same norm for each language, one entry a layer.
+        similarity: `[languages, languages]`, cosine between two languages' changes of the FFN weights of `layers`.
+        layers: layers over which `similarity` was taken.
+        steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
+    """
+
+    kind = "a deviation analysis"
+    by_layer = ("deviation", "by_language")
+
+    languages: list[Text]
+    deviation: list[Number]
+    by_language: dict[Text, list[Number]]
+    similarity: list[list[Number]]
+    layers: list[Whole]
+    steps: Whole
+    learning_rate: Number
+    batch_size: Whole
+    block_size: Whole
+    seed: Whole
+
+
+NO_CHOICE = (
+    "No router of this model can leave an expert out: every token goes to all experts of its layer, since no layer has "
+    "more than top-k of them. The shares by expert then say only which of them weighs more, and random experts are the "
+    "router's own. Plan more experts in a layer, or a smaller top-k, to let routers choose."
+)
+
+
+class RoutingResult(Result):
+    """How the routers of an expanded model route the text of each language.
+
+    Lists by layer have one entry for each of `layers`.
+
+    Attributes:
+        classes: class of each language: 0 for the base model's languages, g for those that expansion g added.
+        tokens: tokens measured of each language.
+        layers: the expanded layers.
+        top1_share: `[language][layer][expert]`, share of the tokens whose largest weight is the expert's.
+        weight_share: `[language][layer][expert]`, mean of the weights that experts are combined with.
+        expert_0_score: `[language][layer]`, mean of the router's score of expert 0.
+        experts_for_half: `[language][layer]`, E_50%: smallest number of experts with half of the tokens by top-1.
+        classifier_accuracy: `[language][layer]`, share of tokens that the classifier puts into their language's class;
+            None without a classifier.
+        similarity: `[layer]`, `[languages, languages]` in the order of `classes`: cosine of their rows of `top1_share`.
+        colocation: for each layer but the last, the largest correlation between the weight of one of its experts and
+            that of an expert of the next layer; None if no weight varies.
+        perplexity: perplexity of each language, within blocks.
+        random_perplexity: perplexity of each language under random routing, mean over `random_seeds`.
+        has_choice: whether some router can leave an expert out; without that, random routing is the router's own.
+        encoder_layers: for an encoder-decoder, the number of its encoder's layers, dense ones included, which come
+            first; 0 for a decoder.
+    """
+
+    kind = "a routing analysis"
+    by_layer = (
+        "layers", "top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy",
+        "similarity",
+    )  # fmt: skip
+
+    classes: dict[Text, Whole]
+    tokens: Whole
+    layers: list[Whole]
+    top1_share: dict[Text, list[list[Number]]]
+    weight_share: dict[Text, list[list[Number]]]
+    expert_0_score: dict[Text, list[Number]]
+    experts_for_half: dict[Text, list[Whole]]
+    classifier_accuracy: dict[Text, list[Number | None]]
+    similarity: list[list[list[Number]]]
+    colocation: list[Number | None]
+    perplexity: dict[Text, Number]
+    random_perplexity: dict[Text, Number]
+    random_seeds: list[Whole]
+    has_choice: Flag = True
+    encoder_layers: Whole = 0
+
+    def model_post_init(self, _: Any) -> None:
+        super().model_post_init(_)
+        pairs = max(len(self.layers) - 1, 0)
+        if len(self.colocation) != pairs:
+            raise InputError(f"colocation has {len(self.colocation)} entries, but there are {pairs} pairs of layers.")
+        names = [name for name in self.by_layer if isinstance(getattr(self, name), dict)]
+        for name in (*names, "perplexity", *(["random_perplexity"] if self.random_perplexity else [])):
+            if missing := sorted(set(self.classes) - set(getattr(self, name))):
+                raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
+        for index in range(len(self.layers)):
+            if len({len(layers[index]) for layers in self.top1_share.values()}) > 1:
+                raise InputError(
+                    f"top1_share: languages have different numbers of experts in layer {self.names[index]}."
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each of `layers`."""
+        return [layer_name(layer, self.encoder_layers) for layer in self.layers]
+
+    def of_kind(self, old: bool) -> list[str]:
+        """The base model's languages if `old`, else the other languages."""
+        return [language for language, number in self.classes.items() if (number == 0) == old]
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and one row for each layer, with means over the base's languages and the added ones."""
+        columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
+            ("expert 0", self.expert_0_score, 3),
+            ("classifier", self.classifier_accuracy, 3),
+            ("E_50%", self.experts_for_half, 1),
+        ]
+        header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
+        rows = []
+        for index, name in enumerate(self.names):
+            row = [name, str(len(next(iter(self.top1_share.values()))[index]))]
+            for _, values, digits in columns:
+                for old in (True, False):
+                    numbers = [values[code][index] for code in self.of_kind(old)]
+                    row.append("-" if not numbers or None in numbers else f"{sum(numbers) / len(numbers):.{digits}f}")
+            rows.append(row)
+        return header, rows
+
+    def colocation_rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and one row for each pair of successive expanded layers."""
+        pairs = zip(pairwise(self.names), self.colocation, strict=True)
+        rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
+        return ["layers", "co-location"], rows

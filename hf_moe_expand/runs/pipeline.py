@@ -1,0 +1,352 @@
+"""`run` and `validate`: run or check all steps of a recipe. Finished steps are not run again."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.local import pack_and_name
+from ..checkpoint.promises import check_architecture
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
+from ..checkpoint.writer import check_apart, check_place
+from ..data.lost import LostText, check_lost, lost_lines
+from ..data.pairs import check_pairs, lost_of
+from ..data.sources import LanguageText, LeftOut, counted
+from ..core.disk import StepOutput, check_room, free_bytes, peak
+from ..stages.distributed import launched
+from ..core.errors import InputError, errors_at
+from ..evaluation.report import Evaluation
+from ..core.jsonfile import write_json, write_text
+from ..modeling import stack_sizes
+from .recipe import Recipe
+from ..core.recipe_paths import unset_variable, without_paths
+from .run_record import BEGUN, StepAtWork, StepDone, read_steps
+from ..core.schema import changed
+from ..core.scratch import FolderLock
+from ..stages.config import StageConfig
+from ..stages.outlook import Outlook, StepResult
+from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
+from .steps.base import ExpansionRun, Step
+from .steps.evaluate import Evaluate
+from .steps.expand import Expand
+from .steps.gates import FitBaseGate, fits_base
+from .steps.join import JoinPacks
+from .steps.plan import MakePlan
+from .steps.stage import StageStep, TrainStep
+from .steps.write import WriteOldText
+
+_WRITTEN = "checkpoints, with those that a stage keeps while it trains"
+
+
+def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
+    """The steps of a recipe in order, and the folder of its final checkpoint."""
+    root, sources = Path(recipe.output), recipe.training_sources
+    steps: list[Step] = []
+    models: dict[str, str] = {"base": recipe.base}
+    start, old = recipe.base, recipe.old_languages
+    if recipe.self_written is not None:
+        steps.append(WriteOldText(recipe, recipe.self_written))
+    lifelong = len(recipe.all_expansions) > 1
+    for number, expansion in enumerate(recipe.all_expansions, start=1):
+        texts = {code: sources[code] for code in (*old, *expansion.new)}
+        work = ExpansionRun(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
+        if recipe.join is None:
+            steps += _planned(work)
+        else:
+            steps.append(JoinPacks(work, recipe.join))
+            models["joined"] = str(steps[-1].output)
+        for stage, settings in expansion.stages():
+            if stage.key == "gates" and fits_base(work):
+                continue
+            step = TrainStep if isinstance(settings, StageConfig) else StageStep
+            steps.append(step(work, stage, settings, steps[-1].output))
+            if not lifelong:
+                models[stage.participle] = str(steps[-1].output)
+        start, old = str(steps[-1].output), [*old, *expansion.new]
+        if lifelong:
+            models[f"after expansion {number}"] = start
+    if recipe.test:
+        steps.append(Evaluate(recipe, models))
+    return steps, Path(start)
+
+
+def _planned(work: ExpansionRun) -> list[Step]:
+    """The steps from the analyses to the expanded checkpoint."""
+    steps: list[Step] = []
+    if needs := work.expansion.needs:
+        steps.append({"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[needs](work))
+    if fits_base(work):
+        steps.append(FitBaseGate(work))
+    return [*steps, MakePlan(work), Expand(work)]
+
+
+def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
+    """Checks a recipe as far as possible without loading weights; returns one line for each check that passed.
+
+    Reads local text until it is known to be enough; does not read text on the hub.
+
+    Args:
+        offline: download nothing; skip, with a line that says so, every check that needs a base that is not on this
+            machine or a variable that is not set.
+
+    Raises:
+        InputError: the recipe has a mistake; the message names the first one.
+    """
+    return _checked(recipe, offline)[0]
+
+
+def _checked(recipe: Recipe, offline: bool = False) -> tuple[list[str], list[StepOutput]]:
+    """The lines of a recipe's checks, and what its steps write to the disk."""
+    if offline:
+        config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
+    else:
+        config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
+        check_architecture(config, recipe.base)
+    outlook = Outlook(recipe.base, recipe.revision, config, offline)
+    lines: list[str] = []
+    written: list[StepOutput] = []
+    if config is None:
+        lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+    else:
+        stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
+        lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
+    lost: dict[str, LostText] = {}
+    for key, source in recipe.keyed_sources():
+        if offline and (unset := unset_variable(source.source)):
+            lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
+            continue
+        with errors_at(key):
+            if config is not None and config.is_encoder_decoder:
+                check_pairs(source, outlook.tokenizer)
+            else:
+                source.check()
+            lines.append(f"{key}: {_looked_at(source, config)}")
+        if not offline and source.files():
+            lost[key] = lost_of(source, outlook.tokenizer, config.is_encoder_decoder)
+    lines += lost_lines(lost)
+    check_lost(lost, recipe.allow_lost_text)
+    if not offline:  # else another machine may be the one that runs
+        check_place(Path(recipe.output) / "recipe.yaml")
+    grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
+    packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
+    models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
+    for step in steps_of(recipe)[0]:
+        with errors_at("output"):
+            check_apart(step.output, *models)
+        found = step.check(outlook)
+        outlook, lines, written = found.outlook, lines + found.lines, written + found.written
+    if written:
+        output = Path(recipe.output)
+        lines.append(f"disk: up to {peak(written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}")
+    return lines + needs_of_a_push(recipe), written
+
+
+def _looked_at(source: LanguageText, config: Any) -> str:
+    """A text's files, and what is left out at their beginning."""
+    files = source.files()
+    if not files:
+        return f"{source.source}, on the hub"
+    beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
+    words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
+    left_out = LeftOut()
+    for beginning in beginnings:
+        left_out.update(beginning.left_out)
+    if left_out:
+        kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
+        words.append(f"{'' if whole else 'at the beginning '}{counted(kept, 'document')} kept, {left_out}")
+    return "; ".join(filter(None, words))
+
+
+def needs_of_a_push(recipe: Recipe) -> list[str]:
+    """What a push of the finished model will take, one line each."""
+    lines = []
+    if Path(recipe.base).is_dir():
+        lines.append(
+            f"push: {recipe.base} is a local folder: where it is published, name it with `push --base HUB_ID`; "
+            "--expansion-only needs that"
+        )
+    if recipe.text is not None and without_paths(recipe.text) != recipe.text:
+        lines.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
+    return lines
+
+
+def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
+    """Runs a recipe: analyses, plans, expands (or joins packs) and trains for each of its expansions, then evaluates.
+
+    A second run after an interruption resumes the first: finished steps are skipped, and training resumes from its
+    last checkpoint. Under `accelerate launch` all ranks train, and the first rank does all other steps.
+
+    Returns:
+        The folder of the final checkpoint.
+
+    Raises:
+        InputError: the recipe is wrong; the disk has too little room; or the recipe, a text or the base was changed
+            after a step had run with it (inputs of the evaluation may change).
+    """
+    state = launched()
+    say = say if state.is_main_process else lambda _: None
+    root = Path(recipe.output)
+    lock = FolderLock(root, "runs this recipe or another one there")
+    if state.is_main_process:
+        lock.refuse_if_held()
+    _, written = _checked(recipe)
+    steps, final = steps_of(recipe)
+    base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
+    start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}  # the inputs of every step
+    record = _Record(root, steps, start, state.is_main_process)
+    record.refuse_foreign(recipe.text)
+    record.refuse_changes()
+    if state.is_main_process:
+        check_room(root, peak(written), _WRITTEN)
+    state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
+    with lock.held() if state.is_main_process else nullcontext():
+        if state.is_main_process and recipe.text is not None:
+            # Unchanged: variables are not filled in, so that no local path is published.
+            write_text(root / "recipe.yaml", recipe.text)
+        _run_steps(steps, record, state, say)
+    if recipe.test:
+        say("bits per byte of held-out text, lower is better:")
+        say(Evaluation.from_json(root / "evaluation.json").markdown())
+    say(f"final checkpoint: {final}")
+    return final
+
+
+def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]) -> None:
+    """Runs the steps that are not done."""
+    for number, step in enumerate(steps, start=1):
+        label = f"[{number}/{len(steps)}] {step.name}"
+        exists, replaced_by = step.output.exists(), record.replaced_by(step, steps[number:])
+        redo = step.repeatable and bool(record.changes(step))
+        state.wait_for_everyone()  # all ranks have looked before the first one writes
+        if step.name in record.done and exists and not redo:
+            say(f"{label}: done already ({record.done[step.name].summary})")
+            continue
+        if replaced_by:
+            say(f"{label}: done, its output is no longer kept; to run it again, delete {replaced_by.output} too")
+            continue
+        say(f"{label} ...")
+        unrecorded = exists and record.is_begun(step)
+        done = StepResult("")
+        with record.attempt(step, steps[number:]):
+            if step.every_rank or state.is_main_process:
+                done = (step.finish() if unrecorded else None) or step.work()
+        state.wait_for_everyone()
+        if state.is_main_process:
+            seconds = record.end(step, done)
+            say(f"{label}: {done.summary} ({seconds:.0f} s)")
+
+
+class _Record:
+    """`steps.json`: the finished steps with hashes of their inputs, and the running step; one rank `writes` it."""
+
+    def __init__(self, root: Path, steps: list[Step], start: dict[str, Any], writes: bool) -> None:
+        self.root, self.path, self.steps, self.writes = root, root / "steps.json", steps, writes
+        self.done, self.begun = read_steps(self.path)
+        # A step is made from all that the steps before it were made from.
+        self.made: dict[str, dict[str, str]] = {}
+        before = _hashed(start)
+        for step in steps:
+            before = {**before, **_hashed({f"{step.name}: {key}": value for key, value in step.inputs().items()})}
+            self.made[step.name] = before
+
+    def is_begun(self, step: Step) -> bool:
+        return self.begun is not None and self.begun.step == step.name
+
+    def changes(self, step: Step) -> list[str]:
+        """The inputs that changed since the step ran."""
+        unrecorded = self.is_begun(step) and step.output.exists()
+        earlier = self.begun if unrecorded else self.done.get(step.name)
+        if earlier is None:
+            return []
+        if "made_from" not in earlier.model_fields_set:
+            raise InputError(
+                f"{self.path}: was written by an earlier release of this package: give another `output`, or finish the "
+                "run with that release."
+            )
+        before, now = earlier.made_from, self.made[step.name]
+        return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
+
+    def refuse_foreign(self, text: str | None) -> None:
+        """Refuses a first run whose output folder holds files that its steps would overwrite."""
+        if self.done or self.begun:
+            return
+        recipe_file = self.root / "recipe.yaml"
+        same = text is not None and recipe_file.is_file() and recipe_file.read_text(encoding="utf-8-sig") == text
+        written = [*([] if same else [recipe_file]), *(step.output for step in self.steps)]
+        if there := [path for path in written if path.exists()]:
+            raise InputError(
+                f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
+                f"({self.path.name}): give another `output`, or move the folder away."
+            )
+
+    def refuse_changes(self) -> None:
+        """Refuses a run whose inputs were changed after a step on which others depend had run with them."""
+        for step in self.steps:
+            if not step.repeatable and (changed := self.changes(step)):
+                raise InputError(
+                    f"{self.root}: {', '.join(changed[:3])}: changed after step `{step.name}` had run with it. Give "
+                    "another `output`, undo the change, or delete this folder."
+                )
+
+    def replaced_by(self, step: Step, later: list[Step]) -> Step | None:
+        """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
+        before it, a plan replaces an analysis; only the last checkpoint replaces an output that later steps read."""
+        if step.repeatable or step.name not in self.done:
+            return None
+        if step.read_later:
+            later = [other for other in later if not other.repeatable][-1:]
+        for other in later:
+            stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
+            if stands_for and other.output.exists() and (other.name in self.done or self.is_begun(other)):
+                return other
+        return None
+
+    @contextmanager
+    def attempt(self, step: Step, later: list[Step]) -> Iterator[None]:
+        """Records that a step is running, and adds the time inside to the step's; forgets later repeatable steps, which
+        used its former output. A step that was interrupted with the same inputs is at its next attempt. Where one with
+        other inputs is refused, the file still tells of the attempts before."""
+        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.made[step.name])
+        other = self.begun if self.is_begun(step) else None
+        if other is not None and other.made_from == begun.made_from:
+            begun, other = changed(begun, seconds=other.seconds, attempts=other.attempts + 1), None
+        for repeatable in (one.name for one in later if one.repeatable):
+            self.done.pop(repeatable, None)
+        self._write(begun)
+        started, refused = time.monotonic(), False
+        try:
+            yield
+        except InputError:
+            refused = True
+            raise
+        finally:
+            begun = changed(begun, seconds=round(begun.seconds + time.monotonic() - started, 1))
+            self._write((refused and other) or begun)
+
+    def end(self, step: Step, done: StepResult) -> float:
+        """Records that the step is done; returns the seconds that its attempts took."""
+        assert self.begun is not None
+        seconds, attempts = self.begun.seconds, self.begun.attempts
+        several = {"attempts": attempts} if attempts > 1 else {}
+        self.done[step.name] = StepDone(
+            seconds=seconds, summary=done.summary, **several, facts=done.facts, made_from=self.made[step.name]
+        )
+        self._write(None)
+        return seconds
+
+    def _write(self, begun: StepAtWork | None) -> None:
+        self.begun = begun
+        if self.writes:
+            records = {**self.done, **({} if begun is None else {BEGUN: begun})}
+            write_json(self.path, {name: record.model_dump(exclude_unset=True) for name, record in records.items()})
+
+
+def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in inputs.items()
+    }

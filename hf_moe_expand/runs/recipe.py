@@ -1,0 +1,334 @@
+"""A recipe: one YAML file with all settings, from the base checkpoint to the evaluation."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+from pydantic import Field, PrivateAttr, model_validator
+
+from ..analysis.settings import AnalysisSettings, DeviationSettings
+from ..checkpoint.settings import ExpandSettings, JoinSettings
+from ..data.sources import LanguageText, check_languages
+from ..core.errors import InputError
+from ..evaluation.settings import EvaluationSettings
+from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
+from ..planning.methods import AnyPlan, PlanSettings
+from ..core.recipe_paths import Place
+from ..core.schema import Declared, Flag, Text, Whole, json_schema, read
+from ..inference.self_written import SelfWrittenText
+from ..stages import recipe_stages, stages_for
+from ..stages.base import Stage
+from ..inference.writing import SelfWrittenSettings
+from ..core.yamlfile import parse_mapping, read_text
+
+Sources = dict[LanguageCode, Place]
+# Keys beside which `join` has no meaning: it makes no new experts.
+_NOT_WITH_JOIN = (
+    "plan",
+    "expansions",
+    "expand",
+    "analysis",
+    "deviation",
+    *(key for key in recipe_stages() if key != "review"),
+)
+
+
+class _Expansion(Declared):
+    """The keys of an expansion besides its stages."""
+
+    new: Sources = Field(description="language: training text, of the languages that this expansion adds")
+    analysis: AnalysisSettings = Field(AnalysisSettings(), description="how similarity is measured")
+    deviation: DeviationSettings = Field(DeviationSettings(), description="how deviation is measured (DMoE)")
+    plan: AnyPlan | None = Field(None, description="which layer gets how many experts")
+    expand: ExpandSettings = Field(ExpandSettings(), description="how new experts start")
+
+    @property
+    def planned(self) -> PlanSettings:
+        """The settings of the plan; an InputError says that there is none."""
+        if self.plan is None:
+            raise InputError("`plan` is missing: say how many experts each layer gets.")
+        return self.plan
+
+    @property
+    def joins(self) -> bool:
+        """Whether it joins language packs, in place of a plan and of new experts."""
+        return False
+
+    @property
+    def needs(self) -> str | None:
+        """The analysis that its plan needs."""
+        return None if self.joins else self.planned.needs
+
+    @property
+    def family(self) -> str:
+        """The model type of the planned model."""
+        return "dmoe" if not self.joins and self.planned.makes_groups else "layer_moe"
+
+    def stages(self) -> list[tuple[type[Stage], Any]]:
+        """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
+        keys = self.model_fields_set if self.joins else recipe_stages()
+        stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
+        if getattr(self.plan, "exclusive", False) and "review" not in self.model_fields_set:
+            stages = [(stage, settings) for stage, settings in stages if stage.key != "review"]  # no routers
+        return [(stage, settings) for stage, settings in stages if settings is not None]
+
+    def has(self, key: str) -> bool:
+        """Whether the stage with this key runs."""
+        return any(stage.key == key for stage, _ in self.stages())
+
+    def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
+        """The languages of the analysis: for the similarity or, in a further expansion, for the nearest experts."""
+        if self.needs == "similarity":
+            return [*old, *self.new]
+        return list(self.new) if further and self.expand.copy_from == "nearest" else []
+
+
+def _stage_keys() -> dict[str, Any]:
+    """The fields of a recipe for its stages, by key."""
+    keys: dict[str, Any] = {}
+    for stage in recipe_stages().values():
+        settings: Any = stage.settings
+        hint = settings | None if stage.optional else settings
+        default = read(settings, {}) if stage.runs_unasked else None
+        keys[stage.key] = (hint, Field(default=default, description=f"stage `{stage.name}`: {stage.title.lower()}"))
+    return keys
+
+
+class Expansion(pydantic.create_model("_Staged", __base__=_Expansion, **_stage_keys())):  # type: ignore[misc]
+    """One expansion: the languages that it adds, and the settings of its steps."""
+
+
+class Recipe(Expansion):
+    """All settings of `run`. Paths may hold `$VARIABLES` of the environment.
+
+    In a file, the recipe's own settings apply to each of its `expansions` that lacks them (`graft` only to the last).
+
+    Attributes:
+        text: text of the recipe's file; None for a recipe made in Python.
+    """
+
+    _text: str | None = PrivateAttr(default=None)
+
+    base: Place = Field(description="folder or hub id of the dense checkpoint")
+    output: Place = Field(description="folder for everything that `run` makes")
+    new: Sources = Field({}, description="language: training text, of the languages to be learned")
+    old: Sources = Field({}, description="language: training text, of languages that the base is good at")
+    test: Sources = Field({}, description="language: held-out text; without any, nothing is evaluated")
+    anchors: Sources = Field(
+        {},
+        description="language: text of languages that are not new, for `gates`; by default the package's own sentences",
+    )
+    revision: Text | None = Field(None, description="revision of a base on the hub")
+    seed: Whole = Field(0, ge=0, lt=2**32, description="random seed")
+    allow_lost_text: Flag = Field(
+        False, description="take text of which the base's tokenizer loses more than 2 % (unknown tokens, accents), too"
+    )
+    expansions: list[Expansion] = Field(
+        [], description="several expansions, one after the other, each with `new` and settings of its own"
+    )
+    join: JoinSettings | None = Field(None, description="language packs to join, in place of a plan and of new experts")
+    self_written: SelfWrittenSettings | None = Field(
+        None, description="old text that the base writes itself, with or without `old`; `{}`: by the defaults"
+    )
+    evaluation: EvaluationSettings = Field(EvaluationSettings(), description="how held-out text is scored")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.join is not None:
+            self._check_join()
+        known = dict.fromkeys(self.old_languages, "")
+        if both := sorted(set(self.old) & set(self.written_sources)):
+            raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
+        joins_gates = self.join is not None and self.join.calibrate
+        if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.all_expansions):
+            raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
+        if self.expansions and self.new:
+            raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
+        for number, expansion in enumerate(self.all_expansions, start=1):
+            if not expansion.joins:
+                check_languages(known, expansion.new)
+            known |= expansion.new
+            self._check_expansion(number, expansion)
+        check_named_once([*known, *(code for code in self.test if code not in known)])
+        check_named_once(list(self.anchors))
+        unknown = sorted(set(self.test) - set(known))
+        if unknown and self.self_written is None and self.join is None:
+            raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
+        self._check_old()
+        return self
+
+    def _check_join(self) -> None:
+        """Refuses settings of new experts beside a join, and a calibration without text."""
+        for key in _NOT_WITH_JOIN:
+            if key in self.model_fields_set and getattr(self, key) is not None:
+                raise InputError(
+                    f"{key}: a recipe with `join` makes and trains no new experts: leave {key} out, and make each pack "
+                    "by a recipe of its own."
+                )
+        check_old_and_new(self.old_languages, self.new)
+        if self.join is not None and self.join.calibrate and not self.new:
+            raise InputError(
+                "join.calibrate: fits gates on text: give some of each pack's languages under `new`, and of the base's "
+                "under `old`."
+            )
+
+    @property
+    def joins(self) -> bool:
+        return self.join is not None
+
+    def _check_old(self) -> None:
+        """Refuses a recipe that needs old text and has none, and self-written text that no step reads."""
+        first = self.all_expansions[0]
+        if self.self_written is not None and first.family == "dmoe":
+            raise InputError(
+                "self_written: DMoE trains the base too, so nothing of it stays that text of its own would keep: leave "
+                "self_written out."
+            )
+        if self.self_written is not None and not any(self._reads_old(expansion) for expansion in self.all_expansions):
+            raise InputError(
+                "self_written: no step would read the text: there is no review and no layer-moe plan. Leave it out."
+            )
+        review, own = getattr(first, "review", None), self.self_written
+        asked = None if review is None or review.fewer_documents else review.old_documents
+        if own is not None and asked and own.documents < asked:
+            raise InputError(
+                f"self_written.documents is {own.documents}, but `review` takes {asked} documents of each old language "
+                "(old_documents): raise the one or lower the other."
+            )
+        if self.old_languages or first.family == "dmoe":
+            return
+        written = "let the base write it (`self_written: {}`)"
+        if any(getattr(getattr(e, "review", None), "distillation_coef", 0) for e in self.all_expansions):
+            raise InputError(
+                "review.distillation_coef: keeps the base's predictions on old text, but the recipe has none: give "
+                f"some under `old`, {written}, or leave distillation_coef out."
+            )
+        if first.has("review") or first.needs == "similarity":
+            raise InputError(
+                "old: no old language: the review stage and a plan by similarity need text of the languages that the "
+                f"base is good at. Give some, {written}, or set `review: null` and another plan method."
+            )
+
+    def _reads_old(self, expansion: Expansion) -> bool:
+        """Whether a step of the expansion reads text of the base's languages."""
+        stages = [stage.languages(settings, ["old"], []) for stage, settings in expansion.stages()]
+        calibrates = self.join is not None and self.join.calibrate
+        return any(stages) or calibrates or expansion.needs == "similarity"
+
+    def _check_expansion(self, number: int, expansion: Expansion) -> None:
+        for stage in recipe_stages().values():
+            settings = getattr(expansion, stage.key)
+            is_asked = settings not in (None, Expansion.model_fields[stage.key].default)
+            if is_asked and expansion.family not in stage.families:
+                of = "DMoE, whose plan has `method: dmoe`" if "dmoe" in stage.families else "models other than DMoE"
+                raise InputError(f"{stage.key}: a stage of {of}: it would not run. Leave it out.")
+        if expansion.family == "dmoe" and len(self.all_expansions) > 1:
+            raise InputError(
+                f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
+                "expansion."
+            )
+        copied = expansion.expand.copy_from
+        if number == 1 and copied not in (0, "nearest"):
+            raise InputError(f"expand.copy_from is {copied}: the first expansion can copy only expert 0; leave it out.")
+        if expansion.graft is not None and number < len(self.all_expansions):
+            raise InputError(
+                f"expansion {number}: graft: the delta is added once, in the last expansion, since later expansions "
+                f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.all_expansions)}."
+            )
+
+    @property
+    def text(self) -> str | None:
+        """The text of the recipe's file."""
+        return self._text
+
+    @property
+    def all_expansions(self) -> list[Expansion]:
+        """The expansions, in order: those listed, or the recipe itself as the only one."""
+        return self.expansions or [self]
+
+    @classmethod
+    def load(cls, path: str | Path, unset_ok: bool = False) -> "Recipe":
+        """Reads a recipe.
+
+        Args:
+            unset_ok: keep `$VARIABLES` that are not set in the text, instead of refusing them.
+
+        Raises:
+            InputError: the file is missing or wrong; the message names the key.
+        """
+        text = read_text(path).replace("\r\n", "\n").replace("\r", "\n")
+        return cls.of_text(text, path, unset_ok)
+
+    @classmethod
+    def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
+        """Reads a recipe from its text, as `load` does; messages call it `path`."""
+        mapping = parse_mapping(text, path)
+        if isinstance(mapping.get("expansions"), list):
+            _share(mapping)
+        recipe = read(cls, mapping, str(path), {"unset_ok": unset_ok})
+        recipe._text = text
+        return recipe
+
+    @property
+    def written_sources(self) -> dict[str, SelfWrittenText]:
+        """The text that the base writes, by language: parts of one file in the run's folder."""
+        chosen = self.self_written
+        if chosen is None:
+            return {}
+        path, most = str(Path(self.output) / "self_written.jsonl"), chosen.documents * chosen.tokens
+        return {code: SelfWrittenText(code, path, chosen.documents, most) for code in chosen.prompts}
+
+    @property
+    def old_languages(self) -> list[str]:
+        """The base's languages: those with text under `old`, and those of the text that the base writes."""
+        return list(dict.fromkeys([*self.old, *self.written_sources]))
+
+    @property
+    def evaluated_languages(self) -> list[list[str]]:
+        """The base's languages, then those that each expansion adds. Where the base writes, languages of which there is
+        held-out text alone are the base's too."""
+        new = [list(expansion.new) for expansion in self.all_expansions]
+        added = {code for codes in new for code in codes}
+        named = [code for code in self.old_languages if code != UNDETERMINED or code in self.test]
+        return [list(dict.fromkeys([*named, *(code for code in self.test if code not in added)])), *new]
+
+    @property
+    def training_sources(self) -> dict[str, LanguageText]:
+        """Training text of each language, old and new, with the text that the base writes."""
+        held = ("test.", "anchors.")
+        given = {text.language: text for key, text in self.keyed_sources() if not key.startswith(held)}
+        return given | self.written_sources
+
+    @property
+    def anchor_sources(self) -> dict[str, LanguageText]:
+        """Text of each language that is given as an anchor."""
+        return {code: LanguageText(code, source) for code, source in self.anchors.items()}
+
+    @property
+    def test_sources(self) -> dict[str, LanguageText]:
+        """Held-out text of each language."""
+        return {code: LanguageText(code, source) for code, source in self.test.items()}
+
+    def keyed_sources(self) -> Iterator[tuple[str, LanguageText]]:
+        """Every text, with its key in the recipe."""
+        parts = {"old": self.old}
+        parts |= {f"expansions[{i}].new": e.new for i, e in enumerate(self.expansions)} or {"new": self.new}
+        for part, sources in {**parts, "test": self.test, "anchors": self.anchors}.items():
+            yield from ((f"{part}.{code}", LanguageText(code, source)) for code, source in sources.items())
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(Recipe), "title": "Recipe"}
+
+
+def _share(mapping: dict[str, Any]) -> None:
+    """Copies the recipe's own settings to each expansion that lacks them; `graft` only to the last."""
+    own = set(Expansion.model_fields) - {"new"}
+    shared = {key: mapping[key] for key in own if key in mapping}
+    graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
+    for number, expansion in enumerate(mapping["expansions"], start=1):
+        if isinstance(expansion, dict):
+            last = graft if number == len(mapping["expansions"]) else {}
+            mapping["expansions"][number - 1] = {**shared, **last, **expansion}

@@ -1,0 +1,150 @@
+"""`recipes new`: writes the recommended recipe for a base and text that are at hand."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.expand import planned_config
+from ..checkpoint.local import own_name
+from ..checkpoint.promises import check_architecture
+from ..checkpoint.source import load_base_config, resolve_checkpoint
+from ..checkpoint.stored import network_of
+from ..data.sources import LanguageText
+from ..core.errors import InputError, errors_at
+from ..inference.forecast import forecast, size_of, tokens_at_hand
+from ..core.languages import UNDETERMINED, check_old_and_new
+from ..inference.memory import device_memory, has_bfloat16
+from ..modeling import count_layers
+from ..inference.models import load_tokenizer, longest_block
+from ..planning.plan import Plan
+from .recipe import Recipe
+from ..core.recipe_paths import filled_in
+from ..core.rendering import render
+from ..stages import all_stages
+from ..trainers.router_losses import CHECKPOINTING
+from ..core.yamlfile import parse_yaml
+
+# The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
+BLOCK = 512
+_BLOCKS_A_STEP = 16
+# A training of fewer steps takes smaller ones; one of more takes larger ones.
+_FEWEST_STEPS, _MOST_STEPS = 100, 10_000
+# The share of the device's memory that the estimate may fill.
+_ROOM = 0.7
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The peak learning rate of stage 1, and where it comes from."""
+
+    stage: str
+    source: str
+
+
+def rates_for(parameters: int) -> Rates:
+    """The rates to start from, by the size of the base. Two sizes are measured: SmolLM2's 135 million parameters, here,
+    and 1.8 billion, in the paper."""
+    if parameters < 300_000_000:
+        return Rates("2e-3", "measured on SmolLM2, 135 million parameters")
+    if parameters < 1_000_000_000:
+        return Rates("2e-4", "not measured for this size: between SmolLM2's and the paper's for 1.8 billion")
+    return Rates("5e-5", "the paper's, for 1.8 billion parameters and 524,288 tokens a step")
+
+
+def blocks_a_step(tokens: int | None) -> int:
+    """Blocks of `BLOCK` tokens in a step of a training on so many tokens; 16 where their number is not known."""
+    blocks = _BLOCKS_A_STEP
+    while tokens is not None and blocks > 1 and tokens < _FEWEST_STEPS * blocks * BLOCK:
+        blocks //= 2
+    while tokens is not None and tokens > _MOST_STEPS * blocks * BLOCK and blocks < 1024:
+        blocks *= 2
+    return blocks
+
+
+def new_recipe(
+    base: str,
+    old: Mapping[str, str],
+    new: Mapping[str, str],
+    test: Mapping[str, str],
+    output: str | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    allow_lost_text: bool = False,
+) -> str:
+    """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
+
+    Args:
+        old, new, test: the source of each language's text, as in a recipe. Without `old`, the base writes old text.
+        allow_lost_text: the recipe's `allow_lost_text`.
+        output: folder of the run; by default `runs/`, the base's name and the new languages.
+    """
+    if not new:
+        raise InputError("No new language is given: name its text with --new LANGUAGE=FILE.")
+    check_old_and_new(list(old), list(new))
+    texts = {}
+    for option, sources in (("--old", old), ("--new", new), ("--test", test)):
+        for code, source in sources.items():
+            with errors_at(f"{option} {code}"):
+                texts[option, code] = LanguageText(code, filled_in(source))
+                texts[option, code].check()
+    folder = resolve_checkpoint(base, revision, weights=False)
+    dense = load_base_config(folder)
+    check_architecture(dense, base)
+    if dense.is_encoder_decoder:
+        raise InputError(f"{base}: is an encoder-decoder, for which docs/encoder_decoder.md has recipes.")
+    longest = longest_block(dense)
+    if longest is not None and longest < BLOCK:
+        raise InputError(f"{base}: takes {longest} positions, but this recipe's blocks have {BLOCK}: write your own.")
+    tokenizer = load_tokenizer(folder, base)
+    counts = {code: tokens_at_hand(text, tokenizer) for (option, code), text in texts.items() if option == "--new"}
+    known = [count for count in counts.values() if count is not None]
+    tokens = sum(known) if len(known) == len(counts) else None
+    blocks = blocks_a_step(tokens)
+    steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
+    rates = rates_for(size_of(network_of(dense)))
+    facts = {
+        "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text,
+        "old": old, "new": new, "test": test,
+        "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
+        "blocks": blocks, "steps": steps, "tokens": tokens,
+        "save": 50 if steps is None else max(min(steps // 4, 500), 1), **_on_this_device(dense, old, new, blocks),
+    }  # fmt: skip
+    text = render("new_recipe.yaml", facts, {"yaml": _value, "count": "{:,}".format}) + "\n"
+    Recipe.of_text(text, "the recipe")
+    return text
+
+
+def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> dict[str, Any]:
+    """What fits this machine: blocks at a time, mixed precision, and gradient checkpointing by its name, if needed."""
+    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new), exclusive=True)
+    network = network_of(planned_config(dense, plan))
+    half = torch.cuda.is_available() and has_bfloat16()
+    dtype = torch.bfloat16 if half else torch.float32
+    memory = device_memory()
+    if memory is None:
+        return {"at_once": 1, "half": half, "checkpointing": None}
+    stage: Any = all_stages()["post_pretrain"]
+    config = stage(per_device_train_batch_size=most, block_size=BLOCK)
+
+    def fits() -> bool:
+        return (forecast(network, config, {}, dtype).memory or 0) <= _ROOM * memory
+
+    while config.per_device_train_batch_size > 1 and not fits():
+        config.per_device_train_batch_size //= 2
+    checkpointing = None if fits() else CHECKPOINTING
+    return {"at_once": config.per_device_train_batch_size, "half": half, "checkpointing": checkpointing}
+
+
+def _value(text: str | os.PathLike) -> str:
+    """A text as YAML has it: plain where that reads back as the same text."""
+    plain = str(text)
+    try:
+        same = parse_yaml(plain, plain) == plain and parse_yaml(f"{{a: {plain}}}", plain) == {"a": plain}
+    except InputError:
+        same = False
+    return plain if same else json.dumps(plain, ensure_ascii=False)

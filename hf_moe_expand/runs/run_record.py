@@ -1,0 +1,55 @@
+"""steps.json: the record of a run's steps."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from ..core.errors import InputError
+from ..core.jsonfile import read_json
+from ..core.schema import Coefficient, Count, Declared, Text, read
+
+# The key under which the step at work stands.
+BEGUN = "begun"
+
+
+def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
+    """The page reads one of them."""
+    if not isinstance(frozen := facts.get("frozen", 0), int):
+        raise ValueError(f"frozen is {frozen!r}: must be a number of tensors.")
+    return facts
+
+
+class StepDone(Declared):
+    """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
+    page, hashes of its inputs."""
+
+    seconds: Coefficient
+    summary: Text
+    attempts: Count = 1
+    facts: Annotated[dict[Text, Any], AfterValidator(_facts)] = Field(default_factory=dict)
+    made_from: dict[Text, Text] = Field(default_factory=dict)
+
+
+class StepAtWork(Declared):
+    """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
+
+    step: Text
+    seconds: Coefficient = 0.0
+    attempts: Count = 1
+    made_from: dict[Text, Text] = Field(default_factory=dict)
+
+
+def run_folder(run: str | Path) -> Path:
+    """The folder of a run; refuses a name that is no folder."""
+    if not Path(run).is_dir():
+        raise InputError(f"{run}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
+    return Path(run)
+
+
+def read_steps(path: Path) -> tuple[dict[str, StepDone], StepAtWork | None]:
+    """The record: the steps that are done, by name, and the step at work; empty where there is none. Refuses a file
+    that is no such record."""
+    steps = read_json(path, "the record of a run") if path.is_file() else {}
+    begun = read(StepAtWork, steps.pop(BEGUN), f"{path}: {BEGUN}") if BEGUN in steps else None
+    return {name: read(StepDone, step, f"{path}: {name}") for name, step in steps.items()}, begun

@@ -1,0 +1,103 @@
+"""The last step, which scores every checkpoint of the run on held-out text."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.source import load_config
+from ...data.sources import LanguageText, contents
+from ...core.errors import errors_at
+from ...evaluation.chat import QUESTIONS, check_chat
+from ...evaluation.perplexity import language_stream
+from ...evaluation.report import score_models
+from ...core.languages import UNDETERMINED
+from ..recipe import Recipe
+from ...core.recipe_paths import unset_variable
+from ...checkpoint.records import History
+from ...stages.outlook import Found, Outlook, StepResult
+from .base import Step
+
+
+@dataclass
+class Evaluate(Step):
+    """Scores the base and each stage's model.
+
+    Attributes:
+        models: folder or hub id of each model, by its name in the results.
+    """
+
+    repeatable = True
+    name = "evaluate"
+
+    recipe: Recipe
+    models: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self.output = Path(self.recipe.output) / "evaluation.json"
+
+    def inputs(self) -> dict[str, Any]:
+        questions = {"questions": contents(files)} if (files := self._files()) else {}
+        return {
+            "evaluation": self.recipe.evaluation.model_dump(),
+            "test": contents(self.recipe.test_sources),
+            **questions,
+        }
+
+    def _unmeasured(self) -> list[str]:
+        """The recipe's languages without held-out text."""
+        return [code for code in self.recipe.training_sources if code not in {*self.recipe.test, UNDETERMINED}]
+
+    def _files(self) -> dict[str, LanguageText]:
+        """The files with questions of the chat check."""
+        return {code: LanguageText(code, file) for code, file in (self.recipe.evaluation.questions or {}).items()}
+
+    def _questions(self) -> dict[str, list[str]]:
+        """The questions of the chat check, by old language."""
+        if self.recipe.evaluation.questions is None:
+            return {code: list(QUESTIONS[code]) for code in self.recipe.old if code in QUESTIONS}
+        return {code: list(file.documents()) for code, file in self._files().items()}
+
+    def check(self, outlook: Outlook) -> Found:
+        """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it, and
+        which languages have none."""
+        recipe, most, found = self.recipe, self.recipe.evaluation.max_tokens, Found(outlook)
+        if codes := self._unmeasured():
+            found.lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
+        for code, file in self._files().items():
+            with errors_at(f"evaluation.questions.{code}"):
+                if not outlook.offline or not unset_variable(file.source):
+                    file.check()
+        if outlook.offline or most is None or outlook.config.is_encoder_decoder:
+            return found
+        for code, source in recipe.test_sources.items():
+            if source.files():
+                with errors_at(f"test.{code}"):
+                    language_stream(code, {code: list(islice(source.documents(), 1))}, outlook.tokenizer, most)
+        return found
+
+    def _languages(self) -> list[list[str]]:
+        """The base's languages, then those of each expansion: of a join, those that its packs name."""
+        if self.recipe.join is None:
+            return self.recipe.evaluated_languages
+        final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
+        old, *new = History.of(load_config(final)).by_expansion
+        known = {code for codes in (old, *new) for code in codes}
+        return [[*old, *(code for code in self.recipe.test if code not in known)], *new]
+
+    def work(self) -> StepResult:
+        recipe = self.recipe
+        present = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
+        models = {name: (path, recipe.revision if name == "base" else None) for name, path in present.items()}
+        result = score_models(models, recipe.test_sources, self._languages(), recipe.evaluation)
+        first, *_, last = models.values()
+        if len(models) > 1 and not load_config(Path(last[0])).is_encoder_decoder:
+            asked = self._questions().items()
+            compared = (check_chat(first[0], last[0], code, questions, first[1]) for code, questions in asked)
+            result.chats = list(filter(None, compared))
+        result.to_json(self.output)
+        missing = [name for name in self.models if name not in present]
+        gone = f" ({', '.join(missing)}: no longer kept)" if missing else ""
+        chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
+        without = f"; no held-out text in {', '.join(codes)}" if (codes := self._unmeasured()) else ""
+        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{chats}{without}")

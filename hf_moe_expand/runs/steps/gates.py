@@ -1,0 +1,44 @@
+"""The step that fits the language gate of a dense base, before the plan."""
+
+from typing import Any
+
+from ...analysis.gating import fit_base_gate, layer_of_file
+from ...stages.kinds.gates import FitGates, gate_result
+from ...stages.outlook import Found, Outlook, StepResult
+from .base import ExpansionRun, RunStep
+
+GATE_FILE = "gate.safetensors"
+
+
+class FitBaseGate(RunStep):
+    """Fits the gate of the dense base: the plan leaves the layers below it dense."""
+
+    read_later, stands_for_earlier = True, False
+    title, writes = "gate", GATE_FILE
+
+    def inputs(self) -> dict[str, Any]:
+        run, settings = self.run, self.run.expansion.gates
+        return {"gates": settings.model_dump(), "old": run.old, "new": run.new, **FitGates.inputs(settings, run)}
+
+    def check(self, outlook: Outlook) -> Found:
+        return Found(outlook, FitGates.preview(self.run.expansion.gates, self.run, outlook))
+
+    def work(self) -> StepResult:
+        run = self.run
+        texts, anchors = run.documents()
+        settings, revision = run.expansion.gates, run.revision
+        report = fit_base_gate(
+            run.start, self.output, texts, run.new, anchors, settings, revision=revision, overwrite=True
+        )
+        return gate_result(report.gates)
+
+
+def gate_layer(run: ExpansionRun) -> int | None:
+    """The layer of the gate that was fitted for this expansion of a dense base; None without one."""
+    file = run.folder / GATE_FILE
+    return layer_of_file(file) if fits_base(run) and file.is_file() else None
+
+
+def fits_base(run: ExpansionRun) -> bool:
+    """Whether the gate of this expansion is fitted on the dense base, before the plan."""
+    return run.number == 1 and not run.recipe.joins and run.expansion.has("gates")

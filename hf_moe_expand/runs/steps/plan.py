@@ -1,0 +1,88 @@
+"""The step that makes the plan."""
+
+from dataclasses import replace
+from typing import Any
+
+from ...checkpoint.source import load_config, resolve_checkpoint
+from ...core.errors import InputError
+from ...modeling import count_layers, stack_sizes
+from ...planning.make import make_plan
+from ...planning.results import DeviationResult, SimilarityResult
+from ...core.schema import changed
+from ...stages.outlook import Found, Outlook, StepResult
+from .base import RunStep
+from .gates import gate_layer
+
+
+class MakePlan(RunStep):
+    """Decides how many experts each layer gets."""
+
+    title, writes = "plan", "plan.json"
+
+    def inputs(self) -> dict[str, Any]:
+        return {"plan": self.run.expansion.planned.model_dump(), "old": self.run.old, "new": self.run.new}
+
+    def check(self, outlook: Outlook) -> Found:
+        """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
+        if outlook.config is None:
+            return Found(outlook)
+        self._check_copied(outlook.least)
+        recipe = self.run.recipe
+        layers, codes, settings = count_layers(outlook.config), self.run.new, self.run.expansion.planned
+        same = [1.0] * layers
+        encoder = _encoder_layers(outlook.config)
+        similarity = SimilarityResult(
+            old=recipe.old_languages, new=codes, tokens=0, pairs={}, new_new=None, new_old=same,
+            similarity=same, encoder_layers=encoder,
+        )  # fmt: skip
+        falling = [1 - layer / layers for layer in range(layers)]
+        alike = [[float(a == b) for b in codes] for a in codes]
+        deviation = DeviationResult(
+            languages=codes, deviation=falling, by_language=dict.fromkeys(codes, falling), similarity=alike, layers=[],
+            steps=0, learning_rate=0.0, batch_size=0, block_size=0, seed=0,
+        )  # fmt: skip
+        plan = make_plan(
+            settings, layers, recipe.old_languages, codes, similarity, recipe.seed, deviation,
+            grows_from=() if outlook.plan is None else outlook.plan.experts_per_layer, encoder_layers=encoder,
+        )  # fmt: skip
+        least, classifiers = outlook.least, len(plan.classifier_layers)
+        if settings.fixed_counts:
+            least = min(count for count in plan.experts_per_layer if count > 1)
+        elif not (least and getattr(settings, "only_layers", None)):
+            # Else other layers do not grow.
+            least += getattr(settings, "minimum", None) or (1 if least else 2)
+        line = f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, {classifiers} classifier"
+        return Found(replace(outlook, plan=plan, least=least), [line + ("" if classifiers == 1 else "s")])
+
+    def _check_copied(self, least: int) -> None:
+        """Refuses a further expansion that copies an expert which some layer may not have."""
+        copied = self.run.expansion.expand.copy_from
+        if self.run.number > 1 and isinstance(copied, int) and copied >= least:
+            raise InputError(
+                f"expansion {self.run.number}: expand.copy_from is {copied}, but a layer may have only experts "
+                f"0..{least - 1}: give one of these."
+            )
+
+    def work(self) -> StepResult:
+        run, planned = self.run, self.run.expansion.planned
+        path = run.folder / "analysis.json"
+        similarity = SimilarityResult.from_json(path) if planned.needs == "similarity" else None
+        deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
+        config = load_config(resolve_checkpoint(run.start, run.revision))
+        gate, layers = gate_layer(run), count_layers(config)
+        if gate is not None and not getattr(planned, "only_layers", None):
+            planned = changed(planned, only_layers=f"{gate}-{layers - 1}")  # no expert ever runs below the gate
+        plan = make_plan(
+            planned, layers, run.old, run.new, similarity, run.recipe.seed,
+            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
+            encoder_layers=_encoder_layers(config),
+        )  # fmt: skip
+        plan.save(self.output)
+        summary = f"experts per layer {plan.counts_in_words}"
+        if plan.groups:
+            return StepResult(f"{summary}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
+        return StepResult(f"{summary}; classifiers in layers {plan.classifiers_in_words}")
+
+
+def _encoder_layers(config: Any) -> int:
+    return stack_sizes(config).get("encoder", 0)

@@ -1,0 +1,103 @@
+"""The steps that run a stage on an expanded checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate import PartialState
+
+from ...checkpoint.source import load_config
+from ...data.sources import LanguageText, contents
+from ...core.disk import StepOutput
+from ...inference.forecast import training_disk
+from ...inference.memory import device_memory
+from ...checkpoint.records import History
+from ...stages.base import Stage
+from ...stages.config import StageConfig
+from ...stages.outlook import Found, Outlook, StepResult
+from ...stages.prepare import prepare
+from ...stages.resume import remove_training
+from ...stages.run import check_frozen, train_stage
+from .base import RunStep
+
+
+@dataclass
+class StageStep(RunStep):
+    """A step that runs a stage on the checkpoint `before`."""
+
+    stage: type[Stage]
+    settings: Any
+    before: Path
+
+    def __post_init__(self) -> None:
+        self.title = self.writes = self.stage.key  # type: ignore[misc]
+        super().__post_init__()
+
+    def inputs(self) -> dict[str, Any]:
+        return {self.stage.key: self.settings.model_dump(), **self.stage.inputs(self.settings, self.run)}
+
+    def check(self, outlook: Outlook) -> Found:
+        return self._found(outlook, self.stage.preview(self.settings, self.run, outlook))
+
+    def _found(self, outlook: Outlook, lines: list[str], working: int = 0) -> Found:
+        """`working`: the most bytes of the files beside the output while the stage runs."""
+        if outlook.network is None:
+            return Found(outlook, lines)
+        return Found(outlook, lines, [StepOutput(self.output, outlook.checkpoint_bytes, working)])
+
+    def work(self) -> StepResult:
+        return self.stage.work(self.settings, self.run, self.before, self.output)
+
+
+class TrainStep(StageStep):
+    """A step that runs a training stage."""
+
+    every_rank = True
+    settings: StageConfig
+
+    def _texts(self) -> dict[str, LanguageText]:
+        """The text that the stage reads."""
+        codes = self.stage.languages(self.settings, self.run.old, self.run.new)
+        return {code: self.run.sources[code] for code in dict.fromkeys(codes)}
+
+    def inputs(self) -> dict[str, Any]:
+        return {self.stage.key: self.settings.keywords(), "texts": contents(self._texts())}
+
+    def check(self, outlook: Outlook) -> Found:
+        settings, key, network = self.settings, self.stage.key, outlook.network
+        texts = dict.fromkeys(self._texts()) if outlook.offline else self._texts()
+        model = self._unknown_model() if network is None else network.config
+        prepared = prepare(settings, model, texts, key, outlook.offline, outlook.tokenizer)
+        lines = list(prepared.lines)
+        if network is None:
+            return self._found(outlook, lines)
+        if not model.is_encoder_decoder:
+            words = prepared.forecast(network, outlook.tokenizer).words(device_memory())
+            lines.append(f"{self.name}: {words}")
+        return self._found(outlook, lines, training_disk(settings, network))
+
+    def _unknown_model(self) -> Any:
+        """What is known of the model where the base is not at hand."""
+        run = self.run
+        model = SimpleNamespace(
+            expansions=[record.to_dict() for record in run.history.expansions], is_encoder_decoder=None,
+            conditional_routing=run.recipe.all_expansions[0].expand.conditional_routing,
+            exclusive_experts=getattr(run.expansion.plan, "exclusive", False),
+        )  # fmt: skip
+        model.get_text_config = lambda decoder: model
+        return model
+
+    def work(self) -> StepResult:
+        recipe = self.run.recipe
+        config = self.settings.made(self.output, recipe.seed, self.stage.key)
+        train_stage(self.before, self.output, self._texts(), config, allow_lost_text=recipe.allow_lost_text)
+        return self.finish()
+
+    def finish(self) -> StepResult:
+        if not PartialState().is_main_process:
+            return StepResult("")
+        remove_training(self.output)  # an interruption may have come between the output and its removal
+        record = History.of(load_config(self.output)).last.stages[-1]
+        frozen = check_frozen(self.before, self.output, record.stage)
+        return StepResult(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})

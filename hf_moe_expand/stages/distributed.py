@@ -1,0 +1,126 @@
+"""Training with a model split over ranks: checks the settings, and gathers and saves whole weights."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from transformers.distributed import DistributedConfig
+from transformers.integrations import unset_hf_deepspeed_config
+
+from ..checkpoint.reader import TORCH_DTYPES, CheckpointReader
+from ..checkpoint.stored import stored_tensors
+from ..core.errors import InputError
+from ..core.schema import unknown_key
+from ..modeling import auto_class
+
+SHARDING = "distributed_config"  # the one keyword of a stage that goes to `from_pretrained`
+_LAST_MOMENT = 0.5  # seconds
+_DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def launched() -> PartialState:
+    """The state of the launch that this process belongs to, created if no training has created it yet.
+
+    The timeout is long, since the other ranks wait for hours while the first does work for one process. Without `cpu`,
+    accelerate takes each rank of a machine without an accelerator for a separate run.
+    """
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+
+
+def leave_ranks() -> None:
+    """Takes this process out of the launch's process group, if it is in one: call it last before the process exits.
+
+    A rank that exits inside the group may abort if another has exited already. Besides, gloo's threads release the last
+    collective's tensors at some later time; a thread that does so while Python shuts down aborts the process. Leaving
+    the group does not wait for these threads (a DDP model keeps the group alive), so this function sleeps a moment.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        sleep(_LAST_MOMENT)
+
+
+def check_sharding(given: Mapping[str, Any]) -> None:
+    """Refuses keys of `distributed_config` that `transformers.distributed.DistributedConfig` does not
+    know, and training checkpoints beside it."""
+    if SHARDING not in given:
+        return
+    if not isinstance(given[SHARDING], Mapping):
+        raise InputError(f"{SHARDING}: must hold `key: value` lines, such as {{fsdp_size: 8}}.")
+    known = [f.name for f in fields(DistributedConfig)]
+    for key in given[SHARDING]:
+        if key not in known:
+            raise InputError(f"{SHARDING}: {unknown_key(key, known)}")
+    for key in given:
+        if key.startswith("save_"):
+            raise InputError(
+                f"`{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "
+                "model that it split itself, so an interrupted stage starts from its beginning. Leave it out, or let "
+                "accelerate split the model (docs/distributed.md)."
+            )
+
+
+def sharding(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for a stage's `distributed_config`."""
+    return {} if settings is None else {SHARDING: DistributedConfig(**settings)}
+
+
+def check_deepspeed(trainer: Any, config: Any) -> None:
+    """Refuses a DeepSpeed configuration that prevents gathering whole weights, or would round frozen tensors."""
+    if not trainer.is_deepspeed_enabled:
+        return
+    settings = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    gathers = settings.is_true("zero_optimization.stage3_gather_16bit_weights_on_model_save")
+    if settings.is_zero3() and not gathers:
+        raise InputError(
+            "DeepSpeed's ZeRO-3 is set to leave the weights in pieces: set zero3_save_16bit_model: true (accelerate's "
+            "configuration) or stage3_gather_16bit_weights_on_model_save: true (DeepSpeed's)."
+        )
+    for name, dtype in _DEEPSPEED_DTYPES.items():
+        if settings.is_true(f"{name}.enabled") and config.dtype != dtype:
+            raise InputError(
+                f"DeepSpeed's {name} would round the frozen tensors of this checkpoint, which are "
+                f"{str(config.dtype or torch.float32).removeprefix('torch.')}: train without {name}, or convert the "
+                "base model before it is expanded."
+            )
+
+
+def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Every weight of the trained model, whole, on the first rank. All ranks must call this after training."""
+    unset_hf_deepspeed_config()  # ZeRO-3 must not split later models, which perhaps only the first rank creates
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.is_distributed_loading_by_transformers:
+        return model.gather_sharded_state_dict_for_save(
+            model,
+            model.state_dict(),
+            model.config.distributed_config,
+            save_on_this_rank=trainer.is_world_process_zero(),
+        )
+    return trainer.accelerator.get_state_dict(trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
+
+
+def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, start: Path) -> None:
+    """Writes a checkpoint of `config` from whole weights of any type. Each weight gets the type that the checkpoint
+    `start` stores, or the configuration's type if `start` lacks it."""
+    with torch.device("meta"):  # a new model, since the launch may have changed the trained one's class and config
+        model = auto_class(config).from_config(config)
+    reader = CheckpointReader(start)
+    types = {key: TORCH_DTYPES.get(stored.dtype) for key, stored in stored_tensors(reader, model).items()}
+    default = config.dtype or torch.float32
+    # A head that the files untie from the embedding is a tensor of its own, whatever the configuration says.
+    tied = {
+        name
+        for name, source in model.all_tied_weights_keys.items()
+        if name in weights and source in weights and torch.equal(weights[name], weights[source])
+    }
+    state = {
+        name: weight.to("cpu", (types.get(name) or default) if weight.is_floating_point() else None)
+        for name, weight in weights.items()
+        if name not in tied
+    }
+    model.save_pretrained(folder, state_dict=state)
