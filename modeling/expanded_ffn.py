@@ -19,8 +19,8 @@ from .routing import (
     Router,
     TokenClasses,
     beside_shared,
+    expert_ranges,
     experts_allowed,
-    experts_of_classes,
     select_experts,
     token_classes,
     with_shared_expert,
@@ -43,8 +43,8 @@ class ExpandedFFN(nn.Module):
     Attributes:
         is_added: whether the new experts are added to expert 0's output (`experts.py`).
         top_k: K.
-        experts_of_class: number of experts before any expansion (1), and after each expansion.
-        experts_of_classes: the experts that each class may use, as `(first, end)`, besides expert 0 or, with exclusive
+        experts_after_expansion: number of experts before any expansion (1), and after each expansion.
+        expert_ranges: the experts that each class may use, as `(first, end)`, besides expert 0 or, with exclusive
             experts, in its place.
         conditional_gate: where all tokens share expert 0, the gate that weighs the routed experts 1..N-1.
         gate_rule: how the model's language gate judges; None without one.
@@ -59,13 +59,13 @@ class ExpandedFFN(nn.Module):
         self.experts = nn.ModuleList([ffn, *(_new_expert(ffn, config, layer_index, number) for number in others)])
         self.is_added, self.is_mixture = isinstance(self.experts[1], AddedExpert), is_mixture
         earlier = [counts[layer_index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
-        self.experts_of_class = (1, *earlier, num_experts)
+        self.experts_after_expansion = (1, *earlier, num_experts)
         self.exclusive = bool(getattr(config, "exclusive_experts", False))
         packs = getattr(config, "packs", None) or ()
-        self.experts_of_classes = experts_of_classes(self.experts_of_class, packs, self.exclusive)
-        has_choice = not self.exclusive or any(end - first > 1 for first, end in self.experts_of_classes)
+        self.expert_ranges = expert_ranges(self.experts_after_expansion, packs, self.exclusive)
+        has_choice = not self.exclusive or any(end - first > 1 for first, end in self.expert_ranges)
         self.router = Router(hidden_size, num_experts) if has_choice else None
-        classes = len(self.experts_of_class)
+        classes = len(self.experts_after_expansion)
         self.classifier = Classifier(hidden_size, classes) if layer_index in config.classifier_layers else None
         self.gate_rule = GateRule.of(config)
         has_gate = self.gate_rule is not None and self.gate_rule.layer == layer_index
@@ -133,7 +133,7 @@ class ExpandedFFN(nn.Module):
         # In training all experts are in the graph, so that all ranks have the same graph.
         present = None if self.training else known.present
         y = self._run_alone(0, hidden_states, residual, training=False)
-        for number in range(len(self.experts_of_class)) if present is None else present:
+        for number in range(len(self.experts_after_expansion)) if present is None else present:
             if expert := self.expert_of(number):
                 own = self._run_alone(expert, hidden_states, residual, training=False)
                 y = _chosen(known.class_T == number, own, y)
@@ -196,7 +196,7 @@ class ExpandedFFN(nn.Module):
         A class is the one that the user gives a sequence, or else the layer's own decision (`_own_classes`), or else,
         with exclusive experts or beside sequences that the user knows, the newest expansion's."""
         logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        told, newest = request.classes, len(self.experts_of_class) - 1
+        told, newest = request.classes, len(self.experts_after_expansion) - 1
         is_told = told is not None and None not in told
         known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_told or request.expert is not None)
         if request.change_logits is not None:
@@ -246,7 +246,7 @@ class ExpandedFFN(nn.Module):
 
     def expert_of(self, number: int) -> int | None:
         """The expert that a class's tokens take alone; None if they have several."""
-        first, end = self.experts_of_classes[number]
+        first, end = self.expert_ranges[number]
         if end <= first:
             return 0
         return first if self.exclusive and end - first == 1 else None
@@ -279,11 +279,12 @@ class ExpandedFFN(nn.Module):
         """`[T, N]` bool: the experts that each token may use; None for all."""
         allowed_TN = None
         if class_T is not None:
-            allowed_TN = experts_allowed(class_T, self.experts_of_classes, self.exclusive)
+            allowed_TN = experts_allowed(class_T, self.expert_ranges, self.exclusive)
         if request.expansion is None or self.exclusive:
             return allowed_TN
         earlier_N = (
-            torch.arange(logits_TN.shape[-1], device=logits_TN.device) < (self.experts_of_class[request.expansion])
+            torch.arange(logits_TN.shape[-1], device=logits_TN.device)
+            < (self.experts_after_expansion[request.expansion])
         )
         return earlier_N.expand_as(logits_TN) if allowed_TN is None else allowed_TN & earlier_N
 

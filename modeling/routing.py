@@ -165,7 +165,7 @@ def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
     return last - classifier_logits_TC.flip(-1).argmax(-1)
 
 
-def experts_of_classes(
+def expert_ranges(
     counts: Sequence[int], packs: Sequence[int] = (), exclusive: bool = False
 ) -> tuple[tuple[int, int], ...]:
     """The experts `first, ..., end - 1` that each class may use, as `(first, end)`, besides expert 0 (LayerMoE Eq. 13).
@@ -189,7 +189,7 @@ def experts_of_classes(
 
 
 def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]], exclusive: bool = False) -> torch.Tensor:
-    """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `experts_of_classes`.
+    """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `expert_ranges`.
     With exclusive experts expert 0 is left to the classes that have no other."""
     expert_N = torch.arange(max(end for _, end in ranges), device=class_T.device)
     if all(first == 1 for first, _ in ranges):  # no packs: a class has its own experts and all before

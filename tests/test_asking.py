@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.inference.asking import Answer, Answering, Asked, ask
+from hf_moe_expand.inference.asking import Answer, Answering, ChatModel, ask
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -46,7 +46,7 @@ def generated(folder, text, **options):
 
 
 def test_answers_are_those_of_generate(home):
-    asked = Asked.load(home / "el")
+    asked = ChatModel.load(home / "el")
     assert asked.answer("the cat", SHORT).text == generated(home / "el", "the cat", do_sample=False)
     said = asked.answer("the cat", SHORT, "en")
     assert said.text == generated(home / "el", "the cat", do_sample=False, languages="en")
@@ -57,7 +57,7 @@ def test_answers_are_those_of_generate(home):
 
 
 def test_the_template_wraps_the_conversation(home):
-    chat, plain = Asked.load(home / "chat"), Answering(max_new_tokens=6)
+    chat, plain = ChatModel.load(home / "chat"), Answering(max_new_tokens=6)
     talk = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
@@ -69,14 +69,14 @@ def test_the_template_wraps_the_conversation(home):
 
 
 def test_drawn_answers_depend_on_the_seed_alone(home):
-    asked = Asked.load(home / "el")
+    asked = ChatModel.load(home / "el")
     how = Answering(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
     assert asked.answer("a", how) == asked.answer("a", how)
     assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))
 
 
 def test_an_answer_that_ends_by_itself_says_so(home):
-    asked = Asked.load(home / "el")
+    asked = ChatModel.load(home / "el")
     first = asked.tokenizer(asked.answer("the cat", SHORT).text).input_ids
     asked.model.generation_config.eos_token_id = first[0] if first else 256
     said = asked.answer("the cat", SHORT)
@@ -90,13 +90,13 @@ def test_models_are_asked_side_by_side(home):
     assert found["el: base inside"] == found["base"]
     assert found["el"][0] == found["base"][0]
     assert found["el"][1] != found["base"][1]
-    assert ask([Asked.load(home / "el")], questions[:1], SHORT, "el")["el"] == [
-        Asked.load(home / "el").answer(questions[0], SHORT, "el")
+    assert ask([ChatModel.load(home / "el")], questions[:1], SHORT, "el")["el"] == [
+        ChatModel.load(home / "el").answer(questions[0], SHORT, "el")
     ]
 
 
 def test_what_cannot_be_asked_is_refused(home, tmp_path):
-    asked = Asked.load(home / "el")
+    asked = ChatModel.load(home / "el")
     with pytest.raises(InputError, match="has no chat template, so it cannot chat"):
         asked.answer("hi", Answering(chat=True))
     with pytest.raises(InputError, match="does not know 'xx'; it knows en, el"):
@@ -113,11 +113,11 @@ def test_what_cannot_be_asked_is_refused(home, tmp_path):
     with pytest.raises(InputError, match="two models have this name"):
         ask([home / "el", home / "el"], ["a"], SHORT)
     with pytest.raises(InputError, match="is a dense model, which has no base inside"):
-        Asked.load(home / "base").base_inside()
+        ChatModel.load(home / "base").base_inside()
     groups = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
     expand_checkpoint(home / "base", tmp_path / "dmoe", groups)
     with pytest.raises(InputError, match="its base is not inside"):
-        Asked.load(tmp_path / "dmoe").base_inside()
+        ChatModel.load(tmp_path / "dmoe").base_inside()
     for wrong in ({"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"system": "x"}):
         with pytest.raises(InputError):
             Answering(**wrong)

@@ -12,7 +12,7 @@ from test_gates import ANCHORS, SETTINGS, TEXTS
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model, fit_gates
 from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file, layer_of_file
-from hf_moe_expand.checkpoint.gates import stored_gate
+from hf_moe_expand.checkpoint.gate_file import stored_gate
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.models import load_for_inference

@@ -19,7 +19,7 @@ from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.cli.options import with_settings
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.schema import Count, Declared
+from hf_moe_expand.core.schema import Count, Schema
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -308,7 +308,7 @@ def test_inspect_imports_neither_plots_nor_trl(tmp_path):
     assert imported & {"trl", "matplotlib"} == set()
 
 
-class Sized(Declared):
+class Sized(Schema):
     """Settings of a verb that is made up."""
 
     size: Count = Field(3, description="size of it")

@@ -43,7 +43,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.gates import Gate
+from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
@@ -62,7 +62,7 @@ def moved(folder, seed=0):
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():
-            for parameter in ffn.experts[ffn.experts_of_class[-2] :].parameters():
+            for parameter in ffn.experts[ffn.experts_after_expansion[-2] :].parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
     model.save_pretrained(folder)
     return folder

@@ -128,7 +128,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     disk_with(monkeypatch, needed)
     run_recipe(recipe)
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
-    config, network = recipe.post_pretrain.made(tmp_path, 0), network_of(load_config(tmp_path / "run" / "expanded"))
+    config, network = recipe.post_pretrain.built(tmp_path, 0), network_of(load_config(tmp_path / "run" / "expanded"))
     assert needed == max(kept["expanded"] + forecast(network, config, {}).disk, sum(kept.values()))
     shutil.rmtree(tmp_path / "run" / "review")
     assert most() == kept["review"]

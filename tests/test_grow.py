@@ -33,7 +33,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.models import load_for_inference
-from hf_moe_expand.modeling.routing import experts_allowed, experts_of_classes, select_experts, token_classes
+from hf_moe_expand.modeling.routing import expert_ranges, experts_allowed, select_experts, token_classes
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.results import SimilarityResult
@@ -121,7 +121,7 @@ def test_p1_with_the_new_experts_out_of_sight_it_is_the_earlier_model(first, tmp
 
 def test_a_token_of_group_g_sees_the_experts_of_its_time():
     classifier_logits = torch.tensor([[3.0, 1, 2], [0, 2, 1], [0, 1, 2], [1, 1, 0], [0, 0, 0]])
-    allowed = experts_allowed(token_classes(classifier_logits), experts_of_classes((1, 3, 5)))
+    allowed = experts_allowed(token_classes(classifier_logits), expert_ranges((1, 3, 5)))
     limit = [1, 3, 5, 3, 5]  # ties go to the later class
     assert [row.nonzero().flatten().tolist() for row in allowed] == [list(range(most)) for most in limit]
     router_logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ def test_three_expansions(first, grown, tmp_path):
     third = Plan("moe-lpr", [5, 5, 4], [1], old=["en", "el", "tr"], new=["hi"], grows_from=[4, 4, 3])
     grow_checkpoint(grown, tmp_path / "third", third, keep_routers=True, copy_from={0: 3})
     model = LayerMoEForCausalLM.from_pretrained(tmp_path / "third")
-    assert model.expanded_ffns()[0].experts_of_class == (1, 3, 4, 5)
+    assert model.expanded_ffns()[0].experts_after_expansion == (1, 3, 4, 5)
     assert model.expanded_ffns()[1].classifier.weight.shape == (4, 32)
     reader = CheckpointReader(tmp_path / "third")
     name = "model.layers.0.mlp.experts.{}.up_proj.weight"
@@ -211,7 +211,7 @@ def test_three_expansions(first, grown, tmp_path):
         found = (tmp_path / f"back{to}" / "model.safetensors").read_bytes()
         assert found == (folder / "model.safetensors").read_bytes()
     copied = copy.deepcopy(model)
-    assert copied.expanded_ffns()[2].experts_of_class == (1, 2, 3, 4)
+    assert copied.expanded_ffns()[2].experts_after_expansion == (1, 2, 3, 4)
 
 
 def test_grow_copies_what_it_is_told(first, text, tmp_path):

@@ -123,7 +123,7 @@ def test_the_configuration_and_the_history_say_what_was_done(made, tmp_path):
         parameters=sum(value.numel() for value in weights(tmp_path / "third").values()),
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "third")
-    assert [ffn.experts_of_class for ffn in model.expanded_ffns().values()] == [(1, 3, 5, 5), (1, 2, 4, 6)]
+    assert [ffn.experts_after_expansion for ffn in model.expanded_ffns().values()] == [(1, 3, 5, 5), (1, 2, 4, 6)]
 
 
 def test_the_base_and_the_old_languages_are_the_historys(made, tmp_path):

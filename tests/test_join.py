@@ -22,7 +22,7 @@ from hf_moe_expand import (
     leave_out_pack,
 )
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
-from hf_moe_expand.checkpoint.gates import Gate, write_gate
+from hf_moe_expand.checkpoint.gate_file import Gate, write_gate
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
@@ -30,7 +30,7 @@ from hf_moe_expand.checkpoint.records import History, StageRecord
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.language_gate import GateRule
-from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
+from hf_moe_expand.modeling.routing import expert_ranges, select_experts
 
 EL = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
 HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"])
@@ -185,8 +185,8 @@ def _without_others(route, inputs, own):
 
 
 def test_a_class_sees_its_own_packs_experts(packs, tmp_path):
-    assert experts_of_classes((1, 3, 4, 6), (1, 2)) == ((1, 1), (1, 3), (3, 4), (3, 6))
-    assert experts_of_classes((1, 3, 4, 6), (1, 1)) == ((1, 1), (1, 3), (3, 4), (1, 6))  # then grown
+    assert expert_ranges((1, 3, 4, 6), (1, 2)) == ((1, 1), (1, 3), (3, 4), (3, 6))
+    assert expert_ranges((1, 3, 4, 6), (1, 1)) == ((1, 1), (1, 3), (3, 4), (1, 6))  # then grown
     join_expansions([packs["el"], packs["hu"], packs["tr"]], tmp_path / "out")
     model = load(tmp_path / "out")
     with torch.no_grad(), model.capture_routing() as routing:

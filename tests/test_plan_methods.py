@@ -29,7 +29,7 @@ from hf_moe_expand.cli import plan as plan_verbs
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.languages import check_old_and_new, is_language_code
-from hf_moe_expand.core.schema import Count, Declared, changed, json_schema, read
+from hf_moe_expand.core.schema import Count, Schema, changed, json_schema, read
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import (
     METHODS,
@@ -53,7 +53,7 @@ GOOD = {
 }
 
 
-class Holder(Declared):
+class Holder(Schema):
     """A settings class with a plan, as a recipe is."""
 
     plan: AnyPlan

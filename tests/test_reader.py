@@ -367,7 +367,9 @@ def test_a_tensor_put_together_has_the_bytes_of_one_stored_whole(tmp_path, monke
 
     def together(name):
         rows = [stored[f"{name}{row}"] for row in range(2)]
-        return StoredTensor(name, "F32", (2, 3), rows[0].file, made=lambda: torch.stack([row.load() for row in rows]))
+        return StoredTensor(
+            name, "F32", (2, 3), rows[0].file, compute=lambda: torch.stack([row.load() for row in rows])
+        )
 
     assert together("a").same_bytes(stored["whole"])
     assert stored["whole"].same_bytes(together("a"))

@@ -389,6 +389,6 @@ def test_settings_from_mappings():
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
 def test_checkpointing_by_either_name(tmp_path, name):
     settings = PostPretrainSettings(**{name: True, f"{name}_kwargs": {"use_reentrant": False}})
-    arguments = settings.made(tmp_path, 0)
+    arguments = settings.built(tmp_path, 0)
     assert getattr(arguments, CHECKPOINTING) is True
     assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}

@@ -6,7 +6,7 @@ from conftest import invoke, save_dense, write_texts
 
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
-from hf_moe_expand.inference.asking import Answering, Asked
+from hf_moe_expand.inference.asking import Answering, ChatModel
 
 
 def test_the_first_language_of_each_group_with_text_begins_a_sample():
@@ -34,7 +34,7 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
     assert list(samples) == ["en", "el"]
     prompt = samples["en"]["prompt"]
     assert prompt == "A short text. A short text. A short"
-    expected = {m.name: Asked.load(m).answer(prompt, Answering(max_new_tokens=24)).text.split() for m in models}
+    expected = {m.name: ChatModel.load(m).answer(prompt, Answering(max_new_tokens=24)).text.split() for m in models}
     assert {name: text.split() for name, text in samples["en"]["continued"].items()} == expected
     header, rows = Evaluation.from_json(tmp_path / "e.json").sample_rows()
     assert header == ["language", "held-out text begins", "one", "two"]
@@ -42,7 +42,7 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
 
 
 def test_words_that_fill_a_models_positions_are_not_continued(tmp_path):
-    model = Asked.load(save_dense(tmp_path / "one"))
+    model = ChatModel.load(save_dense(tmp_path / "one"))
     samples = begin_samples({"zh": ["字" * 90]}, (["zh"], []))  # 120 bytes, each a token; the model takes 64
     continue_samples(samples, model)
     assert samples[0].continued == {}

@@ -18,7 +18,7 @@ from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.tokenizer import load_tokenizer
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.tokens import encode_documents
-from hf_moe_expand.inference.asking import Answering, Asked
+from hf_moe_expand.inference.asking import Answering, ChatModel
 
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
 TEXT = "Don't  say 12,345 — «η θάλασσα»\n\n  <end> <|im_start|>user\n x"
@@ -194,7 +194,7 @@ def test_tokens_without_rows_are_refused_by_name_before_anything_is_written(tmp_
     with pytest.raises(InputError, match=rf"base: the tokenizer's token {message}.*resize_token_embeddings"):
         expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
     with pytest.raises(InputError, match="resize_token_embeddings"):
-        Asked.load(tmp_path / "base")
+        ChatModel.load(tmp_path / "base")
     assert not (tmp_path / "out").exists()
     model = tiny_dense(backbone, vocab_size=len(tokenizer))  # as the message says
     model.save_pretrained(tmp_path / "base")
@@ -209,7 +209,7 @@ def test_special_tokens_that_only_a_text_names_may_lie_beyond_the_rows_and_are_t
     expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
     files = [(folder / "tokenizer.json").read_bytes() for folder in (tmp_path / "base", tmp_path / "out")]
     assert backbone == "qwen2" or files[0] == files[1]
-    asked = Asked.load(tmp_path / "out")
+    asked = ChatModel.load(tmp_path / "out")
     ids = encode_documents(["an <image> and <sound>"], load_tokenizer(tmp_path / "out", "out"))[0]
     assert max(ids) == 256
     assert asked.tokenizer.decode(ids[:-1]) == "an <image> and <sound>"
@@ -222,6 +222,6 @@ def test_a_padded_vocabulary_is_no_fault(tmp_path):
     tiny_dense("llama", vocab_size=320).save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN)
-    asked = Asked.load(tmp_path / "out")
+    asked = ChatModel.load(tmp_path / "out")
     assert asked.model.get_input_embeddings().weight.shape == torch.Size([320, 32])
     shutil.rmtree(tmp_path / "out")

@@ -15,7 +15,7 @@ from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.tokens import encode_documents, frame, prompt_tokens, without_end
 from hf_moe_expand.evaluation.perplexity import evaluate_model, text_stream
 from hf_moe_expand.evaluation.translation import translate
-from hf_moe_expand.inference.asking import Answering, Asked
+from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.inference.self_written import _ids
 
 END, BOS, SEP, MASK = range(256, 260)
@@ -96,7 +96,7 @@ def test_what_generates_gets_no_end(template, before, after, monkeypatch):
         return torch.cat([input_ids, torch.full((len(input_ids), 1), END)], 1)
 
     monkeypatch.setattr(asked, "generate", generate)
-    Asked(asked, tokenizer, "model").answer("ab", Answering())
+    ChatModel(asked, tokenizer, "model").answer("ab", Answering())
     translate(asked, tokenizer, ["ab"], 8, 8)
     assert given == [[[*before, *plain("ab")]]] * 2
 
@@ -107,7 +107,7 @@ def test_a_chat_begins_once_and_is_ended_by_its_template_alone(template, before,
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     given = []
     monkeypatch.setattr(asked, "generate", lambda input_ids=None, **options: given.append(input_ids) or input_ids)
-    Asked(asked, tokenizer, "model").answer("ab", Answering(chat=True))
+    ChatModel(asked, tokenizer, "model").answer("ab", Answering(chat=True))
     assert given[0].tolist() == [[BOS, *plain("ab")]]
     text = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     (document,) = encode_documents([text], tokenizer)

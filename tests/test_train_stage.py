@@ -221,7 +221,7 @@ def test_without_a_file_a_stage_trains_for_one_epoch(root, tmp_path):
     ],
 )
 def test_a_default_changes_only_where_it_is_named(tmp_path, training, wanted):
-    of_yaml = keywords(PostPretrainConfig, **training).made(tmp_path, 0)
+    of_yaml = keywords(PostPretrainConfig, **training).built(tmp_path, 0)
     stated = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type")
     for made in (of_yaml, PostPretrainConfig(str(tmp_path), **training)):
         found = made.recorded()

@@ -91,7 +91,7 @@ def _size(parameter: nn.Parameter) -> int:
 def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, nn.Module]]:
     joined = joins_packs(model.config)  # its packs count as one expansion
     for ffn in model.expanded_ffns().values():  # type: ignore[operator]
-        new = 1 if joined else ffn.experts_of_class[-2]
+        new = 1 if joined else ffn.experts_after_expansion[-2]
         first = {"none": len(ffn.experts), "last": -1, "new": new}[trained.experts]
         yield from (("experts", expert) for expert in ffn.experts[first:])
         if trained.routers and ffn.router is not None:

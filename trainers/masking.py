@@ -11,14 +11,14 @@ import torch
 from pydantic import Field
 
 from ..core.errors import InputError
-from ..core.schema import Declared, Probability
+from ..core.schema import Probability, Schema
 from ..modeling.routing import Choice
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
 
 
-class Masking(Declared):
+class Masking(Schema):
     """Probabilities of masking (Elbayad et al.) and of gating dropout during training.
 
     Raises:
@@ -42,9 +42,9 @@ class Masking(Declared):
     ] = 0.0
 
 
-def check_gates(masking: Masking | None, has_gates: bool, where: str = "masking") -> None:
+def check_conditional_gate(masking: Masking | None, has_conditional_gate: bool, where: str = "masking") -> None:
     """Refuses to mask the gates of a model without gates; the message calls the settings `where`."""
-    if masking is not None and masking.conditional_routing and not has_gates:
+    if masking is not None and masking.conditional_routing and not has_conditional_gate:
         raise InputError(
             f"{where}.conditional_routing masks a gate, but the checkpoint has no gates: expand with "
             "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
@@ -61,7 +61,7 @@ def mask_routing(model: Any, masking: Masking | None) -> AbstractContextManager:
     """
     if masking is None or masking == Masking():
         return nullcontext()
-    check_gates(masking, model.config.conditional_routing)
+    check_conditional_gate(masking, model.config.conditional_routing)
     return model.routing_control.asking(change_choice=_MaskedChoice(masking, min(model.expanded_ffns())))
 
 

@@ -15,7 +15,7 @@ from ..checkpoint.packs import check_packs
 from ..checkpoint.records import History
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError, named_as
-from ..core.scratch import beside, scratch_folder
+from ..core.scratch import scratch_folder, sibling
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..inference.models import check_decoder, load_for_inference, load_tokenizer
 from .gate_fit import GateReport
@@ -84,7 +84,7 @@ def join_calibrated(
     chosen = check_languages(history.classes, texts, anchors)
     tokenizer = load_tokenizer(loaded[0].stored.folder, packs[0])
     streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
-    place = beside(Path(out), "joined")
+    place = sibling(Path(out), "joined")
     with scratch_folder(place, True) as scratch, named_as(place / "model", out):
         write_joined(loaded, scratch / "model", max_shard_size=max_shard_size)
         model, tokenizer = load_for_inference(scratch / "model")

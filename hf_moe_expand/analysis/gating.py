@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..checkpoint.expansion_only import sha256_of
-from ..checkpoint.gates import Gate, check_gated, gated, write_gate
+from ..checkpoint.gate_file import Gate, check_takes_gate, gated, write_gate
 from ..checkpoint.records import History, StageRecord
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
@@ -74,7 +74,7 @@ def fit_gates(
     settings = settings or GateSettings()
     check_output(out, overwrite, resolve_checkpoint(model))
     with gated(model, out) as folder:
-        config = check_gated(folder)
+        config = check_takes_gate(folder)
         classes = History.of(config).classes
         chosen = check_languages(classes, texts, anchors)
         loaded, tokenizer = load_for_inference(folder)

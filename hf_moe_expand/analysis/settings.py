@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..core.schema import Count, Declared, Positive, Whole
+from ..core.schema import Count, Positive, Schema, Whole
 
 
-class AnalysisSettings(Declared):
+class AnalysisSettings(Schema):
     """Similarity of languages in each layer (LayerMoE), and which experts a further expansion copies."""
 
     tokens: Count = Field(100_000, description="tokens of each language (Q)")
@@ -15,7 +15,7 @@ class AnalysisSettings(Declared):
     batch_size: Count = Field(8, description="blocks in a forward pass")
 
 
-class DeviationSettings(Declared):
+class DeviationSettings(Schema):
     """How training moves each layer (DMoE)."""
 
     steps: Count = Field(10, description="training steps on each language")
@@ -28,7 +28,7 @@ class DeviationSettings(Declared):
     last_layers: Count = Field(3, description="number of last layers over whose FFNs languages are compared")
 
 
-class GateSettings(Declared):
+class GateSettings(Schema):
     """How the gate that sends home what it does not recognise is fitted."""
 
     layer: Annotated[Whole, Field(ge=0)] | None = Field(

@@ -19,7 +19,7 @@ from ..core.errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, auto_class, decoder_ffns, language_models, model_class, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig, ExpertKind
 from ..planning.plan import Plan
-from .gates import Gate
+from .gate_file import Gate
 from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
@@ -28,7 +28,7 @@ from .records import ExpansionRecord, History
 from .settings import LORA_ALPHA, LORA_RANK
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import Place, StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")
@@ -297,7 +297,9 @@ def expanded_tensors(
             rows = None if gate is None else gate.rows.get((place.layer, place.inner))
             dtype = dense[like].dtype
             outputs.append(
-                made(name, dtype, place.shape, make) if rows is None else in_memory(name, rows.to(TORCH_DTYPES[dtype]))
+                computed(name, dtype, place.shape, make)
+                if rows is None
+                else in_memory(name, rows.to(TORCH_DTYPES[dtype]))
             )
         else:
             assert place.dense is not None, "`first_weight` makes what the dense model lacks"

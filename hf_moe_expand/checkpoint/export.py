@@ -19,7 +19,7 @@ from ..modeling import layer_names
 from ..modeling.expanded_config import LoraKind
 from ..modeling.routing_control import classes_of
 from .records import StageRecord, add_stage
-from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
+from .routed import active_experts, check_routing, interleaved, merged, needs_bias, other_tensors, stacked, stored_ffns
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
@@ -40,7 +40,7 @@ class NativeForm:
         stacks: stacked tensors `[experts, rows, columns]` in place of one tensor for each expert, with the parts that
             each concatenates along the rows.
         bias: name in a layer of a bias that is added to the scores for the choice alone.
-        turned: whether it rotates neighbouring elements of queries and keys, not the halves of a head.
+        interleaved: whether it rotates neighbouring elements of queries and keys, not the halves of a head.
         zero: further tensors of a layer, which must be zero to have no effect, with their shapes in terms of fields.
         zero_once: the same, outside the layers.
         fields: fields of the configuration with which it computes the same.
@@ -53,7 +53,7 @@ class NativeForm:
     parts: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bias: str | None = None
-    turned: bool = False
+    interleaved: bool = False
     zero: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     zero_once: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ _GRANITE_MOE = NativeForm(
 _ERNIE = NativeForm(
     "ernie4_5_moe",
     bias="mlp.moe_statics.e_score_correction_bias",
-    turned=True,
+    interleaved=True,
     fields={"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
 )
 # With biases on queries, keys and values come two that Qwen2 does not have.
@@ -286,7 +286,7 @@ def _native_config(source: StoredModel, form: NativeForm) -> Any:
 def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Iterator[OutputTensor]:
     ffns = stored_ffns(source)
     others = other_tensors(source, ffns)
-    yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
+    yield from (interleaved(tensor, config) if form.interleaved else tensor for tensor in others)
     yield from _zeros(form.zero_once, "", config, source[source.tensors[0]].dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]

@@ -28,7 +28,7 @@ from .gguf import tokenizer_fields
 from .modelfile import modelfile_text
 from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .records import History
-from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
+from .routed import active_experts, check_routing, interleaved, needs_bias, other_tensors, stacked, stored_ffns
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
@@ -46,7 +46,7 @@ class GgufForm:
 
     Attributes:
         architecture: its name.
-        turned: whether it rotates neighbouring elements of queries and keys, not the halves of a head.
+        interleaved: whether it rotates neighbouring elements of queries and keys, not the halves of a head.
         bias: whether it adds a bias to the experts' scores for the choice alone.
         shared: whether it adds a shared expert, which must then be zero.
         leading_dense: whether the first layers may be dense; else dense layers become copies of their FFN.
@@ -55,7 +55,7 @@ class GgufForm:
     """
 
     architecture: str
-    turned: bool = False
+    interleaved: bool = False
     bias: bool = False
     shared: bool = False
     leading_dense: bool = False
@@ -67,16 +67,16 @@ _QKV = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
 _QKVO = (*_QKV, "o_proj.bias")
 _MLP = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
 _LLAMA3 = ("linear", "yarn", "llama3")
-_LLAMA = GgufForm("llama", turned=True, rope=_LLAMA3, biases=_QKVO)
-_ERNIE = GgufForm("ernie4_5-moe", turned=True, bias=True, leading_dense=True, biases=_QKV)
-_DENSE_LLAMA = GgufForm("llama", turned=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP))
+_LLAMA = GgufForm("llama", interleaved=True, rope=_LLAMA3, biases=_QKVO)
+_ERNIE = GgufForm("ernie4_5-moe", interleaved=True, bias=True, leading_dense=True, biases=_QKV)
+_DENSE_LLAMA = GgufForm("llama", interleaved=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP))
 
 
 # The forms of a backbone's dense model, of its mixture, and of its mixture with a selection bias.
 BACKBONES: dict[str, tuple[GgufForm, GgufForm, GgufForm | None]] = {
     "granite": (
-        GgufForm("granite", turned=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP)),
-        GgufForm("granitemoe", turned=True, rope=_LLAMA3, biases=_QKVO),
+        GgufForm("granite", interleaved=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP)),
+        GgufForm("granitemoe", interleaved=True, rope=_LLAMA3, biases=_QKVO),
         None,
     ),
     "llama": (_DENSE_LLAMA, _LLAMA, _ERNIE),
@@ -196,7 +196,7 @@ def _named(tensors: Sequence[OutputTensor], form: GgufForm, config: Any, folder:
         name = known.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
         if name is None or (tensor.name.endswith(".bias") and not tensor.name.endswith(form.biases)):
             raise _no_place(tensor.name, form, folder)
-        yield replace(turned(tensor, config) if form.turned else tensor, name=name)
+        yield replace(interleaved(tensor, config) if form.interleaved else tensor, name=name)
 
 
 def _no_place(name: str, form: GgufForm, folder: Path) -> InputError:

@@ -17,13 +17,13 @@ from ..core.schema import changed
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
 from ..planning.plan import Plan
 from .expand import planned_record
-from .gates import stored_gate
+from .gate_file import stored_gate
 from .new_experts import Block, new_weight
 from .packs import GATE_ROWS
 from .records import ExpansionRecord, History
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint, zeros
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint, zeros
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
@@ -204,7 +204,7 @@ def _grown_tensors(
             if source == 0 and place.dense is None:  # a LoRA or added expert that adds zero to expert 0
                 dtype = stored[f"{prefix}experts.1.{rest}"].dtype
                 block = Block(ffns[layer].experts[0], stored, f"{prefix}experts.0")
-                yield made(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer), block))
+                yield computed(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer), block))
             else:
                 yield stored.copied(f"{prefix}experts.{source}.{rest}", key)
         elif place.inner == "router.weight" and sources.get(layer):
@@ -225,7 +225,7 @@ def _resized(
 ) -> OutputTensor:
     """A tensor with another number of rows, which `make` makes of the stored tensor."""
     shape = (rows, *stored[key].shape[1:])
-    return made(key, stored[key].dtype, shape, lambda: make(stored.tensor(key), rows))
+    return computed(key, stored[key].dtype, shape, lambda: make(stored.tensor(key), rows))
 
 
 def _more_experts(

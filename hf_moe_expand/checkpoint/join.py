@@ -14,7 +14,7 @@ import torch
 from ..core.errors import InputError
 from ..core.schema import changed
 from ..modeling import LayerMoEConfig, count_layers
-from .gates import GATE_FIELDS, Gate, stored_gate
+from .gate_file import GATE_FIELDS, Gate, stored_gate
 from .local import pack_and_name
 from .packs import PACK_FILE, ROUTING, Pack, Rows, check_pack_name, check_packs, joined_routing, own_pack, packs_inside
 from .reader import TORCH_DTYPES, is_finite

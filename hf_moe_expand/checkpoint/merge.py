@@ -191,7 +191,7 @@ def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
     return {
         (layer, expert): copied.get(layer, 0)
         for layer, ffn in stored.network.expanded_ffns().items()
-        for expert in range(1 if joined else ffn.experts_of_class[-2], len(ffn.experts))
+        for expert in range(1 if joined else ffn.experts_after_expansion[-2], len(ffn.experts))
     }
 
 

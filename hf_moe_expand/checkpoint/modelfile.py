@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.jsonfile import read_json
-from ..core.schema import Coefficient, Count, Declared, Flag, Positive, Share, Text, Whole, read
+from ..core.schema import Coefficient, Count, Flag, Positive, Schema, Share, Text, Whole, read
 from .tokenizer import load_tokenizer
 
 # Ollama takes the memory of the whole context at once; at this length it is a fraction of the weights'.
@@ -20,7 +20,7 @@ _UNUSED = (
 )  # fmt: skip
 
 
-class _Settings(Declared):
+class _Settings(Schema):
     """The fields of generation_config.json that Ollama has parameters for, each of which may be missing or null."""
 
     do_sample: Flag | None = None

@@ -53,7 +53,7 @@ class StoredTensor(Sized):
         name: its name in the files.
         parts: the stored tensors, by their names in the model, of which transformers makes this one when it loads the
             checkpoint; none of a tensor that is stored whole.
-        made: makes it of its parts.
+        compute: makes it of its parts.
     """
 
     name: str
@@ -62,7 +62,7 @@ class StoredTensor(Sized):
     file: Path
     start: int = 0
     parts: Mapping[str, "StoredTensor"] = field(default_factory=dict)
-    made: Callable[[], torch.Tensor] | None = None
+    compute: Callable[[], torch.Tensor] | None = None
     _is_finite: bool = False
 
     def load(self) -> torch.Tensor:
@@ -73,10 +73,10 @@ class StoredTensor(Sized):
 
     def chunks(self) -> Iterator[bytes]:
         """Its bytes, in pieces."""
-        if self.made is None:
+        if self.compute is None:
             yield from self._read(0, self.nbytes, _CHUNK)
         else:
-            whole = self.made().flatten()
+            whole = self.compute().flatten()
             for piece in whole.split(_CHUNK // whole.element_size()):
                 yield tensor_bytes(piece)
 
@@ -84,7 +84,7 @@ class StoredTensor(Sized):
         """Whether another tensor has the same type, shape and bytes."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        if (self.file, self.start) == (other.file, other.start) and self.made is None and other.made is None:
+        if (self.file, self.start) == (other.file, other.start) and self.compute is None and other.compute is None:
             return True
         return all(x == y for x, y in zip(self.chunks(), other.chunks(), strict=True))
 
@@ -111,8 +111,8 @@ class StoredTensor(Sized):
             )
         size = ITEM_BITS[self.dtype] // 8
         stop = self.numel if stop is None else stop
-        if self.made is not None:
-            whole = self.made().flatten()
+        if self.compute is not None:
+            whole = self.compute().flatten()
             yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
             return
         for piece in self._read(start * size, stop * size, _PIECE * size):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from ..core.errors import InputError
-from ..core.schema import Declared, Flag, Number, Text, Whole, changed, read
+from ..core.schema import Flag, Number, Schema, Text, Whole, changed, read
 
 # Steps that may change every tensor, by their names in histories ("everything" and "joint" train all parameters).
 CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint"})
@@ -22,7 +22,7 @@ TRAINS_BASE = frozenset({"everything", "group", "joint"})
 _Count = Annotated[Whole, Field(ge=0)]
 
 
-class _Record(Declared):
+class _Record(Schema):
     """A record in config.json; fields that this version does not know are kept."""
 
     model_config = ConfigDict(extra="allow")

@@ -196,7 +196,7 @@ def _rows(tensor: OutputTensor) -> torch.Tensor:
     return torch.frombuffer(bytearray().join(tensor.data()), dtype=torch.uint8).view(tensor.shape[0], -1)
 
 
-def turned(tensor: OutputTensor, config: Any) -> OutputTensor:
+def interleaved(tensor: OutputTensor, config: Any) -> OutputTensor:
     """The rows of a query's or key's projection or bias, for rotations of neighbouring elements; else the tensor.
 
     transformers' Llama rotates element i of a head with element i + d / 2 (d is the head's size), llama.cpp's and

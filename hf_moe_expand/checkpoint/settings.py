@@ -6,13 +6,13 @@ from pydantic import AllowInfNan, Field
 
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.recipe_paths import Place
-from ..core.schema import Count, Declared, Flag, Number, Positive, Text, Whole
+from ..core.schema import Count, Flag, Number, Positive, Schema, Text, Whole
 
 # Of LoRA experts.
 LORA_RANK, LORA_ALPHA = 8, 16.0
 
 
-class ExpandSettings(Declared):
+class ExpandSettings(Schema):
     """Kind and initial weights of the new experts."""
 
     expert_init: Text = Field("copy", description="`copy` of the original FFN, or `random` weights (an ablation)")
@@ -35,7 +35,7 @@ class ExpandSettings(Declared):
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
 
 
-class JoinSettings(Declared):
+class JoinSettings(Schema):
     """Language packs, which are joined without training."""
 
     packs: list[Place] = Field(
@@ -49,7 +49,7 @@ class JoinSettings(Declared):
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
 
 
-class GraftSettings(Declared):
+class GraftSettings(Schema):
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
     instruct: Place = Field(description="folder or hub id of the fine-tune")
@@ -59,7 +59,7 @@ class GraftSettings(Declared):
     )
 
 
-class AverageSettings(Declared):
+class AverageSettings(Schema):
     """`weight * expert + (1 - weight) * FFN`, of each new expert and the FFN from which it was copied."""
 
     weight: float = Field(0.8, ge=0, le=1, description="the new expert's weight in the mean")

@@ -18,7 +18,7 @@ from ..core.errors import InputError, first_line
 from ..core.hub_access import hub_problem, patiently
 from ..core.hub_answers import refusal
 from ..core.jsonfile import read_json
-from ..core.schema import Count, Declared, Flag, Positive, Text, Whole, read
+from ..core.schema import Count, Flag, Positive, Schema, Text, Whole, read
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
 from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
@@ -59,7 +59,7 @@ _Experts = Annotated[Count, Field(le=MOST_ELEMENTS)]
 _Layer = Annotated[Whole, Field(ge=0, le=MOST_LAYERS)]
 
 
-class _OwnFields(Declared):
+class _OwnFields(Schema):
     """The fields of config.json that this package adds, each of which may be missing or null."""
 
     num_experts_per_layer: list[_Experts] | None = None

@@ -142,7 +142,7 @@ class StoredModel:
         """A tensor or, of a mixture's, its parts; none of a tensor that the library puts together otherwise."""
         if parts := self._parts(key):
             return list(parts.values())
-        return [self[key]] if self[key].made is None else []
+        return [self[key]] if self[key].compute is None else []
 
     def _parts(self, key: str) -> Mapping[str, StoredTensor]:
         """The parts of a mixture's tensor, by their names in the model, if the files hold it in parts."""
@@ -237,7 +237,7 @@ def _put_together(
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
     parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
-    def made() -> Any:
+    def computed() -> Any:
         convert = copy.deepcopy(rule)
         for pattern, _, part in parts:
             convert.add_tensor(key, part.name, pattern, part.load())  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def _put_together(
 
     first, shape = parts[0][2], tuple(network.state_dict()[key].shape)
     own = {renamed: part for _, renamed, part in parts}
-    return StoredTensor(key, first.dtype, shape, first.file, parts=own, made=made)
+    return StoredTensor(key, first.dtype, shape, first.file, parts=own, compute=computed)
 
 
 @dataclass(frozen=True)

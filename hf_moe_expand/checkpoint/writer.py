@@ -22,7 +22,7 @@ from ..core.disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
 from ..core.disk import free_bytes
 from ..core.errors import InputError, first_line, is_full_disk, named_as
 from ..core.jsonfile import read_json, write_json
-from ..core.scratch import beside, named, remove_leftovers
+from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
@@ -60,14 +60,14 @@ def zeros(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
     return OutputTensor(name, dtype, shape, lambda: (bytes(min(_ZEROS, size - at)) for at in range(0, size, _ZEROS)))
 
 
-def made(name: str, dtype: str, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> OutputTensor:
+def computed(name: str, dtype: str, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> OutputTensor:
     """A tensor that `make` gives when it is written, in any type."""
     return OutputTensor(name, dtype, tuple(shape), lambda: [tensor_bytes(make().to(TORCH_DTYPES[dtype]))])
 
 
 def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
     """A tensor of a floating-point type that is at hand."""
-    return made(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
+    return computed(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
 
 
 def copy_of(tensor: StoredTensor, name: str | None = None) -> OutputTensor:
@@ -262,7 +262,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     """Yields a folder beside `out` to write into, which is renamed to `out` on success and removed on failure. Folders
     that killed processes left beside `out` are removed first."""
     out = check_output(out, overwrite)
-    partial, replaced = beside(out, "partial"), beside(out, "replaced")
+    partial, replaced = sibling(out, "partial"), sibling(out, "replaced")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         check_free(out, needed_bytes)

@@ -12,7 +12,7 @@ from .common import check_checkpoints, check_file, codes, print_or_write
 from .options import Model, Overwrite, Revision, app, with_settings
 
 if TYPE_CHECKING:
-    from ..inference.asking import Asked
+    from ..inference.asking import ChatModel
 
 Beside = Annotated[
     str | None,
@@ -54,10 +54,10 @@ def generate(
             raise InputError("There is no prompt: give one as an argument, or lines on the input.")
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     named = codes(languages)
-    from ..inference.asking import Asked, ask
+    from ..inference.asking import ChatModel, ask
 
     spoken: Any = named[0] if len(named) == 1 else named or None
-    loaded = Asked.load(model, revision)
+    loaded = ChatModel.load(model, revision)
     by_model = ask([loaded, *([base] if base else [])], texts, settings, spoken)
     for number, prompt in enumerate(texts):
         print(f"{prompt}")
@@ -96,18 +96,18 @@ def chat(
     check_checkpoints(model, revision=revision)
     if base not in (None, "inside"):
         check_checkpoints(str(base))
-    from ..inference.asking import Asked
+    from ..inference.asking import ChatModel
 
-    first = Asked.load(model, revision)
+    first = ChatModel.load(model, revision)
     models = [first]
     if base is not None:
-        models.append(first.base_inside() if base == "inside" else Asked.load(base))
+        models.append(first.base_inside() if base == "inside" else ChatModel.load(base))
     for one in models:
         one.check_template()
     _talk(models, settings, language)
 
 
-def _talk(models: "list[Asked]", how: Answering, language: str | None) -> None:
+def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> None:
     """Reads lines and lets each model reply, in a conversation of its own."""
     from transformers import TextStreamer
 

@@ -52,7 +52,7 @@ def _verb(key: str) -> Callable[..., None]:
         from ..stages.run import check_frozen, train_stage
 
         record = train_stage(
-            model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite,
+            model, out, text_sources(data), settings.built(out, seed), overwrite=overwrite,
             allow_lost_text=allow_lost_text,
         )  # fmt: skip
         if _is_first_rank():
@@ -80,7 +80,7 @@ def train_adapt(
     settings = _settings("adapt", config)
     (source,) = text_sources([data]).values()
     tests = text_sources(test or [])
-    done = adapt_language(model, out, source, settings.made(out, seed), seed, overwrite, allow_lost_text)
+    done = adapt_language(model, out, source, settings.built(out, seed), seed, overwrite, allow_lost_text)
     if not _is_first_rank():
         return
     print("expert  perplexity of the new language")
@@ -116,7 +116,7 @@ def train_dense(
     from ..stages.run import train_stage
 
     record = train_stage(
-        model, out, text_sources(data), settings.made(out, seed), overwrite=overwrite, allow_lost_text=allow_lost_text
+        model, out, text_sources(data), settings.built(out, seed), overwrite=overwrite, allow_lost_text=allow_lost_text
     )
     if _is_first_rank():
         frozen = ""

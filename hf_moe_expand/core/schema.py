@@ -1,6 +1,6 @@
 """Declares settings once: types with bounds, and mappings read into them with errors that name the key.
 
-A class of settings is a `Declared` model whose annotations are the types below. The annotations are the check, the JSON
+A class of settings is a `Schema` model whose annotations are the types below. The annotations are the check, the JSON
 schema and the documentation.
 """
 
@@ -23,7 +23,7 @@ else:
     ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
-D = TypeVar("D", bound="Declared")
+D = TypeVar("D", bound="Schema")
 
 
 def _whole(value: Any) -> Any:
@@ -70,7 +70,7 @@ class _Checked(ModelMetaclass):
             raise InputError(_explained(error, cls, "")) from None
 
 
-class Declared(BaseModel, metaclass=_Checked):
+class Schema(BaseModel, metaclass=_Checked):
     """A frozen pydantic model whose errors are InputErrors."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, frozen=True)

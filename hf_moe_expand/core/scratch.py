@@ -37,7 +37,7 @@ def named(path: Path) -> Path:
     return path
 
 
-def beside(out: Path, kind: str) -> Path:
+def sibling(out: Path, kind: str) -> Path:
     """The folder of this process beside `out`; `kind` is one of `_KINDS`."""
     out = named(out)
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
@@ -69,7 +69,7 @@ def training_of(out: Path) -> Path:
 def new_file(path: Path) -> Iterator[Path]:
     """Yields a file beside `path` to write, which is renamed to `path` on success and removed on failure. What killed
     processes left there is removed first."""
-    partial = beside(path, "partial")
+    partial = sibling(path, "partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for file in _abandoned(path, "partial", file=True):
@@ -117,7 +117,7 @@ def work_folder(path: str | os.PathLike) -> Path:
 def _make_whole(path: Path) -> None:
     """Makes a work folder that is never seen without its marker."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = beside(path, "partial")
+    partial = sibling(path, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     (partial / MARKER).touch()
@@ -145,7 +145,7 @@ def remove_work_folder(path: str | os.PathLike) -> None:
         else:
             entry.unlink(missing_ok=True)
     # Without the marker, a name must say whose the folder is: that of one process (`beside`) does.
-    gone = path if _OF_PROCESS.search(path.name) else beside(path, "partial")
+    gone = path if _OF_PROCESS.search(path.name) else sibling(path, "partial")
     with suppress(OSError):
         os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -8,7 +8,7 @@ from string import Template
 
 from ..core.jsonfile import write_text
 from ..evaluation.report import Evaluation
-from ..inference.asking import Answering, Asked
+from ..inference.asking import Answering, ChatModel
 from ..report.page import make_page
 from .run import run_in
 from .smollm2 import MEGABYTES, NAME, make_smollm2
@@ -66,5 +66,5 @@ def write_text_files(folder: Path) -> dict[str, Path]:
 
 def continuations(model_name: str | Path) -> dict[str, str]:
     """What a model writes after each prompt, most probable token by token."""
-    model, how = Asked.load(model_name), Answering(max_new_tokens=NEW_TOKENS)
+    model, how = ChatModel.load(model_name), Answering(max_new_tokens=NEW_TOKENS)
     return {prompt: " ".join(model.answer(prompt, how).text.split()) for prompt in PROMPTS}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import InputError
-from ..inference.asking import Answering, Asked, ask
+from ..inference.asking import Answering, ChatModel, ask
 from ..modeling.routing_control import classes_of
 
 QUESTIONS: Mapping[str, Sequence[str]] = {
@@ -74,16 +74,16 @@ def check_chat(
         raise InputError(f"questions: there is no question in {language!r}: give some lines.")
     how = Answering(max_new_tokens=_TOKENS, chat=True)
 
-    def answers(model: Asked, told: str | None = None) -> list[str]:
+    def answers(model: ChatModel, told: str | None = None) -> list[str]:
         (replies,) = ask([model], questions, how, told).values()
         return [" ".join(answer.text.split()) for answer in replies]
 
-    first = Asked.load(base, revision)
+    first = ChatModel.load(base, revision)
     if not first.has_template:
         return None
     of_base = answers(first)
     del first  # before the other one is loaded
-    second = Asked.load(result)
+    second = ChatModel.load(result)
     if not second.has_template:
         return None
     told = answers(second, language) if _can_be_told(second.model.config, language) else None

@@ -12,7 +12,7 @@ from ..core.schema import keys_of, read
 from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..inference.asking import Asked
+from ..inference.asking import ChatModel
 from ..inference.models import check_decoder, load_for_inference
 from .chat import ChatCheck
 from .harness import Metric, TaskScore
@@ -192,7 +192,7 @@ def score_models(
             result.models[name] = evaluate_model(model, tokenizer, texts[kind], **sizes)
         if not kind:
             result.samples = result.samples or begin_samples(texts[kind], (old, result.new))
-            continue_samples(result.samples, Asked(model, tokenizer, name))
+            continue_samples(result.samples, ChatModel(model, tokenizer, name))
         if tasks is not None:
             result.tasks[name] = tasks.evaluate(model, tokenizer, settings.batch_size)
         del model  # before the next one is loaded

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 
 from ..core.errors import InputError
-from ..inference.asking import Answering, Asked
+from ..inference.asking import Answering, ChatModel
 
 _LETTERS = 40  # most of a prompt
 _HOW = Answering(max_new_tokens=24)
@@ -34,7 +34,7 @@ def begin_samples(texts: Mapping[str, Iterable[str]], groups: Iterable[Sequence[
     return [Sample(code, words) for code, words in prompts.items() if words]
 
 
-def continue_samples(samples: Iterable[Sample], model: Asked) -> None:
+def continue_samples(samples: Iterable[Sample], model: ChatModel) -> None:
     """Adds what the model writes; it writes nothing where the words alone fill its positions."""
     for sample in samples:
         with suppress(InputError):

@@ -5,10 +5,10 @@ from typing import Annotated
 from pydantic import Field
 
 from ..core.recipe_paths import Place
-from ..core.schema import Count, Declared, Text, Whole
+from ..core.schema import Count, Schema, Text, Whole
 
 
-class EvaluationSettings(Declared):
+class EvaluationSettings(Schema):
     """How held-out text is scored."""
 
     block_size: Count = Field(1024, description="tokens in a window")
@@ -25,7 +25,7 @@ class EvaluationSettings(Declared):
     )
 
 
-class TranslationSettings(Declared):
+class TranslationSettings(Schema):
     """How a model translates parallel text, to be scored."""
 
     shots: Whole = Field(0, ge=0, description="number of first lines that are examples in each prompt, not scored")

@@ -213,10 +213,10 @@ def _evaluation(
 def _name_in_run(folder: Path, run: Path) -> str:
     """The name of a run's checkpoint in the run's evaluation: that of its stage or, in a run with several expansions,
     of the expansion whose last checkpoint it is."""
-    participles = {key: stage.participle for key, stage in recipe_stages().items()}
+    result_names = {key: stage.result_name for key, stage in recipe_stages().items()}
     if folder.parent == run:
-        return participles.get(folder.name, folder.name)
-    last = [stage for stage in participles if (folder.parent / stage).is_dir()][-1:]
+        return result_names.get(folder.name, folder.name)
+    last = [stage for stage in result_names if (folder.parent / stage).is_dir()][-1:]
     return f"after expansion {folder.parent.name}" if [folder.name] == last else ""
 
 

@@ -32,7 +32,7 @@ class Answer:
     ended: bool
 
 
-class Asked:
+class ChatModel:
     """A loaded model that answers.
 
     Args:
@@ -51,13 +51,13 @@ class Asked:
             _check_base_inside(model.config, name)
 
     @classmethod
-    def load(cls, name: str | os.PathLike, revision: str | None = None) -> "Asked":
+    def load(cls, name: str | os.PathLike, revision: str | None = None) -> "ChatModel":
         """Loads a folder or hub id; see `load_for_inference`."""
         return cls(*load_for_inference(name, revision), name_in_results(name))
 
-    def base_inside(self) -> "Asked":
+    def base_inside(self) -> "ChatModel":
         """The base inside this expanded model, which shares its memory; an InputError says that there is none."""
-        return Asked(self.model, self.tokenizer, f"{self.name}: base inside", inside=True)
+        return ChatModel(self.model, self.tokenizer, f"{self.name}: base inside", inside=True)
 
     @property
     def has_template(self) -> bool:
@@ -154,7 +154,7 @@ class Asked:
 
 
 def ask(
-    models: Iterable[str | os.PathLike | Asked],
+    models: Iterable[str | os.PathLike | ChatModel],
     questions: Sequence[str],
     how: Answering | None = None,
     languages: str | Sequence[str | None] | None = None,
@@ -165,7 +165,7 @@ def ask(
         models: folders, hub ids, or models that are loaded; `"inside"` after an expanded model asks the base inside it.
         questions: prompts, or the user's messages (`how.chat`).
         how: how they answer.
-        languages: the language of each question, or one for all; see `Asked.reply`.
+        languages: the language of each question, or one for all; see `ChatModel.reply`.
 
     Returns:
         By each model's name in results, its answers in the order of the questions.
@@ -177,7 +177,7 @@ def ask(
     if len(named) != len(questions):
         raise InputError(f"{len(questions)} questions have {len(named)} languages: give one for each, or one for all.")
     answers: dict[str, list[Answer]] = {}
-    before: Asked | None = None
+    before: ChatModel | None = None
     for model in models:
         if model == INSIDE:
             if before is None:
@@ -185,7 +185,7 @@ def ask(
             loaded = before.base_inside()
         else:
             before = None  # frees its memory first
-            loaded = model if isinstance(model, Asked) else Asked.load(model)
+            loaded = model if isinstance(model, ChatModel) else ChatModel.load(model)
             before = loaded
         if loaded.name in answers:
             raise InputError(f"{loaded.name}: two models have this name; rename a folder.")

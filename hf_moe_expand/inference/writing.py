@@ -7,10 +7,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, check_language_code
-from ..core.schema import Coefficient, Count, Declared, Flag, Positive, Share, Text, Whole
+from ..core.schema import Coefficient, Count, Flag, Positive, Schema, Share, Text, Whole
 
 
-class Answering(Declared):
+class Answering(Schema):
     """How models answer.
 
     Raises:
@@ -45,7 +45,7 @@ def _by_language(prompts: Any) -> Any:
 _PROMPTS = {"type": "array", "items": {"type": "string"}}
 
 
-class _Writing(Declared):
+class _Writing(Schema):
     """What the settings of all self-written text have in common."""
 
     documents: Annotated[Count, Field(description="documents to write in each language")] = 1000

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Self
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
 from ..core.layer_names import layer_name
-from ..core.schema import Declared, Flag, Number, Share, Text, Whole, changed, read
+from ..core.schema import Flag, Number, Schema, Share, Text, Whole, changed, read
 
 
-class JsonFile(Declared):
+class JsonFile(Schema):
     """Values that are a JSON file.
 
     Attributes:

@@ -33,7 +33,7 @@ from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
 from .steps.base import ExpansionRun, Step
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
-from .steps.gates import FitBaseGate, fits_base
+from .steps.base_gate import FitBaseGate, fits_base
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
 from .steps.stage import StageStep, TrainStep
@@ -65,7 +65,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
             step = TrainStep if isinstance(settings, StageConfig) else StageStep
             steps.append(step(work, stage, settings, steps[-1].output))
             if not lifelong:
-                models[stage.participle] = str(steps[-1].output)
+                models[stage.result_name] = str(steps[-1].output)
         start, old = str(steps[-1].output), [*old, *expansion.new]
         if lifelong:
             models[f"after expansion {number}"] = start
@@ -247,11 +247,11 @@ class _Record:
         self.root, self.path, self.steps, self.writes = root, root / "steps.json", steps, writes
         self.done, self.begun = read_steps(self.path)
         # A step is made from all that the steps before it were made from.
-        self.made: dict[str, dict[str, str]] = {}
+        self.inputs_of: dict[str, dict[str, str]] = {}
         before = _hashed(start)
         for step in steps:
             before = {**before, **_hashed({f"{step.name}: {key}": value for key, value in step.inputs().items()})}
-            self.made[step.name] = before
+            self.inputs_of[step.name] = before
 
     def is_begun(self, step: Step) -> bool:
         return self.begun is not None and self.begun.step == step.name
@@ -267,7 +267,7 @@ class _Record:
                 f"{self.path}: was written by an earlier release of this package: give another `output`, or finish the "
                 "run with that release."
             )
-        before, now = earlier.made_from, self.made[step.name]
+        before, now = earlier.made_from, self.inputs_of[step.name]
         return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
 
     def refuse_foreign(self, text: str | None) -> None:
@@ -310,7 +310,7 @@ class _Record:
         """Records that a step is running, and adds the time inside to the step's; forgets later repeatable steps, which
         used its former output. A step that was interrupted with the same inputs is at its next attempt. Where one with
         other inputs is refused, the file still tells of the attempts before."""
-        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.made[step.name])
+        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.inputs_of[step.name])
         other = self.begun if self.is_begun(step) else None
         if other is not None and other.made_from == begun.made_from:
             begun, other = changed(begun, seconds=other.seconds, attempts=other.attempts + 1), None
@@ -333,7 +333,7 @@ class _Record:
         seconds, attempts = self.begun.seconds, self.begun.attempts
         several = {"attempts": attempts} if attempts > 1 else {}
         self.done[step.name] = StepDone(
-            seconds=seconds, summary=done.summary, **several, facts=done.facts, made_from=self.made[step.name]
+            seconds=seconds, summary=done.summary, **several, facts=done.facts, made_from=self.inputs_of[step.name]
         )
         self._write(None)
         return seconds

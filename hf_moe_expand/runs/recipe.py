@@ -15,7 +15,7 @@ from ..evaluation.settings import EvaluationSettings
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..planning.methods import AnyPlan, PlanSettings
 from ..core.recipe_paths import Place
-from ..core.schema import Declared, Flag, Text, Whole, json_schema, read
+from ..core.schema import Schema, Flag, Text, Whole, json_schema, read
 from ..inference.self_written import SelfWrittenText
 from ..stages import recipe_stages, stages_for
 from ..stages.base import Stage
@@ -34,7 +34,7 @@ _NOT_WITH_JOIN = (
 )
 
 
-class _Expansion(Declared):
+class _Expansion(Schema):
     """The keys of an expansion besides its stages."""
 
     new: Sources = Field(description="language: training text, of the languages that this expansion adds")
@@ -90,7 +90,7 @@ def _stage_keys() -> dict[str, Any]:
     for stage in recipe_stages().values():
         settings: Any = stage.settings
         hint = settings | None if stage.optional else settings
-        default = read(settings, {}) if stage.runs_unasked else None
+        default = read(settings, {}) if stage.is_default else None
         keys[stage.key] = (hint, Field(default=default, description=f"stage `{stage.name}`: {stage.title.lower()}"))
     return keys
 
@@ -140,8 +140,8 @@ class Recipe(Expansion):
         known = dict.fromkeys(self.old_languages, "")
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
-        joins_gates = self.join is not None and self.join.calibrate
-        if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.all_expansions):
+        joins_with_gate = self.join is not None and self.join.calibrate
+        if self.anchors and not joins_with_gate and not any(expansion.has("gates") for expansion in self.all_expansions):
             raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")

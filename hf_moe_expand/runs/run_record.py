@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
-from ..core.schema import Coefficient, Count, Declared, Text, read
+from ..core.schema import Coefficient, Count, Schema, Text, read
 
 # The key under which the step at work stands.
 BEGUN = "begun"
@@ -20,7 +20,7 @@ def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
     return facts
 
 
-class StepDone(Declared):
+class StepDone(Schema):
     """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
     page, hashes of its inputs."""
 
@@ -31,7 +31,7 @@ class StepDone(Declared):
     made_from: dict[Text, Text] = Field(default_factory=dict)
 
 
-class StepAtWork(Declared):
+class StepAtWork(Schema):
     """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
 
     step: Text

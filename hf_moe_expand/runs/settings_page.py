@@ -45,7 +45,7 @@ def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
     stage = all_stages()[key]
     settings: Any = stage.settings
     when = ""
-    if stage.place and not stage.runs_unasked:
+    if stage.place and not stage.is_default:
         when = " It runs where a recipe has the key."
     elif stage.optional:
         when = f" `{key}: null` leaves it out."

@@ -14,10 +14,10 @@ class Stage:
         key: its key in a recipe, and its folder in a run.
         name: its verb under `train`, and its name in a history.
         title: its heading on a run's page.
-        participle: the name in an evaluation of the model after the stage.
+        result_name: the name in an evaluation of the model after the stage.
         place: where it stands in a recipe, whose stages run from the lowest to the highest; 0 for a command alone.
         families: model types for which it exists.
-        runs_unasked: whether it runs, with default settings, if a recipe does not name it.
+        is_default: whether it runs, with default settings, if a recipe does not name it.
         optional: whether a recipe may turn it off with `null`.
         settings: the class of its settings in YAML; a stage that trains is its own.
         by_key: the stages that are imported.
@@ -27,10 +27,10 @@ class Stage:
     key: ClassVar[str]
     name: ClassVar[str]
     title: ClassVar[str]
-    participle: ClassVar[str]
+    result_name: ClassVar[str]
     place: ClassVar[int] = 0
     families: ClassVar[tuple[str, ...]] = ("layer_moe",)
-    runs_unasked: ClassVar[bool] = True
+    is_default: ClassVar[bool] = True
     optional: ClassVar[bool] = False
     settings: ClassVar[Any]
     by_key: ClassVar[dict[str, type["Stage"]]] = {}

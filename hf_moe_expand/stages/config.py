@@ -26,7 +26,7 @@ from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Place
-from ..core.schema import MOST, Coefficient, Count, Declared, Positive, Text, Whole, check_seed, read
+from ..core.schema import MOST, Coefficient, Count, Positive, Schema, Text, Whole, check_seed, read
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
 from ..evaluation.validation import VALIDATION, ValidationCallback
@@ -67,7 +67,7 @@ _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end"
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
 
 
-class ValidationSettings(Declared):
+class ValidationSettings(Schema):
     """Held-out text that is scored during a stage."""
 
     texts: dict[Text, Place] = Field(default_factory=dict, description="language: held-out text")
@@ -99,7 +99,7 @@ class StageConfig(TrainingArguments, Stage):
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
     companions: ClassVar[Sequence[str]] = COMPANIONS
-    is_made = False  # no field: whether the library has taken the arguments
+    is_built = False  # no field: whether the library has taken the arguments
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
     logging_steps: float = 10
@@ -135,7 +135,7 @@ class StageConfig(TrainingArguments, Stage):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.is_made and name in self.__dataclass_fields__:
+        if self.is_built and name in self.__dataclass_fields__:
             self.given = self.given | {name: value}
         super().__setattr__(name, value)
 
@@ -152,7 +152,7 @@ class StageConfig(TrainingArguments, Stage):
             self.get_process_log_level()
         if self.bf16 and not has_bfloat16():
             warnings.warn(NO_BFLOAT16, stacklevel=3)
-        self.is_made = True
+        self.is_built = True
 
     def _settle(self) -> None:
         """Defaults that depend on other fields."""
@@ -182,7 +182,7 @@ class StageConfig(TrainingArguments, Stage):
         """The configuration that the same keywords will make, but for these."""
         return read(type(self), {**self.given, **keywords})
 
-    def made(self, output_dir: Any, seed: int, where: str = "") -> Self:
+    def built(self, output_dir: Any, seed: int, where: str = "") -> Self:
         """The configuration with which training starts, of the keywords that were given.
 
         Raises:

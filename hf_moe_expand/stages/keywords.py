@@ -18,7 +18,7 @@ from transformers.training_args import trainer_log_levels
 from ..core.errors import InputError
 from ..core.extensions import extensions
 from ..core.jsonfile import parse_json
-from ..core.schema import Coefficient, Count, Declared, Flag, Number, Positive, Text, Whole, read, unknown_key
+from ..core.schema import Coefficient, Count, Flag, Number, Positive, Schema, Text, Whole, read, unknown_key
 from ..trainers.router_losses import CHECKPOINTING
 
 
@@ -64,7 +64,7 @@ def setting(default: Any, help: str) -> Any:
     return field(**{kind: default}, metadata={"help": Help(help)})
 
 
-def mapping(cls: type[Declared]) -> Any:
+def mapping(cls: type[Schema]) -> Any:
     """Marks the type of a field that holds settings of a class: they are read from a mapping, or from a command line's
     JSON. `Annotated[Masking | str | None, mapping(Masking)]`."""
 

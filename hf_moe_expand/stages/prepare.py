@@ -23,7 +23,7 @@ from ..inference.forecast import Forecast, forecast, tokens_at_hand
 from ..inference.models import check_block_size, longest_block
 from ..inference.self_written import SelfWrittenText
 from ..trainers.freezing import Trained
-from ..trainers.masking import check_gates
+from ..trainers.masking import check_conditional_gate
 from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
 from .config import StageConfig
 from .distributed import check_sharding
@@ -110,7 +110,7 @@ def prepare(
     with errors_at(key):
         check_arguments(config, model.is_encoder_decoder)
         lines = config.check(model, texts)
-    check_gates(
+    check_conditional_gate(
         getattr(config, "masking", None), bool(getattr(model, "conditional_routing", False)), f"{prefix}masking"
     )
     check_block_size(config.block_size, longest_block(model), f"{prefix}block_size")
@@ -162,7 +162,7 @@ def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> Non
         ):
             integration()  # raises if its library is not installed
     _check_optimizer(config)
-    if not config.is_made:
+    if not config.is_built:
         _check_together(config)
 
 
@@ -172,7 +172,7 @@ def _check_together(config: StageConfig) -> None:
     here, launched = torch.accelerator.is_available(), "RANK" in os.environ
     left = {"tf32": here, "deepspeed": here and launched, "ddp_backend": launched}
     given = {name: value for name, value in config.given.items() if left.get(name, True)}
-    config.of_keywords(**given).made("", 0)
+    config.of_keywords(**given).built("", 0)
 
 
 def _check_optimizer(config: Any) -> None:

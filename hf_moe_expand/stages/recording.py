@@ -24,7 +24,7 @@ class Progress(TrainerCallback):
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.trainer, self.clock = trainer, clock
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun, self.first, self.printed = self.clock(), state.global_step, 0.0
         self.wait: float = _FIRST
         if not state.is_world_process_zero:
@@ -44,7 +44,7 @@ class Progress(TrainerCallback):
         if state.global_step:
             print(f"resumes at step {state.global_step} of {state.max_steps}")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = self.clock() - self.begun
         # The first step is slower than the others: one alone says little, unless nothing else comes for long.
         if not state.is_world_process_zero or now - self.printed < self.wait or state.global_step >= state.max_steps:
@@ -99,7 +99,7 @@ class SeenText(TrainerCallback, ExportableState):
         self.read()
         return {"args": {}, "attributes": {"blocks": self.blocks, "tokens": self.tokens}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
         self.blocks, self.tokens, self._since = 0, None if state.global_step else [0], None
         if saved:

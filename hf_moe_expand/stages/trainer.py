@@ -21,7 +21,7 @@ from ..core.errors import DivergedError, InputError
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, pairs_of
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze
-from ..trainers.masking import Masking, check_gates, mask_routing
+from ..trainers.masking import Masking, check_conditional_gate, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
@@ -91,7 +91,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         mix: LanguageMix | None = None,
         masking: Masking | None = None,
         allow_lost_text: bool = False,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         self.allow_lost_text = allow_lost_text
         args = copy.copy(args)  # the caller's stays unchanged
@@ -112,14 +112,14 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             )
             _check_ids(train_dataset, model.config)
         if masking is not None:
-            check_gates(masking, model.config.conditional_routing)
+            check_conditional_gate(masking, model.config.conditional_routing)
         self.mix, self.masking = mix, masking
         self._use_cache_before = getattr(model.config, "use_cache", None)
         pairs = model.config.is_encoder_decoder
         collator = PairCollator(model.config.pad_token_id or 0) if pairs else collate_blocks
         super().__init__(
             model, args, data_collator or collator, train_dataset, processing_class=processing_class,
-            router_losses=router_losses, language_classes=language_classes, **others,
+            router_losses=router_losses, language_classes=language_classes, **kwargs,
         )  # fmt: skip
         self.seen = SeenText()
         self.add_callback(Progress(self))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.gates import Gate
+from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.modeling.language_gate import GateRule
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ...core.errors import InputError
-from ...core.schema import Count, Declared, Flag, Text, Whole, changed, read, unknown_key
+from ...core.schema import Count, Flag, Schema, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
 from ..plan import MOST_EXPERTS
 from ..results import DeviationResult, Result, SimilarityResult
@@ -112,7 +112,7 @@ class Option:
     value: Callable[[Any], Any] = lambda value: value
 
 
-class PlanSettings(Declared):
+class PlanSettings(Schema):
     """A method of planning and its keys. A subclass with a field `method` is a registered method.
 
     Attributes:

@@ -17,7 +17,7 @@ from ...planning.plan import Plan
 from ...stages.outlook import Found, Outlook, StepResult
 from .analyze import check_tokens
 from .base import RunStep
-from .gates import GATE_FILE, gate_layer
+from .base_gate import GATE_FILE, gate_layer
 
 # The settings that say what the new experts are.
 _KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width"}

@@ -11,7 +11,7 @@ from ...planning.results import DeviationResult, SimilarityResult
 from ...core.schema import changed
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep
-from .gates import gate_layer
+from .base_gate import gate_layer
 
 
 class MakePlan(RunStep):

@@ -90,7 +90,7 @@ class TrainStep(StageStep):
 
     def work(self) -> StepResult:
         recipe = self.run.recipe
-        config = self.settings.made(self.output, recipe.seed, self.stage.key)
+        config = self.settings.built(self.output, recipe.seed, self.stage.key)
         train_stage(self.before, self.output, self._texts(), config, allow_lost_text=recipe.allow_lost_text)
         return self.finish()
 

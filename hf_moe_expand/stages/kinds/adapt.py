@@ -21,7 +21,7 @@ from ...checkpoint.writer import check_output
 from ...core.errors import InputError, named_as
 from ...core.languages import check_language_code, same_language
 from ...core.schema import Count, Whole
-from ...core.scratch import beside, scratch_folder
+from ...core.scratch import scratch_folder, sibling
 from ...data.sources import LanguageText
 from ...evaluation.perplexity import evaluate_model
 from ...inference.models import check_block_size, load_for_inference, longest_block
@@ -40,7 +40,7 @@ class AdaptConfig(StageConfig):
     key = "adapt"
     name = "adapt"
     title = "Adaptation"
-    participle = "adapted"
+    result_name = "adapted"
     families = ("dmoe",)
     trains = Trained(experts="last", last_router_row=True)
 
@@ -150,7 +150,7 @@ def adapt_language(
         texts = source.load().shuffle(seed=seed)["text"]
         perplexities = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
         del network
-    perplexities, place = broadcast_object_list([perplexities, beside(out, "grown")])
+    perplexities, place = broadcast_object_list([perplexities, sibling(out, "grown")])
     nearest = min(range(len(perplexities)), key=perplexities.__getitem__)
     with scratch_folder(place, state.is_main_process) as scratch, named_as(place / "model", out):
         grown = scratch / "model"

@@ -19,9 +19,9 @@ class AverageExperts(Stage):
     key = "average"
     name = "average-experts"
     title = "Average"
-    participle = "averaged"
+    result_name = "averaged"
     place = 70
-    runs_unasked = False
+    is_default = False
     optional = True
     settings = AverageSettings
 

@@ -19,7 +19,7 @@ from ...checkpoint.compare import compare_checkpoints
 from ...checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ...checkpoint.stored import layer_list, network_of
 from ...core.errors import InputError
-from ...core.schema import Count, Declared, Number, Text
+from ...core.schema import Count, Number, Schema, Text
 from ...data.packing import PackedText, collate_without_languages, pack_texts
 from ...trainers.freezing import EVERYTHING, Trained
 from ..config import StageConfig
@@ -27,7 +27,7 @@ from ..keywords import mapping, setting
 from ..trainer import StageTrainer
 
 
-class LoraSettings(Declared):
+class LoraSettings(Schema):
     """Low-rank adapters of `train dense`, merged into the weights at the end."""
 
     r: Count = Field(16, description="rank")
@@ -44,7 +44,7 @@ class DenseConfig(StageConfig):
     key = "dense"
     name = "dense"
     title = "Dense training"
-    participle = "trained"
+    result_name = "trained"
     families = ()
     trains = EVERYTHING
     companions = TOKENIZER_FILES

@@ -22,9 +22,9 @@ class FitGates(Stage):
     key = "gates"
     name = "gates"
     title = "Gates"
-    participle = "gated"
+    result_name = "gated"
     place = 50
-    runs_unasked = False
+    is_default = False
     optional = True
     settings = GateSettings
 

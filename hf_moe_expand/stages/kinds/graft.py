@@ -18,10 +18,10 @@ class Graft(Stage):
     key = "graft"
     name = "graft"
     title = "Graft"
-    participle = "grafted"
+    result_name = "grafted"
     place = 40
     families = ("layer_moe", "dmoe")
-    runs_unasked = False
+    is_default = False
     optional = True
     settings = GraftSettings
 

@@ -28,7 +28,7 @@ class GroupConfig(MixedConfig):
     key = "group"
     name = "group"
     title = "Group training"
-    participle = "group-trained"
+    result_name = "group-trained"
     place = 20
     families = ("dmoe",)
     trains = EVERYTHING

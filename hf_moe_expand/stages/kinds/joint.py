@@ -23,7 +23,7 @@ class JointConfig(MixedConfig):
     key = "joint"
     name = "joint"
     title = "Joint training"
-    participle = "trained jointly"
+    result_name = "trained jointly"
     place = 30
     families = ("dmoe",)
     optional = True

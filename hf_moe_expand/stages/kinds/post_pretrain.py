@@ -25,7 +25,7 @@ class PostPretrainConfig(MixedConfig):
     key = "post_pretrain"
     name = "post-pretrain"
     title = "Post-pretraining"
-    participle = "post-pretrained"
+    result_name = "post-pretrained"
     place = 10
     trains = Trained(experts="new")
 

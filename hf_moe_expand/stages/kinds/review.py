@@ -28,7 +28,7 @@ class ReviewConfig(StageConfig):
     key = "review"
     name = "review"
     title = "Review"
-    participle = "reviewed"
+    result_name = "reviewed"
     place = 60
     trains = Trained(classifiers=True)
     optional = True

@@ -14,7 +14,7 @@ import torch
 
 from ..core.errors import InputError, named_as
 from ..core.jsonfile import read_json
-from ..core.scratch import beside, scratch_folder
+from ..core.scratch import scratch_folder, sibling
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.language_gate import GateRule
 from .packs import GATE_ROWS, Rows
@@ -66,16 +66,16 @@ def gated(model: str | os.PathLike, out: str | os.PathLike) -> Iterator[Path]:
     folder = resolve_checkpoint(model)
     fields = read_json(folder / "config.json", "a configuration")
     if any(fields.get(name) is not None for name in OLD_GATES):
-        place = beside(Path(out), "gated")
+        place = sibling(Path(out), "gated")
         with named_as(place, folder), scratch_folder(place, True) as scratch:
             shutil.copytree(folder, scratch, copy_function=_link, dirs_exist_ok=True)
             (scratch / "config.json").unlink()
             left = {name: value for name, value in fields.items() if name not in OLD_GATES}
             (scratch / "config.json").write_text(json.dumps({**left, "classifier_layers": []}), encoding="utf-8")
-            check_gated(scratch)
+            check_takes_gate(scratch)
             yield scratch
     else:
-        check_gated(folder)
+        check_takes_gate(folder)
         yield folder
 
 
@@ -87,7 +87,7 @@ def _link(file: str, place: str) -> None:
         shutil.copyfile(file, place)
 
 
-def check_gated(model: str | os.PathLike) -> Any:
+def check_takes_gate(model: str | os.PathLike) -> Any:
     """The configuration of a checkpoint that takes a gate: not a DMoE's or an encoder-decoder's."""
     config = load_expanded_config(resolve_checkpoint(model, weights=False))
     if not isinstance(config, LayerMoEConfig):
