@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -23,9 +22,10 @@ from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assembled
 from .experts import AddedExpert, LoraLinear
-from .language_gate import SERVERS, GateRule, LanguageGate, cache_of_call, can_compile, check_runner, pass_of_call
+from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, pass_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
+from .servers import check_batching, check_gate, check_model
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -82,7 +82,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         rule = GateRule.of(config)
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
-        _check_server(config, bool(mixtures))
+        check_model(config, bool(mixtures))
         grown = [index for index in mixtures if config.num_experts_per_layer[index] > 1]
         if grown and not config.has_kind("added"):
             names = layer_names(config)
@@ -109,7 +109,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         self._use_requested_experts(bool(mixtures))
         use_rules(self, mixture_rules(self, decoder_ffns(self)) if mixtures else [])  # type: ignore[arg-type]
         if rule is not None:
-            check_runner(config)
+            check_gate(config)
             # On the module that owns the layers: it always runs, also for heads of other libraries.
             owner = ffns[0].place.partition(".0.")[0].rpartition(".")[0]
             decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
@@ -260,15 +260,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         """As the backbone's, which `generate_batch` calls.
 
         Raises:
-            ValueError: inside of `use_languages` and its like: it generates in a thread of its own, which they do not
-                reach.
+            ValueError: see `check_batching`.
         """
-        asked = self.routing_control.request
-        if any(value is not None for value in (asked.capture, asked.expert, asked.expansion, asked.classes)):
-            raise ValueError(
-                "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
-                "and capture_routing around it do not reach: use generate."
-            )
+        check_batching(self.routing_control.request)
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -340,40 +334,8 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
         )
 
 
-def _check_server(config: Any, has_mixtures: bool) -> None:
-    """Refuses, before a server loads weights, what it would compute wrongly or not at all."""
-    server = SERVERS.get(str(getattr(config, "_attn_implementation", None)))
-    if server is None:
-        return
-    if config.is_encoder_decoder:
-        raise ValueError(f"{server} serves decoders alone by transformers' code, and this model is an encoder-decoder.")
-    if config.has_kind("lora"):
-        raise ValueError(
-            f"{server} merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
-            "`hf-moe-expand export --merge-lora`."
-        )
-    if has_mixtures:
-        raise ValueError(
-            f"{server} runs a mixture of experts by code of its own, which knows nothing of the experts beside it: "
-            "serve this model with transformers."
-        )
-    if getattr(config, "expansion_base", None):
-        raise ValueError(
-            f"{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: "
-            "load it with from_pretrained, save the whole model with save_pretrained, and serve that."
-        )
-    folder = Path(config.name_or_path or ".")
-    more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
-    if more and not (folder / "model.safetensors.index.json").is_file():
-        raise ValueError(
-            f"{server} reads every safetensors file of a folder that has no index, {more[0]} too, which holds what the "
-            "model can be grown or joined from: load it with from_pretrained, save it to another folder with "
-            "save_pretrained, which writes an index, and serve that."
-        )
-
-
 def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    check_runner(decoder.config)
+    check_gate(decoder.config)
     asked = control.request
     ends, virtual = asked.message_ends or (), asked.virtual_tokens
     control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends, virtual)

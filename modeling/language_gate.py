@@ -38,8 +38,6 @@ from .routing import Scores, TokenClasses
 
 UNIT = 1024  # of evidence in a nat
 TEMPLATE = "zxx"  # of no language: the first row, where a chat template's own words have one
-# Servers that run a model's code in place of transformers' generate, by the name of their attention.
-SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _FIELDS = ("layer", "languages", "bound", "window")
 
 
@@ -398,21 +396,6 @@ def memory_of(rule: GateRule, cache: Any, virtual: int | None = None) -> tuple[G
         memory = GateMemory() if beside is None else StaticGateMemory(beside)
     memory.others, memory.rule = held, judge
     return memory, held
-
-
-def check_runner(config: Any) -> None:
-    """Refuses a server whose own cache keeps no evidence: vLLM, SGLang, and the library's continuous batching.
-
-    Raises:
-        ValueError: the attention is such a server's.
-    """
-    name = str(getattr(config, "_attn_implementation", None) or "")
-    if name in SERVERS or name.startswith("paged"):
-        raise ValueError(
-            f"language_gate: the gate adds up evidence along a text, which {name} attention does not keep beside its "
-            "cache, so that tokens would go astray. Write a dense model of one language (`hf-moe-expand export "
-            "--language`), or serve the model with transformers' generate."
-        )
 
 
 def pass_of_call(

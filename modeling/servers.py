@@ -1,0 +1,69 @@
+"""Refuses what a server would compute wrongly or not at all: vLLM, SGLang, and the library's continuous batching."""
+
+from pathlib import Path
+from typing import Any
+
+from .routing_control import RoutingRequest
+
+# Servers that run a model's code in place of transformers' generate, by the name of their attention.
+_SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def check_model(config: Any, has_mixtures: bool) -> None:
+    """Refuses, before a server loads weights, what it would compute wrongly or not at all."""
+    server = _SERVERS.get(str(getattr(config, "_attn_implementation", None)))
+    if server is None:
+        return
+    if config.is_encoder_decoder:
+        raise ValueError(f"{server} serves decoders alone by transformers' code, and this model is an encoder-decoder.")
+    if config.has_kind("lora"):
+        raise ValueError(
+            f"{server} merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
+            "`hf-moe-expand export --merge-lora`."
+        )
+    if has_mixtures:
+        raise ValueError(
+            f"{server} runs a mixture of experts by code of its own, which knows nothing of the experts beside it: "
+            "serve this model with transformers."
+        )
+    if getattr(config, "expansion_base", None):
+        raise ValueError(
+            f"{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: "
+            "load it with from_pretrained, save the whole model with save_pretrained, and serve that."
+        )
+    folder = Path(config.name_or_path or ".")
+    more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
+    if more and not (folder / "model.safetensors.index.json").is_file():
+        raise ValueError(
+            f"{server} reads every safetensors file of a folder that has no index, {more[0]} too, which holds what the "
+            "model can be grown or joined from: load it with from_pretrained, save it to another folder with "
+            "save_pretrained, which writes an index, and serve that."
+        )
+
+
+def check_gate(config: Any) -> None:
+    """Refuses a server whose own cache keeps no evidence: vLLM, SGLang, and the library's continuous batching.
+
+    Raises:
+        ValueError: the attention is such a server's.
+    """
+    name = str(getattr(config, "_attn_implementation", None) or "")
+    if name in _SERVERS or name.startswith("paged"):
+        raise ValueError(
+            f"language_gate: the gate adds up evidence along a text, which {name} attention does not keep beside its "
+            "cache, so that tokens would go astray. Write a dense model of one language (`hf-moe-expand export "
+            "--language`), or serve the model with transformers' generate."
+        )
+
+
+def check_batching(request: RoutingRequest) -> None:
+    """Refuses the library's continuous batching for a caller that asks something of the routing.
+
+    Raises:
+        ValueError: inside of `use_languages` and its like, which do not reach the thread that generates.
+    """
+    if any(value is not None for value in (request.capture, request.expert, request.expansion, request.classes)):
+        raise ValueError(
+            "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
+            "and capture_routing around it do not reach: use generate."
+        )
