@@ -14,15 +14,8 @@ import yaml
 from conftest import keywords, run_python, save_dense, write_texts
 
 import hf_moe_expand
-from hf_moe_expand import (
-    LayerLoss,
-    Plan,
-    ReviewConfig,
-    expand_checkpoint,
-    extensions,
-    register_loss,
-    register_stage,
-)
+from hf_moe_expand import LayerLoss, Plan, ReviewConfig, expand_checkpoint, register_loss, register_stage
+from hf_moe_expand.core import extensions
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Coefficient
 from hf_moe_expand.stages.keywords import setting
