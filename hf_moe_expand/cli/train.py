@@ -132,7 +132,7 @@ def _settings(key: str, config: Path | None, held_out: dict[str, str] = {}) -> A
     from ..stages import all_stages
 
     stage = all_stages().get(key)
-    if stage is None or not hasattr(stage, "made"):
+    if stage is None or not hasattr(stage, "built"):
         raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
     settings: Any = read(stage.settings, {} if config is None else read_yaml(config), str(config or ""))
     if not held_out:
