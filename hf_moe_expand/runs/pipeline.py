@@ -13,27 +13,27 @@ from ..checkpoint.promises import check_architecture
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from ..checkpoint.writer import check_apart, check_place
+from ..core.disk import StepOutput, check_room, free_bytes, peak
+from ..core.errors import InputError, errors_at
+from ..core.jsonfile import write_json, write_text
+from ..core.recipe_paths import unset_variable, without_paths
+from ..core.schema import changed
+from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines
 from ..data.pairs import check_pairs, lost_of
 from ..data.sources import LanguageText, LeftOut, counted
-from ..core.disk import StepOutput, check_room, free_bytes, peak
-from ..stages.distributed import launched
-from ..core.errors import InputError, errors_at
 from ..evaluation.report import Evaluation
-from ..core.jsonfile import write_json, write_text
 from ..modeling import stack_sizes
-from .recipe import Recipe
-from ..core.recipe_paths import unset_variable, without_paths
-from .run_record import BEGUN, StepAtWork, StepDone, read_steps
-from ..core.schema import changed
-from ..core.scratch import FolderLock
 from ..stages.config import StageConfig
+from ..stages.distributed import launched
 from ..stages.outlook import Outlook, StepResult
+from .recipe import Recipe
+from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
 from .steps.base import ExpansionRun, Step
+from .steps.base_gate import FitBaseGate, fits_base
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
-from .steps.base_gate import FitBaseGate, fits_base
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
 from .steps.stage import StageStep, TrainStep

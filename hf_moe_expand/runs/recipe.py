@@ -9,18 +9,18 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings
 from ..checkpoint.settings import ExpandSettings, JoinSettings
-from ..data.sources import LanguageText, check_languages
 from ..core.errors import InputError
-from ..evaluation.settings import EvaluationSettings
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
-from ..planning.methods import AnyPlan, PlanSettings
 from ..core.recipe_paths import Place
-from ..core.schema import Schema, Flag, Text, Whole, json_schema, read
+from ..core.schema import Flag, Schema, Text, Whole, json_schema, read
+from ..core.yamlfile import parse_mapping, read_text
+from ..data.sources import LanguageText, check_languages
+from ..evaluation.settings import EvaluationSettings
 from ..inference.self_written import SelfWrittenText
+from ..inference.writing import SelfWrittenSettings
+from ..planning.methods import AnyPlan, PlanSettings
 from ..stages import recipe_stages, stages_for
 from ..stages.base import Stage
-from ..inference.writing import SelfWrittenSettings
-from ..core.yamlfile import parse_mapping, read_text
 
 Sources = dict[LanguageCode, Place]
 # Keys beside which `join` has no meaning: it makes no new experts.
@@ -141,7 +141,11 @@ class Recipe(Expansion):
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
         joins_with_gate = self.join is not None and self.join.calibrate
-        if self.anchors and not joins_with_gate and not any(expansion.has("gates") for expansion in self.all_expansions):
+        if (
+            self.anchors
+            and not joins_with_gate
+            and not any(expansion.has("gates") for expansion in self.all_expansions)
+        ):
             raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")

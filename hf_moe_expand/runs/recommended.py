@@ -14,20 +14,20 @@ from ..checkpoint.local import own_name
 from ..checkpoint.promises import check_architecture
 from ..checkpoint.source import load_base_config, resolve_checkpoint
 from ..checkpoint.stored import network_of
-from ..data.sources import LanguageText
 from ..core.errors import InputError, errors_at
-from ..inference.forecast import forecast, size_of, tokens_at_hand
 from ..core.languages import UNDETERMINED, check_old_and_new
-from ..inference.memory import device_memory, has_bfloat16
-from ..modeling import count_layers
-from ..inference.models import load_tokenizer, longest_block
-from ..planning.plan import Plan
-from .recipe import Recipe
 from ..core.recipe_paths import filled_in
 from ..core.rendering import render
+from ..core.yamlfile import parse_yaml
+from ..data.sources import LanguageText
+from ..inference.forecast import forecast, size_of, tokens_at_hand
+from ..inference.memory import device_memory, has_bfloat16
+from ..inference.models import load_tokenizer, longest_block
+from ..modeling import count_layers
+from ..planning.plan import Plan
 from ..stages import all_stages
 from ..trainers.router_losses import CHECKPOINTING
-from ..core.yamlfile import parse_yaml
+from .recipe import Recipe
 
 # The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
 BLOCK = 512

@@ -7,13 +7,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from ..planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
-from .recipe import Expansion, Recipe
 from ..core.rendering import render
 from ..core.schema import settings_in
+from ..planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
 from ..stages import all_stages
 from ..stages.config import StageConfig, own_fields
 from ..stages.keywords import default_of
+from .recipe import Expansion, Recipe
 
 
 def settings_page() -> str:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...checkpoint.records import History
 from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
-from ..recipe import Expansion, Recipe
-from ...checkpoint.records import History
 from ...stages.outlook import Found, Outlook, StepResult
+from ..recipe import Expansion, Recipe
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.records import History
 from ...checkpoint.source import load_config
-from ...data.sources import LanguageText, contents
 from ...core.errors import errors_at
+from ...core.languages import UNDETERMINED
+from ...core.recipe_paths import unset_variable
+from ...data.sources import LanguageText, contents
 from ...evaluation.chat import QUESTIONS, check_chat
 from ...evaluation.perplexity import language_stream
 from ...evaluation.report import score_models
-from ...core.languages import UNDETERMINED
-from ..recipe import Recipe
-from ...core.recipe_paths import unset_variable
-from ...checkpoint.records import History
 from ...stages.outlook import Found, Outlook, StepResult
+from ..recipe import Recipe
 from .base import Step
 
 

@@ -10,16 +10,16 @@ from ...checkpoint.join import join_expansions, joined_config, load_packs
 from ...checkpoint.local import pack_and_name
 from ...checkpoint.packs import Pack, check_packs
 from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.records import History
 from ...checkpoint.settings import JoinSettings
 from ...checkpoint.source import resolve_checkpoint
 from ...checkpoint.stored import StoredModel, network_of
 from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
 from ...core.errors import InputError, errors_at
-from ...modeling.expansion_only import RECORD
 from ...inference.models import check_decoder, load_tokenizer
-from ...checkpoint.records import History
 from ...inference.self_written import SelfWrittenText
+from ...modeling.expansion_only import RECORD
 from ...stages.config import languages_of
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep

@@ -5,10 +5,10 @@ from typing import Any
 
 from ...checkpoint.source import load_config, resolve_checkpoint
 from ...core.errors import InputError
+from ...core.schema import changed
 from ...modeling import count_layers, stack_sizes
 from ...planning.make import make_plan
 from ...planning.results import DeviationResult, SimilarityResult
-from ...core.schema import changed
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep
 from .base_gate import gate_layer

@@ -7,12 +7,12 @@ from typing import Any
 
 from accelerate import PartialState
 
+from ...checkpoint.records import History
 from ...checkpoint.source import load_config
-from ...data.sources import LanguageText, contents
 from ...core.disk import StepOutput
+from ...data.sources import LanguageText, contents
 from ...inference.forecast import training_disk
 from ...inference.memory import device_memory
-from ...checkpoint.records import History
 from ...stages.base import Stage
 from ...stages.config import StageConfig
 from ...stages.outlook import Found, Outlook, StepResult

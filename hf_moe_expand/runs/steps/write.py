@@ -8,10 +8,10 @@ from typing import Any
 from ...core.disk import StepOutput
 from ...core.errors import errors_at
 from ...inference.models import check_decoder
-from ..recipe import Recipe
 from ...inference.self_written import check_positions, write_texts
-from ...stages.outlook import Found, Outlook, StepResult
 from ...inference.writing import SelfWrittenSettings
+from ...stages.outlook import Found, Outlook, StepResult
+from ..recipe import Recipe
 from .base import Step
 
 # Generous: bytes of a token's text, and of the words about its origin in a document's row.
