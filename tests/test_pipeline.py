@@ -24,16 +24,19 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
+from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.settings import ExpandSettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
+from hf_moe_expand.data.pairs import texts_for
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.hub.files import published_files
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
+from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.runs.recipe import Expansion, Recipe
@@ -92,6 +95,14 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     stages = json.loads((final / "config.json").read_text())["expansions"][-1]["stages"]
     assert [(stage["stage"], stage["steps"]) for stage in stages] == [("post-pretrain", 6), ("review", 4)]
     assert str(root) not in (final / "config.json").read_text()
+    # LayerMoE 3.3: the classifier stands where old and new languages are most alike after stage 1.
+    assert not Plan.load(root / "run" / "plan.json").classifier_layers
+    model, tokenizer = load_for_inference(root / "run" / "post_pretrain")
+    sources = {code: LanguageText(code, path) for code, path in {**recipe.old, **recipe.new}.items()}
+    texts = texts_for(model.config, sources, recipe.seed)
+    measured = measure_similarity(model, tokenizer, texts, list(recipe.old), list(recipe.new), 500, 32)
+    assert json.loads((final / "config.json").read_text())["classifier_layers"] == [measured.new_old.index(max(measured.new_old))]
+    assert stages[-1]["settings"]["classifier_layers"] == 1
     # P3 over the whole way: every tensor of the base is in the final checkpoint, as expert 0 or under its own name.
     base, last = CheckpointReader(root / "base"), CheckpointReader(final)
     for name in base.tensors:

@@ -109,7 +109,8 @@ def test_the_analysis_that_a_plan_needs():
         "dmoe": "deviation",
     }  # fmt: skip
     assert plan_settings("mola", classifier_layers=2).needs == "similarity"
-    assert plan_settings("mola", classifier_layers=2, classifier_choice="last").needs is None
+    assert plan_settings("mola", classifier_layers=2, classifier_choice="last").needs == "similarity"
+    assert plan_settings("mola", classifier_layers=2, classifier_choice="random").needs is None
 
 
 @pytest.mark.parametrize(

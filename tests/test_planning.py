@@ -119,13 +119,18 @@ def test_classifier_layers():
     expanded = [0, 1, 2, 3, 4]
     assert classifier_layers("similarity", 3, expanded, new_old) == [0, 2, 3]
     assert classifier_layers("similarity", 2, [0, 1, 4], new_old) == [0, 4]
-    assert classifier_layers("last", 2, expanded) == [3, 4]
+    assert classifier_layers("last", 2, expanded, new_old) == [1, 4]  # those where languages are least alike
     assert classifier_layers("last", 0, expanded) == []
     assert classifier_layers("all", 0, expanded) == expanded
     assert classifier_layers("none", 3, expanded) == []
     assert len(classifier_layers("random", 3, expanded, seed=4)) == 3
     with pytest.raises(InputError, match="6 classifier layers"):
-        classifier_layers("last", 6, expanded)
+        classifier_layers("last", 6, expanded, new_old)
+
+
+def test_the_published_last_7_are_the_layers_of_lowest_similarity(published):
+    new_old = published["layermoe_llama32_3b_g1"]["new_old"]
+    assert classifier_layers("last", 7, range(28), new_old) == [0, 1, 2, 3, 24, 26, 27]
 
 
 def test_classifiers_by_similarity_and_analyses_of_other_models():

@@ -49,7 +49,7 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     loaded = recipe(root)
     assert loaded.post_pretrain.learning_rate == 5e-5
     assert loaded.review == ReviewSettings(block_size=32, max_steps=2)
-    assert any("7 experts, 1 classifier" in line for line in validate_recipe(loaded))
+    assert any("7 experts, 1 classifier, placed after stage 1" in line for line in validate_recipe(loaded))
     assert recipe(root, a=("review: {block_size: 32, max_steps: 2}", "review: null")).review is None
 
 
@@ -110,7 +110,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("/base", "/nowhere", "no such folder"),
         ("/en.jsonl", "/none.jsonl", "no such file"),
         ("total_experts: 7", "total_experts: 5", "3 layers with at least 2 each .* need 6 or more"),
-        ("classifier_layers: 1", "classifier_layers: 4", "4 classifier layers were asked for, but 3"),
+        ("classifier_layers: 1", "classifier_layers: 4", "review: classifier_layers is 4, but 3 layers"),
         ("learning_rate", "learning_rat", "post_pretrain: .*`learning_rat`; did you mean `learning_rate`"),
         ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
         ("learning_rate: 5e-5", "lr_scheduler_type: cosin", "lr_scheduler_type is 'cosin': must be 'linear'"),

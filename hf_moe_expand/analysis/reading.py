@@ -84,6 +84,16 @@ def read_inputs(
                 bar.update(batch.tokens)
 
 
+def count_tokens(texts: Iterable[str], tokenizer: Any, most: int) -> int:
+    """The number of the texts' tokens, counted up to `most`."""
+    count = 0
+    for text in texts:
+        count += len(tokenizer(text, verbose=False).input_ids)
+        if count >= most:
+            return most
+    return count
+
+
 def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
     """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens."""
     return [block for blocks in document_blocks(language, texts, tokenizer, tokens, block_size) for block in blocks]

@@ -146,7 +146,8 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
         figures.save(figures.deviation(deviation, plan.groups, layers), figure)
     print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
     if not plan.groups:
-        print(f"classifier layers  {plan.classifiers_in_words}")
+        without = "" if plan.classifier_layers else settings.without_classifiers
+        print(f"classifier layers  {plan.classifiers_in_words}{without}")
     print(f"wrote {out}")
 
 

@@ -46,20 +46,56 @@ def _verb(key: str) -> Callable[..., None]:
         overwrite: Overwrite = False,
         allow_lost_text: AllowLostText = False,
     ) -> None:
-        check_checkpoints(model, expanded=True)
-        held_out = {code: text.source for code, text in text_sources(validation or []).items()}
-        settings = _settings(key, config, held_out)
-        from ..stages.run import check_frozen, train_stage
-
-        record = train_stage(
-            model, out, text_sources(data), settings.built(out, seed), overwrite=overwrite,
-            allow_lost_text=allow_lost_text,
-        )  # fmt: skip
-        if _is_first_rank():
-            frozen = check_frozen(model, out, record.stage)
-            print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
+        _train(key, model, out, data, config, validation, seed, overwrite, allow_lost_text)
 
     return train
+
+
+def train_review(
+    model: Model,
+    out: OutFolder,
+    data: Data,
+    config: Config = None,
+    classifier_layers: Annotated[
+        int | None,
+        typer.Option(help="Place classifiers in so many layers, by the languages' similarity in this model."),
+    ] = None,
+    classifier_choice: Annotated[
+        str | None, typer.Option(help="Choice of these layers: similarity, last, random, all or none.")
+    ] = None,
+    validation: Validation = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    allow_lost_text: AllowLostText = False,
+) -> None:
+    given = {"classifier_layers": classifier_layers, "classifier_choice": classifier_choice}
+    given = {name: value for name, value in given.items() if value is not None}
+    _train("review", model, out, data, config, validation, seed, overwrite, allow_lost_text, **given)
+
+
+def _train(
+    key: str,
+    model: str,
+    out: Path,
+    data: list[str],
+    config: Path | None,
+    validation: list[str] | None,
+    seed: int,
+    overwrite: bool,
+    allow_lost_text: bool,
+    **given: Any,
+) -> None:
+    check_checkpoints(model, expanded=True)
+    held_out = {code: text.source for code, text in text_sources(validation or []).items()}
+    settings = _settings(key, config, held_out).but(**given)
+    from ..stages.run import check_frozen, train_stage
+
+    record = train_stage(
+        model, out, text_sources(data), settings.built(out, seed), overwrite=overwrite, allow_lost_text=allow_lost_text
+    )
+    if _is_first_rank():
+        frozen = check_frozen(model, out, record.stage)
+        print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
 
 
 def train_adapt(
@@ -158,7 +194,7 @@ def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-_SPECIAL: dict[str, Callable[..., None]] = {"adapt": train_adapt, "dense": train_dense}
+_SPECIAL: dict[str, Callable[..., None]] = {"adapt": train_adapt, "dense": train_dense, "review": train_review}
 for _key in stage_files():
     if _key not in ("graft", "gates", "average"):  # which do not train, and are verbs of their own
         _add_verb(_key, _SPECIAL.get(_key) or _verb(_key), pydoc.synopsis(str(Path(kinds.__path__[0]) / f"{_key}.py")))

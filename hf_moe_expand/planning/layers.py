@@ -4,9 +4,12 @@ import random
 import re
 from collections.abc import Sequence
 from math import floor, isfinite
+from typing import Literal
 
 from ..core.errors import InputError
 
+ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
+CLASSIFIER_CHOICES = "similarity (where old and new languages are most alike), last (least alike), random, all or none"
 _RANGE = r"\s*(?:(encoder|decoder)\.)?(\d{1,6})(?:-(\d{1,6})(?:/(\d{1,6}))?)?\s*"
 _RANGES = re.compile(f"{_RANGE}(,{_RANGE})*")
 
@@ -90,10 +93,10 @@ def classifier_layers(
 
     Args:
         choice: `similarity` (the `count` layers with the highest new-old similarity, where a router is most easily
-            confused), `random`, `last`, `all` or `none`.
+            confused), `last` (those with the lowest), `random`, `all` or `none`.
         count: number of layers, for the first three choices; 0 turns them off.
         expanded: the layers that have a router.
-        new_old: S_new&old of each layer, for `similarity`.
+        new_old: S_new&old of each layer, for `similarity` and `last`.
     """
     if choice == "all":
         return sorted(expanded)
@@ -103,8 +106,7 @@ def classifier_layers(
         raise InputError(f"{count} classifier layers were asked for, but {len(expanded)} layers are expanded.")
     if choice == "random":
         return sorted(random.Random(seed).sample(list(expanded), count))
-    if choice == "last":
-        return sorted(expanded)[len(expanded) - count :]
     if new_old is None:
         raise InputError("Classifier layers by similarity need an analysis: give --analysis, or another choice.")
-    return sorted(sorted(expanded, key=lambda layer: (-new_old[layer], layer))[:count])
+    sign = 1 if choice == "last" else -1
+    return sorted(sorted(expanded, key=lambda layer: (sign * new_old[layer], layer))[:count])

@@ -12,13 +12,13 @@ from ..checkpoint.settings import ExpandSettings, JoinSettings
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
-from ..core.schema import Flag, Schema, Text, Whole, json_schema, read
+from ..core.schema import Flag, Schema, Text, Whole, changed, json_schema, read
 from ..core.yamlfile import parse_mapping, read_text
 from ..data.sources import LanguageText, check_languages
 from ..evaluation.settings import EvaluationSettings
 from ..inference.self_written import SelfWrittenText
 from ..inference.writing import SelfWrittenSettings
-from ..planning.methods import AnyPlan, PlanSettings
+from ..planning.methods import AnyPlan, LayerPlan, PlanSettings
 from ..stages import recipe_stages, stages_for
 from ..stages.base import Stage
 
@@ -48,7 +48,14 @@ class _Expansion(Schema):
         """The settings of the plan; an InputError says that there is none."""
         if self.plan is None:
             raise InputError("`plan` is missing: say how many experts each layer gets.")
-        return self.plan
+        return changed(self.plan, classifier_layers=0) if self.classified_later else self.plan
+
+    @property
+    def classified_later(self) -> bool:
+        """Whether classifiers wait for the model after stage 1, by whose similarity LayerMoE places them (3.3): review
+        places them then."""
+        plan, review = self.plan, getattr(self, "review", None)
+        return isinstance(plan, LayerPlan) and plan.chooses_by_similarity and review is not None
 
     @property
     def joins(self) -> bool:
@@ -71,7 +78,21 @@ class _Expansion(Schema):
         stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
         if getattr(self.plan, "exclusive", False) and "review" not in self.model_fields_set:
             stages = [(stage, settings) for stage, settings in stages if stage.key != "review"]  # no routers
+        if self.classified_later:
+            stages = [
+                (stage, self._placing(settings) if stage.key == "review" else settings) for stage, settings in stages
+            ]
         return [(stage, settings) for stage, settings in stages if settings is not None]
+
+    def _placing(self, review: Any) -> Any:
+        """The settings of a review that places the plan's classifiers."""
+        plan: Any = self.plan
+        if review.classifier_layers is not None:
+            raise InputError("review.classifier_layers: the plan has classifier_layers too: leave one of them out.")
+        return review.but(
+            classifier_layers=plan.classifier_layers, classifier_choice=plan.classifier_choice,
+            classifier_tokens=self.analysis.tokens,
+        )  # fmt: skip
 
     def has(self, key: str) -> bool:
         """Whether the stage with this key runs."""

@@ -29,6 +29,7 @@ from ..core.recipe_paths import Place
 from ..core.schema import MOST, Coefficient, Count, Positive, Schema, Text, Whole, check_seed, read
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
+from ..data.sources import LanguageText
 from ..evaluation.validation import VALIDATION, ValidationCallback
 from ..inference.memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
@@ -299,6 +300,12 @@ class StageConfig(TrainingArguments, Stage):
         if not texts:
             raise InputError("No text was given: name files with --data.")
         return []
+
+    def place_classifiers(
+        self, folder: Path, model_config: Any, texts: Mapping[str, LanguageText], resume: str | None
+    ) -> bool:
+        """Places classifiers in the configuration of the model that trains, if the stage does; returns whether."""
+        return False
 
     @classmethod
     def check_model(cls, model_config: Any) -> None:

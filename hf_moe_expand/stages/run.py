@@ -99,7 +99,10 @@ def train_stage(
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
-    network = auto_class(before).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **split)
+    placed = {"config": before} if config.place_classifiers(folder, before, data, resume) else {}
+    network = auto_class(before).from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, **split, **placed
+    )
     if not split and not config.deepspeed:  # else a rank holds parts alone
         check_finite(network, model)
     with work.begun(config.process_index == 0):  # before the Trainer makes the folder
@@ -149,15 +152,15 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
         stage: the stage's name in the history.
     """
     before = resolve_checkpoint(before)
-    config = load_expanded_config(before)
-    network = network_of(config)
+    network = network_of(load_expanded_config(Path(after)))
     trained = trained_parts(stage)
     if trained is None:
         raise InputError(f"{stage!r} is not a stage that leaves tensors alone.")
     freeze(network, trained, stage)
     moving = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     comparison = compare_checkpoints(before, after)
-    wrong = [name for name in comparison.changed if name not in moving] + comparison.added + comparison.removed
+    added = [name for name in comparison.added if not (name in moving and name.endswith(".classifier.weight"))]
+    wrong = [name for name in comparison.changed if name not in moving] + added + comparison.removed
     if trained.last_router_row:
         left, right = CheckpointReader(before), CheckpointReader(Path(after))
         routers = [name for name in comparison.changed if name.endswith(".router.weight")]

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from ...core.errors import InputError
 from ...core.schema import Count, Flag, Schema, Text, Whole, changed, read, unknown_key
-from ..layers import check_layer_ranges
+from ..layers import CLASSIFIER_CHOICES, ClassifierChoice, check_layer_ranges
 from ..plan import MOST_EXPERTS
 from ..results import DeviationResult, Result, SimilarityResult
 
@@ -123,6 +123,7 @@ class PlanSettings(Schema):
         analysis: the analysis that the method needs.
         fixed_counts: whether the settings alone determine each layer's count.
         grows: whether it can plan the further expansion of an expanded model.
+        without_classifiers: what to say of its plan without classifiers.
         makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
 
     Raises:
@@ -137,6 +138,7 @@ class PlanSettings(Schema):
     fixed_counts: ClassVar[bool] = False
     grows: ClassVar[bool] = True
     makes_groups: ClassVar[bool] = False
+    without_classifiers: ClassVar[str] = ""
 
     if TYPE_CHECKING:
         method: str
@@ -217,8 +219,8 @@ class LayerPlan(PlanSettings):
         "encoder-decoder encoder.1,decoder.0-5; the others stay dense. All by default.",
     )
     classifier_layers: Whole = Field(0, ge=0, description="Number of layers with a classifier.")
-    classifier_choice: Literal["similarity", "random", "last", "all", "none"] = Field(
-        "similarity", description="Choice of these layers: similarity (needs its analysis), random, last, all or none."
+    classifier_choice: ClassifierChoice = Field(
+        "similarity", description=f"Choice of these layers: {CLASSIFIER_CHOICES}."
     )
     classifiers_in: _Layers = Field(
         None, description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."
@@ -229,9 +231,13 @@ class LayerPlan(PlanSettings):
 
     @property
     def needs(self) -> Needs | None:
+        return self.analysis or ("similarity" if self.chooses_by_similarity else None)
+
+    @property
+    def chooses_by_similarity(self) -> bool:
+        """Whether the languages' similarity places its classifiers."""
         counted = self.classifier_layers > 0 and not self.classifiers_in
-        by_similarity = counted and self.classifier_choice == "similarity"
-        return self.analysis or ("similarity" if by_similarity else None)
+        return counted and self.classifier_choice in ("similarity", "last")
 
 
 def method_title(name: str) -> str:

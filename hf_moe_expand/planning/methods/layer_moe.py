@@ -18,6 +18,7 @@ class LayerMoEPlan(LayerPlan):
 
     title = "LayerMoE"
     analysis = "similarity"
+    without_classifiers = ": the paper's ablation; it has 7 in a first expansion, 5 in a second"
     words = "fewer where the languages' hidden states are more alike"
 
     method: Literal["layer-moe"] = Field("layer-moe", description="LayerMoE")

@@ -6,6 +6,7 @@ from typing import Any
 from ...checkpoint.source import load_config, resolve_checkpoint
 from ...core.errors import InputError
 from ...core.schema import changed
+from ...data.sources import counted
 from ...modeling import count_layers, stack_sizes
 from ...planning.make import make_plan
 from ...planning.results import DeviationResult, SimilarityResult
@@ -45,14 +46,20 @@ class MakePlan(RunStep):
             settings, layers, recipe.old_languages, codes, similarity, recipe.seed, deviation,
             grows_from=() if outlook.plan is None else outlook.plan.experts_per_layer, encoder_layers=encoder,
         )  # fmt: skip
-        least, classifiers = outlook.least, len(plan.classifier_layers)
+        least = outlook.least
         if settings.fixed_counts:
             least = min(count for count in plan.experts_per_layer if count > 1)
         elif not (least and getattr(settings, "only_layers", None)):
             # Else other layers do not grow.
             least += getattr(settings, "minimum", None) or (1 if least else 2)
-        line = f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, {classifiers} classifier"
-        return Found(replace(outlook, plan=plan, least=least), [line + ("" if classifiers == 1 else "s")])
+        line = f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, "
+        return Found(replace(outlook, plan=plan, least=least), [line + self._classifiers(len(plan.classifier_layers))])
+
+    def _classifiers(self, placed: int) -> str:
+        expansion = self.run.expansion
+        if later := next((s.classifier_layers for stage, s in expansion.stages() if stage.key == "review"), None):
+            return f"{counted(later, 'classifier')}, placed after stage 1"
+        return counted(placed, "classifier") + ("" if placed else expansion.planned.without_classifiers)
 
     def _check_copied(self, least: int) -> None:
         """Refuses a further expansion that copies an expert which some layer may not have."""

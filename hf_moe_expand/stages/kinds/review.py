@@ -5,17 +5,29 @@ Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --dat
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 
+from ...analysis.reading import count_tokens
+from ...analysis.similarity import measure_similarity
 from ...checkpoint.records import History
+from ...checkpoint.stored import built_whole
 from ...core.errors import InputError
+from ...core.jsonfile import read_json
 from ...core.schema import Coefficient, Count, Flag, Times
 from ...data.packing import NEW_PER_OLD, review_documents
+from ...data.pairs import texts_for
+from ...data.sources import LanguageText
+from ...inference.models import load_for_inference
+from ...modeling import layer_names
+from ...planning.layers import CLASSIFIER_CHOICES, ClassifierChoice, classifier_layers
 from ...trainers.freezing import Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of
+from ..distributed import launched
 from ..keywords import setting
 from ..trainer import StageTrainer
 
@@ -50,6 +62,15 @@ class ReviewConfig(StageConfig):
     distillation_coef: Annotated[Coefficient, DistillationLoss] = setting(
         0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
     )
+    classifier_layers: Count | None = setting(
+        None,
+        "place classifiers in so many layers before training, by the languages' similarity in the model after stage 1, "
+        "as LayerMoE does. By default those train that the plan placed",
+    )
+    classifier_choice: ClassifierChoice = setting("similarity", f"choice of these layers: {CLASSIFIER_CHOICES}")
+    classifier_tokens: Count = setting(
+        100_000, "tokens of each language on which the similarity is measured (Q), or as many as there are"
+    )
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
     @classmethod
@@ -63,6 +84,8 @@ class ReviewConfig(StageConfig):
                 "exclusive experts take the tokens of their languages alone, so that no router is left to review: "
                 "leave the review out (`review: null`)."
             )
+        if self.classifier_layers is not None:
+            self._check_classifiers(model)
         if missing := [code for code in (*old, *new) if code not in texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
@@ -75,6 +98,60 @@ class ReviewConfig(StageConfig):
         if self.distillation_coef:
             _check_distillation(model)
         return self._fewer_documents(texts, old, new)
+
+    def _check_classifiers(self, model: Any) -> None:
+        """Refuses classifiers for a model that has them, or that cannot have so many."""
+        if layers := getattr(model, "classifier_layers", None):
+            names = ", ".join(layer_names(model)[layer] for layer in layers)
+            raise InputError(
+                f"classifier_layers: the model has classifiers already, in layers {names}, which its plan placed: "
+                "leave classifier_layers out, here or in the plan."
+            )
+        if getattr(model, "language_gate", None):
+            raise InputError(
+                "classifier_layers: the model has a language gate, which takes the place of classifiers: leave it out."
+            )
+        counts = getattr(model, "num_experts_per_layer", None)
+        if counts is not None and self.classifier_choice not in ("all", "none"):
+            expanded = sum(count > 1 for count in counts)
+            if self.classifier_layers > expanded:
+                raise InputError(
+                    f"classifier_layers is {self.classifier_layers}, but {expanded} layers of the model have a router."
+                )
+
+    def place_classifiers(
+        self, folder: Path, model_config: Any, texts: Mapping[str, LanguageText], resume: str | None
+    ) -> bool:
+        """Places the classifiers in the configuration of the model in `folder`; returns whether there are any to place.
+        LayerMoE 3.3: where old and new languages are most alike after stage 1."""
+        if self.classifier_layers is None:
+            return False
+        if resume is not None:
+            layers = read_json(Path(resume) / "config.json", "a configuration")["classifier_layers"]
+        else:
+            (layers,) = broadcast_object_list([self._chosen(folder, texts) if launched().is_main_process else None])
+        if launched().is_main_process:
+            names = ", ".join(layer_names(model_config)[layer] for layer in layers)
+            print(f"review: new classifiers in layers {names} ({self.classifier_choice})")
+        history = History.of(model_config)
+        model_config.classifier_layers = layers
+        history.with_last(classifier_layers=layers).write(model_config)
+        return True
+
+    def _chosen(self, folder: Path, texts: Mapping[str, LanguageText]) -> list[int]:
+        similarity = None
+        with built_whole():
+            network, tokenizer = load_for_inference(folder)
+        config = network.config
+        if self.classifier_choice in ("similarity", "last"):
+            documents, (old, new) = texts_for(config, texts, self.seed), languages_of(config)
+            tokens = self.classifier_tokens
+            if not config.is_encoder_decoder:
+                tokens = min(count_tokens(some, tokenizer, tokens) for some in documents.values())
+            measured = measure_similarity(network, tokenizer, documents, old, new, tokens, self.block_size)
+            similarity = measured.new_old
+        expanded = [layer for layer, count in enumerate(config.num_experts_per_layer) if count > 1]
+        return classifier_layers(self.classifier_choice, self.classifier_layers, expanded, similarity, self.seed)
 
     def _fewer_documents(self, texts: Mapping[str, Any], old: list[str], new: list[str]) -> list[str]:
         """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
@@ -130,3 +207,11 @@ class ReviewTrainer(StageTrainer):
     """
 
     stage = ReviewConfig
+
+    def __init__(self, model: Any, args: Any = None, *others: Any, **kwargs: Any) -> None:
+        if getattr(args, "classifier_layers", None) and not model.config.classifier_layers:
+            raise InputError(
+                "classifier_layers: a Trainer trains the classifiers that a model has. `train_stage`, from folder to "
+                "folder, measures the model and places them."
+            )
+        super().__init__(model, args, *others, **kwargs)
