@@ -101,7 +101,9 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     sources = {code: LanguageText(code, path) for code, path in {**recipe.old, **recipe.new}.items()}
     texts = texts_for(model.config, sources, recipe.seed)
     measured = measure_similarity(model, tokenizer, texts, list(recipe.old), list(recipe.new), 500, 32)
-    assert json.loads((final / "config.json").read_text())["classifier_layers"] == [measured.new_old.index(max(measured.new_old))]
+    assert json.loads((final / "config.json").read_text())["classifier_layers"] == [
+        measured.new_old.index(max(measured.new_old))
+    ]
     assert stages[-1]["settings"]["classifier_layers"] == 1
     # P3 over the whole way: every tensor of the base is in the final checkpoint, as expert 0 or under its own name.
     base, last = CheckpointReader(root / "base"), CheckpointReader(final)

@@ -9,13 +9,14 @@ from conftest import invoke
 from jsonschema import Draft202012Validator
 
 from hf_moe_expand.core.schema import keys_of, settings_in
-from hf_moe_expand.core.yamlfile import read_yaml
+from hf_moe_expand.core.yamlfile import parse_mapping, read_yaml
 from hf_moe_expand.planning.methods import METHODS, PlanSettings
 from hf_moe_expand.runs.recipe import Recipe, recipe_schema
 from hf_moe_expand.runs.recipes import packaged_files
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = packaged_files()
+METHODS_FILES = packaged_files("methods")
+FILES = packaged_files() | {name: METHODS_FILES[name] for name in ("deltamoe", "layermoe")}  # which inherit
 
 
 def options(node, schema):
@@ -52,7 +53,7 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     items = schema["properties"]["expansions"]["items"]
     (expansion,) = options(items, schema)
     whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written"}
-    whole |= {"evaluation", "allow_lost_text"}
+    whole |= {"evaluation", "allow_lost_text", "inherits"}
     assert set(expansion["properties"]) == set(schema["properties"]) - whole
     plans = {}
     for part in options(schema["properties"]["plan"], schema):
@@ -78,6 +79,29 @@ def validator():
 @pytest.mark.parametrize("name", FILES)
 def test_recipes_of_the_repository_pass_it(validator, name):
     assert [error.message for error in validator.iter_errors(read_yaml(FILES[name]))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("inherits: moe-lpr", True),
+        ("inherits: moe-lpr\nplan: {experts: 3}", True),
+        ("inherits: moe-lpr\nplan: {method: layer-moe, experts: null, total_experts: 7}", True),
+        ("inherits: ../mine.yaml\nnew: {el: null}\nreview: null\npost_pretrain: {bf16: null, max_steps: 3}", True),
+        ("inherits: x\ngraft: {scale: 2.0}", True),
+        ("inherits: x\nplan: {expert: 3}", False),
+        ("inherits: x\nplan: {experts: many}", False),
+        ("inherits: x\ntset: {}", False),
+        ("inherits: x\nreview: {block_siez: 12}", False),
+        ("inherits: [x, y]", False),
+        ("base: b\noutput: o", True),
+        ("base: b", False),
+        ("base: b\noutput: o\nnew: {el: null}", False),
+        ("base: b\noutput: o\ngraft: {scale: 2.0}", False),
+    ],
+)
+def test_a_recipe_that_inherits_may_lack_keys_and_take_them_out(validator, text, good):
+    assert validator.is_valid(parse_mapping(text, "x")) is good
 
 
 def test_the_readmes_recipe_passes_it_and_mistakes_do_not(validator, tmp_path):

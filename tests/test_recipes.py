@@ -1,5 +1,7 @@
 """The packaged recipes: each is found good without a network, explained key by key, and has the papers' numbers."""
 
+import hashlib
+import json
 import re
 import socket
 from itertools import pairwise
@@ -14,7 +16,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.runs.pipeline import validate_recipe
 from hf_moe_expand.runs.recipe import Recipe
-from hf_moe_expand.runs.recipes import find_recipe, packaged_files, packaged_recipes
+from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe, packaged_files, packaged_recipes
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.
@@ -69,8 +71,7 @@ def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_says_what_it_is_and_explains_every_key(name):
-    text = packaged_files()[name].read_text("utf-8")
-    lines = text.splitlines()
+    lines = WholeRecipe.load(packaged_files()[name]).text.splitlines()
     assert re.fullmatch(r"# (MoE-LPR|LayerMoE|DMoE|DeltaMoE|EOM|FOM|CMR): .+ \(.+ et al\.( \d{4})?\)", lines[0])
     assert "# Differences from the paper:" in lines
     assert max(map(len, lines)) <= 120
@@ -78,6 +79,38 @@ def test_each_says_what_it_is_and_explains_every_key(name):
         # A language and its source need no comment.
         if re.match(r" *(- )?[\w]+:", line) and not re.search(r": (hub:|\$MADLAD/)", line):
             assert "  # " in line or before.lstrip().startswith("# "), line
+    # The files themselves: what stands in the one that it inherits needs no comment.
+    text = packaged_files()[name].read_text("utf-8")
+    assert text.startswith(f"{lines[0]}\n#\n")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_their_files_hold_what_differs():
+    files = [*packaged_files().values(), *packaged_files("methods").values()]
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= 900
+
+
+# Of all that each resolves to, with the order of its languages. A change of one that others inherit changes theirs.
+RESOLVED = {
+    "cmr-nllb-600m": "a1df392c", "cmr-qwen1.5-1.8b": "5c795a08", "deltamoe-llama-3.1-8b": "801b46e7",
+    "deltamoe-qwen2.5-7b": "474a1517", "deltamoe-qwen2.5-7b-own-sft": "6760c2f3", "dmoe-bloom-1.7b": "671a4501",
+    "dmoe-bloom-560m": "2df3595c", "dmoe-bloom-560m-128-languages": "d1625d0e", "dmoe-gemma-2b": "4ce075f9",
+    "dmoe-qwen2.5-0.5b": "8cd28936", "dmoe-qwen2.5-1.5b": "3166b1a6", "eom-nllb-600m": "86be0e6b",
+    "eom-qwen1.5-1.8b": "c9e07fc7", "fom-nllb-600m": "7b9456d6", "fom-qwen1.5-1.8b": "20f685b0",
+    "laptop-smollm2-135m": "409ccab2", "layermoe-llama-3.2-3b-g1": "10102d8c",
+    "layermoe-qwen1.5-1.8b-g1": "6f6b7085", "layermoe-qwen1.5-1.8b-g1-and-g2": "67891083",
+    "layermoe-qwen1.5-1.8b-g1-then-g2": "ff3edaed", "layermoe-qwen1.5-1.8b-g2": "b4ba4d00",
+    "layermoe-qwen1.5-1.8b-g2-then-g1": "b22aa2b0", "moe-lpr-qwen1.5-1.8b": "4e5a70ec", "recommended": "cce03ee6",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_resolves_to_what_it_did(name):
+    whole = WholeRecipe.load(packaged_files()[name]).mapping
+    languages = [list(whole.get(key) or ()) for key in ("old", "new", "test")]
+    languages += [list(expansion["new"]) for expansion in whole.get("expansions", ())]
+    text = json.dumps([whole, languages], sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest()[:8] == RESOLVED[name]
 
 
 # METHODS.md and the papers: dotted keys of the first expansion, and what they must be.
@@ -208,7 +241,11 @@ def test_names_and_files(tmp_path, monkeypatch):
     assert listed.split("  ")[0] == name
     assert all(word in listed for word in ("MoE-LPR", "Qwen/Qwen1.5-1.8B", "Greek"))
     shown = invoke("recipes", "show", name)
-    assert shown == packaged_files()[name].read_text("utf-8")
+    assert yaml.safe_load(shown)["plan"]["experts"] == 6
+    assert "inherits" not in shown
+    alone = "laptop-smollm2-135m"
+    assert invoke("recipes", "show", alone) == packaged_files()[alone].read_text("utf-8")
+    assert invoke("recipes", "ls").splitlines()[-1] == "to inherit: deltamoe, dmoe, layermoe, moe-lpr"
     assert f"{name}: ok" in invoke("validate", "--offline", name)
     # A file of the same name wins.
     monkeypatch.chdir(tmp_path)

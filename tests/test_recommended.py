@@ -12,7 +12,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.runs.recipe import Recipe
-from hf_moe_expand.runs.recipes import find_recipe
+from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe
 from hf_moe_expand.runs.recommended import blocks_a_step, new_recipe, rates_for
 
 
@@ -87,7 +87,7 @@ def test_steps_follow_from_the_text():
 def test_rates_name_their_source():
     assert [rates_for(n).stage for n in (135_000_000, 500_000_000, 1_800_000_000)] == ["2e-3", "2e-4", "5e-5"]
     assert "not measured" in rates_for(500_000_000).source
-    smollm2, published = (yaml.safe_load(find_recipe(name).read_text("utf-8")) for name in
+    smollm2, published = (yaml.safe_load(WholeRecipe.load(find_recipe(name)).text) for name in
                           ("recommended", "moe-lpr-qwen1.5-1.8b"))  # fmt: skip
     for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
         rates = rates_for(parameters)

@@ -138,27 +138,34 @@ def run(recipe: RecipeName) -> None:
 def recipes_ls() -> None:
     """List the recipes that come with the package: name, method, base model and description.
 
+    The last line names the files that hold a method's settings alone, for recipes to inherit.
+
     Example: hf-moe-expand recipes ls
     """
-    from ..runs.recipes import packaged_recipes
+    from ..runs.recipes import packaged_files, packaged_recipes
 
     # Plain columns: a table would break long names if the output is not a terminal.
     rows = [(recipe.name, recipe.method, recipe.base, recipe.about) for recipe in packaged_recipes()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for *columns, about in rows:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(columns, widths, strict=True)), about]))
+    print(f"to inherit: {', '.join(packaged_files('methods'))}")
 
 
 @opt.recipes_app.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes ls`.")]) -> None:
-    """Print a recipe, to read it or to start your own from it.
+def recipes_show(name: RecipeName) -> None:
+    """Print a recipe with all that it inherits, to read it or to start your own from it.
 
     Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
     """
-    from ..core.yamlfile import read_text
-    from ..runs.recipes import find_recipe
+    from ..runs.recipes import WholeRecipe, find_recipe
 
-    print(read_text(find_recipe(name)), end="")
+    def keeps_null(key: str) -> bool:
+        from ..runs.recipe import keeps_null  # slow to import, and seldom needed
+
+        return keeps_null(key)
+
+    print(WholeRecipe.load(find_recipe(name), keeps_null).text, end="")
 
 
 @opt.recipes_app.command("new")

@@ -122,6 +122,35 @@ def _in_json_words(value: Any) -> Any:
     return [_in_json_words(item) for item in value] if isinstance(value, list) else value
 
 
+def loosened(schema: Any) -> Any:
+    """A JSON schema for values that are merged into others: no key must be given, and null stands for any key."""
+    if isinstance(schema, list):
+        return [loosened(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    keys = schema.get("properties", {})
+    loose = {word: loosened(part) for word, part in schema.items() if word not in ("required", "discriminator")}
+    if "oneOf" in loose:  # without its tag a value may be any of them
+        loose["anyOf"] = loose.pop("oneOf")
+    if keys:
+        loose["properties"] = {key: _or_null(loosened(part)) for key, part in keys.items()}
+    if isinstance(schema.get("additionalProperties"), dict):
+        loose["additionalProperties"] = _or_null(loose["additionalProperties"])
+    elif any("const" in part for part in keys.values()):
+        loose["additionalProperties"] = {"type": "null"}  # which takes out the keys of another tag
+    return loose
+
+
+def _or_null(part: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key that may be null; a tag may not."""
+    if "const" in part:
+        return part
+    if isinstance(part.get("type"), str) and "enum" not in part:
+        return {**part, "type": [part["type"], "null"]}
+    null = {"type": "null"}
+    return {**part, "anyOf": [*part["anyOf"], null]} if "anyOf" in part else {"anyOf": [part, null]}
+
+
 def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
     """`unknown key ...`, with the nearest known one, or the first `shown` of them and what the `others` are."""
     known = list(known)

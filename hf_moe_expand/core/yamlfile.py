@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import CollectionNode, ScalarNode
+from ruamel.yaml.nodes import CollectionNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import SafeRepresenter
 
@@ -122,10 +122,15 @@ def to_yaml(value: Any) -> str:
     return out.getvalue()
 
 
+def compose(text: str) -> Node:
+    """The nodes of a YAML text, with their places in it."""
+    return _yaml().compose(text)
+
+
 def scalars(text: str) -> Iterator[ScalarNode]:
     """The keys and values of a YAML text that are no collections, with their places in it; none where it is no YAML."""
     try:
-        nodes = [_yaml().compose(text)]
+        nodes = [compose(text)]
     except YAMLError:
         return
     while nodes:

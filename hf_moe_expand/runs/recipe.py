@@ -1,5 +1,6 @@
 """A recipe: one YAML file with all settings, from the base checkpoint to the evaluation."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -12,8 +13,8 @@ from ..checkpoint.settings import ExpandSettings, JoinSettings
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
-from ..core.schema import Flag, Schema, Text, Whole, changed, json_schema, read
-from ..core.yamlfile import parse_mapping, read_text
+from ..core.schema import Flag, Schema, Text, Whole, changed, json_schema, loosened, read
+from ..core.yamlfile import read_text
 from ..data.sources import LanguageText, check_languages
 from ..evaluation.settings import EvaluationSettings
 from ..inference.self_written import SelfWrittenText
@@ -21,6 +22,7 @@ from ..inference.writing import SelfWrittenSettings
 from ..planning.methods import AnyPlan, LayerPlan, PlanSettings
 from ..stages import recipe_stages, stages_for
 from ..stages.base import Stage
+from .recipes import INHERITS, WholeRecipe
 
 Sources = dict[LanguageCode, Place]
 # Keys beside which `join` has no meaning: it makes no new experts.
@@ -126,11 +128,14 @@ class Recipe(Expansion):
     In a file, the recipe's own settings apply to each of its `expansions` that lacks them (`graft` only to the last).
 
     Attributes:
-        text: text of the recipe's file; None for a recipe made in Python.
+        text: text of the recipe's file, with all that it inherits; None for a recipe made in Python.
     """
 
     _text: str | None = PrivateAttr(default=None)
 
+    inherits: Text | None = Field(
+        None, description="path or name of a recipe, in a file: its keys hold where this recipe does not set them"
+    )
     base: Place = Field(description="folder or hub id of the dense checkpoint")
     output: Place = Field(description="folder for everything that `run` makes")
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
@@ -156,6 +161,8 @@ class Recipe(Expansion):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.inherits is not None:
+            raise InputError(f"{INHERITS}: recipes inherit in files: read the file with Recipe.load.")
         if self.join is not None:
             self._check_join()
         known = dict.fromkeys(self.old_languages, "")
@@ -264,7 +271,7 @@ class Recipe(Expansion):
 
     @property
     def text(self) -> str | None:
-        """The text of the recipe's file."""
+        """The text of the recipe's file, with all that it inherits."""
         return self._text
 
     @property
@@ -280,20 +287,26 @@ class Recipe(Expansion):
             unset_ok: keep `$VARIABLES` that are not set in the text, instead of refusing them.
 
         Raises:
-            InputError: the file is missing or wrong; the message names the key.
+            InputError: the file, or one that it inherits, is missing or wrong; the message names file and key.
         """
-        text = read_text(path).replace("\r\n", "\n").replace("\r", "\n")
-        return cls.of_text(text, path, unset_ok)
+        return cls.of_text(read_text(path), path, unset_ok)
 
     @classmethod
     def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
         """Reads a recipe from its text, as `load` does; messages call it `path`."""
-        mapping = parse_mapping(text, path)
-        if isinstance(mapping.get("expansions"), list):
-            _share(mapping)
-        recipe = read(cls, mapping, str(path), {"unset_ok": unset_ok})
-        recipe._text = text
+        whole = WholeRecipe.of_text(text, path, keeps_null)
+        recipe = whole.checked(lambda mapping: cls._of_mapping(mapping, str(path), {"unset_ok": unset_ok}))
+        recipe._text = whole.text
         return recipe
+
+    @classmethod
+    def _of_mapping(cls, mapping: dict[str, Any], where: str, context: dict[str, Any]) -> "Recipe":
+        """Reads a recipe from the value of its file; its own settings go to each expansion."""
+        if isinstance(mapping.get("expansions"), list):
+            own = {key: value for key, value in mapping.items() if key in Expansion.model_fields}
+            read(Expansion, {"new": {}, **own}, where, context)
+            mapping = {**mapping, "expansions": _shared(mapping)}
+        return read(cls, mapping, where, context)
 
     @property
     def written_sources(self) -> dict[str, SelfWrittenText]:
@@ -344,16 +357,28 @@ class Recipe(Expansion):
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(Recipe), "title": "Recipe"}
+    """The JSON schema of a recipe, for editors; a recipe that inherits may leave out, and take out, any key."""
+    whole = json_schema(Recipe)
+    alone = json.loads(json.dumps(whole).replace('"#/', '"#/else/'))
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", **loosened(whole), "title": "Recipe",
+        "if": {"required": [INHERITS]}, "else": alone,
+    }  # fmt: skip
 
 
-def _share(mapping: dict[str, Any]) -> None:
-    """Copies the recipe's own settings to each expansion that lacks them; `graft` only to the last."""
+def keeps_null(key: str) -> bool:
+    """Whether null is a value of a recipe's key: it leaves out a stage that may be left out. Any other key that is
+    inherited it takes out."""
+    return any(stage.optional for stage in recipe_stages().values() if stage.key == key)
+
+
+def _shared(mapping: dict[str, Any]) -> list[Any]:
+    """The expansions, each with those of the recipe's own settings that it lacks; `graft` goes only to the last."""
     own = set(Expansion.model_fields) - {"new"}
     shared = {key: mapping[key] for key in own if key in mapping}
     graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
-    for number, expansion in enumerate(mapping["expansions"], start=1):
-        if isinstance(expansion, dict):
-            last = graft if number == len(mapping["expansions"]) else {}
-            mapping["expansions"][number - 1] = {**shared, **last, **expansion}
+    last = len(mapping["expansions"]) - 1
+    return [
+        {**shared, **(graft if number == last else {}), **expansion} if isinstance(expansion, dict) else expansion
+        for number, expansion in enumerate(mapping["expansions"])
+    ]

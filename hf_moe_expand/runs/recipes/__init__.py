@@ -1,11 +1,20 @@
-"""Recipes of published settings, one YAML file each; its first line is `# METHOD: description`."""
+"""Recipes of published settings, one YAML file each, whose first line is `# METHOD: description`, and how a recipe
+inherits. The files in `methods` are for recipes to inherit."""
 
 import difflib
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from os.path import isdir, isfile
 from pathlib import Path
+from typing import Any
 
-from ...core.errors import InputError
-from ...core.yamlfile import read_yaml
+from ...core.errors import InputError, errors_at
+from ...core.recipe_paths import filled_in
+from ...core.yamlfile import parse_mapping, read_text
+from ...core.yamlmerge import merged, merged_text, never
+
+INHERITS = "inherits"
 
 
 @dataclass(frozen=True)
@@ -24,9 +33,10 @@ class PackagedRecipe:
     about: str
 
 
-def packaged_files() -> dict[str, Path]:
-    """The recipes' files by name, in alphabetical order."""
-    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"), key=lambda path: path.stem)}
+def packaged_files(folder: str = ".") -> dict[str, Path]:
+    """The recipes' files by name, in alphabetical order; in the folder `methods`, files that recipes inherit."""
+    found = (Path(__file__).parent / folder).glob("*.yaml")
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
 
 
 def packaged_recipes() -> list[PackagedRecipe]:
@@ -34,17 +44,130 @@ def packaged_recipes() -> list[PackagedRecipe]:
     recipes = []
     for name, path in packaged_files().items():
         method, _, about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": ")
-        recipes.append(PackagedRecipe(name, method, read_yaml(path)["base"], about))
+        recipes.append(PackagedRecipe(name, method, WholeRecipe.load(path).mapping["base"], about))
     return recipes
 
 
-def find_recipe(name: str) -> Path:
-    """The file of that name, or else of a packaged recipe; an InputError suggests the nearest one."""
-    files = packaged_files()
-    if Path(name).is_file():
-        return Path(name)
+def find_recipe(name: str, folder: Path = Path()) -> Path:
+    """The file of that name in a folder, or else of the package; an InputError suggests the nearest one."""
+    files = packaged_files() | packaged_files("methods")
+    if isfile(folder / name):  # which takes names that no file system does
+        return folder / name
     if name in files:
         return files[name]
-    near = difflib.get_close_matches(name.removesuffix(".yaml"), files, n=1, cutoff=0.5)
+    if isdir(folder / name):
+        raise InputError(f"{name}: is a folder; name a recipe's file in it.")
+    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), files, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`?" if near else "`hf-moe-expand recipes ls` shows them."
     raise InputError(f"{name}: no such file, and no packaged recipe of that name; {hint}")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A file that a recipe is made of, and the value that it and all that it inherits have together."""
+
+    path: str
+    text: str
+    mapping: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WholeRecipe:
+    """A recipe with all that it inherits.
+
+    Attributes:
+        layers: its files, that which inherits nothing first.
+        absent: nulls for keys that no parent has: they stay.
+    """
+
+    layers: list[_Layer]
+    absent: list[str]
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        return self.layers[-1].mapping
+
+    @property
+    def text(self) -> str:
+        """The recipe's own text, or, if it inherits, one text of the whole."""
+        texts = [layer.text for layer in reversed(self.layers)]
+        return texts[0] if len(texts) == 1 else merged_text(self.mapping, texts, INHERITS)
+
+    @classmethod
+    def load(cls, path: str | Path, keeps_null: Callable[[str], bool] = never) -> "WholeRecipe":
+        """Reads a recipe's file, and the files that it inherits from."""
+        return cls.of_text(read_text(path), path, keeps_null)
+
+    @classmethod
+    def of_text(cls, text: str, path: str | Path, keeps_null: Callable[[str], bool] = never) -> "WholeRecipe":
+        """As `load`, from the text of the file `path`.
+
+        Args:
+            keeps_null: whether null is a value of a key; any other key is taken out by it.
+
+        Raises:
+            InputError: a file is missing, is no YAML mapping, or inherits from itself.
+        """
+        layers: list[_Layer] = []
+        absent: list[str] = []
+        for file, own, mapping in reversed([*_line(text, path)]):
+            if layers:
+                parent = {key: value for key, value in layers[-1].mapping.items() if key != INHERITS}
+                absent += _absent(mapping, parent)
+                mapping = merged(mapping, parent, keeps_null, start=INHERITS)
+            layers.append(_Layer(str(file), own, mapping))
+        return cls(layers, absent)
+
+    def checked(self, check: Callable[[dict[str, Any]], Any]) -> Any:
+        """What `check` returns for the mapping. Its InputError, which begins with the recipe's file and the key that is
+        wrong, names the file that the key's value comes from."""
+        try:
+            return check(self.mapping)
+        except InputError as error:
+            said = str(error)
+        mine = self.layers[-1].path
+        wrong = said.removeprefix(f"{mine}: ")
+        found = re.match(r"(?:unknown key `)?(\w+)", wrong)
+        key = found[1] if found else ""
+        for layer in self.layers[:-1]:
+            if key in layer.mapping:
+                try:
+                    check({**self.mapping, key: layer.mapping[key]})
+                except InputError as error:
+                    if str(error) == said:
+                        raise InputError(f"{layer.path}: {wrong}") from None
+        nothing = next((path for path in self.absent if path.startswith(key) and path.split(".")[-1] in wrong), None)
+        hint = "" if nothing is None else f" `null` takes a key out, but no parent has `{nothing}`: leave it out."
+        raise InputError(said + hint)
+
+
+def _line(text: str, path: str | Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """A recipe and those that it inherits from, in turn: file, text and value."""
+    file, seen = Path(path), {}
+    while True:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        mapping = parse_mapping(text, file)
+        yield file, text, mapping
+        parent = mapping.get(INHERITS)
+        if parent is None:
+            return
+        seen[file.resolve()] = file
+        with errors_at(f"{file}: {INHERITS}"):
+            if not isinstance(parent, str) or not parent.strip():
+                raise InputError(f"expected the path or the name of one recipe, found {parent!r}.")
+            file = find_recipe(filled_in(parent), file.parent)
+            if file.resolve() in seen:
+                circle = " -> ".join(map(str, [*seen.values(), file]))
+                raise InputError(f"a recipe inherits from itself ({circle}): take `{INHERITS}` out of one of them.")
+        text = read_text(file)
+
+
+def _absent(child: dict, parent: dict) -> list[str]:
+    """The keys of a child's nulls that a parent does not have, with those above them."""
+    found = []
+    for key, value in child.items():
+        if isinstance(value, dict) and isinstance(parent.get(key), dict):
+            found += [f"{key}.{inner}" for inner in _absent(value, parent[key])]
+        elif value is None and key not in parent and key != INHERITS:
+            found.append(str(key))
+    return found

@@ -1,0 +1,355 @@
+"""Recipes that inherit: what they resolve to, the text of the whole, and messages that name the right file."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import invoke, save_dense, write_texts
+
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.yamlfile import parse_mapping
+from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.recipes import WholeRecipe, packaged_files
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OWN = "base: b\noutput: o\nold: {en: en.txt}\nnew: {el: el.txt}\n"
+GOOD = f"{OWN}plan: {{total_experts: 7}}\n"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def loaded(child: str, **parents: str) -> Recipe:
+        for name, text in {"child": child, **parents}.items():
+            Path(f"{name}.yaml").write_text(text, "utf-8")
+        return Recipe.load("child.yaml")
+
+    return loaded
+
+
+def whole(load, child: str, **parents: str) -> dict:
+    return parse_mapping(load(child, **parents).text, "whole")
+
+
+@pytest.mark.parametrize(
+    ("child", "found"),
+    [
+        ("seed: 3", {"seed": 3, "plan": {"total_experts": 7, "top_k": 1}}),
+        ("plan: {top_k: 2}", {"plan": {"total_experts": 7, "top_k": 2}}),
+        ("plan: {classifier_layers: 1}", {"plan": {"total_experts": 7, "top_k": 1, "classifier_layers": 1}}),
+        ("plan: {top_k: null}", {"plan": {"total_experts": 7}}),
+        ("plan: {}", {"plan": {"total_experts": 7, "top_k": 1}}),
+        ("new: {hu: hu.txt}", {"new": {"el": "el.txt", "hu": "hu.txt"}}),
+        ("new: {el: null, hu: hu.txt}", {"new": {"hu": "hu.txt"}}),
+        ("test: null", {"test": None}),
+        ("post_pretrain: null", {"post_pretrain": None}),
+        ("post_pretrain: {validation: {every: 3}}", {"post_pretrain": {
+            "validation": {"texts": {"el": "el.txt"}, "every": 3}, "losses": {}, "block_size": 12}}),
+        ("post_pretrain: {validation: null, block_size: null}", {"post_pretrain": {"losses": {}}}),
+        ("self_written: {prompts: {de: [z]}}", {"self_written": {"prompts": {"de": ["z"]}}}),
+        # A null for a key that no parent has is a value.
+        ("plan: {only_layers: null}", {"plan": {"total_experts": 7, "top_k": 1, "only_layers": None}}),
+        ("revision: null", {"revision": None}),
+    ],
+)  # fmt: skip
+def test_what_merges(load, child, found):
+    parent = f"""{OWN}plan: {{total_experts: 7, top_k: 1}}
+test: {{el: el.txt}}
+post_pretrain: {{validation: {{texts: {{el: el.txt}}}}, losses: {{}}, block_size: 12}}
+self_written: {{prompts: {{de: [x, y]}}}}
+"""
+    merged = whole(load, f"inherits: parent.yaml\n{child}\n", parent=parent)
+    assert {key: merged.get(key) for key in found} == found
+    assert "inherits" not in merged
+    assert merged["base"] == "b"
+
+
+def test_new_languages_come_after_the_inherited_ones(load):
+    merged = whole(load, "inherits: p.yaml\nnew: {bn: x, hi: y}\n", p=GOOD.replace("{el", "{tr: t, el"))
+    assert list(merged["new"]) == ["tr", "el", "bn", "hi"]
+
+
+def test_null_leaves_a_stage_out_as_in_every_recipe(load):
+    parent = f"{GOOD}review: {{block_size: 12}}\n"
+    assert load("inherits: p.yaml\nreview: null\n", p=parent).review is None
+    assert load("inherits: p.yaml\nreview: null\n", p=GOOD).review is None
+    again = load("inherits: m.yaml\nreview: {old_documents: 3}\n", m="inherits: p.yaml\nreview: null\n", p=parent)
+    assert again.review.given == {"old_documents": 3}
+    assert whole(load, "inherits: p.yaml\nreview: null\n", p=parent)["review"] is None
+    invoke("recipes", "show", "child.yaml")
+    assert "review: null" in invoke("recipes", "show", "child.yaml")
+
+
+def test_lists_replace_and_expansions_take_what_is_inherited(load):
+    parent = f"{GOOD.replace('new:', '#')}expansions: [{{new: {{el: x}}}}]\npost_pretrain: {{block_size: 12}}\n"
+    recipe = load(
+        "inherits: p.yaml\nexpansions: [{new: {hu: y}}, {new: {tr: z}, plan: {total_experts: 9}}]\n", p=parent
+    )
+    assert [list(expansion.new) for expansion in recipe.expansions] == [["hu"], ["tr"]]
+    assert [expansion.plan.total_experts for expansion in recipe.expansions] == [7, 9]
+    assert [expansion.post_pretrain.block_size for expansion in recipe.expansions] == [12, 12]
+
+
+@pytest.mark.parametrize("name", packaged_files("methods"))
+def test_a_methods_settings_take_any_base_and_languages(load, name):
+    more = {"layermoe": "plan: {total_experts: 9}", "dmoe": "plan: {groups: 1}", "deltamoe": "graft: {instruct: i}"}
+    own = OWN.replace("old:", "#") if name == "dmoe" else OWN
+    recipe = load(f"inherits: {name}\n{own}{more.get(name, '')}\n")
+    assert (recipe.base, recipe.seed) == ("b", 0)
+    assert recipe.plan.method == {"layermoe": "layer-moe", "dmoe": "dmoe"}.get(name, "moe-lpr")
+    assert not {"base", "output", "old", "new", "test"} & set(WholeRecipe.load(packaged_files("methods")[name]).mapping)
+
+
+def test_paths_of_parents_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
+    (tmp_path / "far" / "near").mkdir(parents=True)
+    (tmp_path / "far" / "near" / "moe-lpr").write_text(GOOD)  # a file wins over a name
+    (tmp_path / "far" / "mid.yaml").write_text("inherits: near/moe-lpr\nnew: {hu: hu.txt}\n")
+    (tmp_path / "far" / "near" / "child.yaml").write_text("inherits: ../mid.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("far/near/child.yaml")
+    assert recipe.plan.total_experts == 7
+    assert dict(recipe.new) == {"el": "el.txt", "hu": "hu.txt"}  # relative to where it runs, as in every recipe
+    monkeypatch.setenv("RECIPES", str(tmp_path / "far"))
+    assert dict(Recipe.of_text("inherits: $RECIPES/mid.yaml", "x").new) == dict(recipe.new)
+
+
+def test_a_deep_chain(load):
+    chain = {f"r{n}": f"inherits: r{n + 1}.yaml\nnew: {{el: {n}.txt}}\n" for n in range(50)}
+    assert load("inherits: r0.yaml\nseed: 4\n", **chain, r50=GOOD).new == {"el": "0.txt"}
+
+
+PARENT = """# Head of the parent
+
+# the dense model
+base: b
+output: o            # the folder
+old: {en: en.txt}    # good at these
+# how many experts
+plan:   # planned
+    total_experts: 7   # seven
+    # at a time
+    top_k: 1
+post_pretrain: {block_size: 12,  # twelve
+  learning_rate: 1e-3, validation: {texts: {el: "a # b.txt"}}, max_steps: 5}  # stage 1
+self_written:
+  prompts:
+    hu:
+        - |
+          long
+          text
+        - "x # y"   # z
+"""
+CHILD = """# Head of the child
+inherits: parent.yaml  # this line goes
+seed: 4  # mine
+new: {el: $TEXT/el.txt}
+plan:
+  total_experts: 9
+  classifier_layers: 1  # one
+# faster
+post_pretrain:
+  # five times
+  learning_rate: 5e-3
+review: null
+"""
+WHOLE = """# Head of the child
+
+seed: 4  # mine
+new: {el: $TEXT/el.txt}
+# the dense model
+base: b
+output: o          # the folder
+old: {en: en.txt}  # good at these
+# how many experts
+plan:  # planned
+  total_experts: 9
+  classifier_layers: 1  # one
+  # at a time
+  top_k: 1
+# faster
+post_pretrain:  # stage 1
+  block_size: 12  # twelve
+  # five times
+  learning_rate: 5e-3
+  validation: {texts: {el: "a # b.txt"}}
+  max_steps: 5
+review: null
+self_written:
+  prompts:
+    hu:
+        - |
+          long
+          text
+        - "x # y"   # z
+"""
+
+
+def test_the_whole_keeps_comments_and_values_as_they_are_written(load, monkeypatch):
+    monkeypatch.setenv("TEXT", "t")
+    assert load(CHILD, parent=PARENT).text == WHOLE
+    assert invoke("recipes", "show", "child.yaml") == WHOLE
+    # The parent's head speaks of the parent.
+    assert load(
+        "inherits: parent.yaml\n", parent=PARENT.replace("old:", "old: {en: x}\nnew: {el: y}\n#")
+    ).text.startswith("# the dense model\nbase: b\n")
+    # Line ends and a mark of Windows change nothing.
+    windows = "\ufeff" + PARENT.replace("\n", "\r\n")
+    assert load(CHILD.replace("\n", "\r\n"), parent=windows).text == WHOLE
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        f"{OWN}plan: &p {{total_experts: 7}}\npost_pretrain: &s {{block_size: 12}}\nreview: *s\n",
+        f"{OWN}plan: {{total_experts: 7}}\npost_pretrain: &s {{block_size: 12}}\nreview: {{<<: *s}}\n",
+        f"{OWN}plan: !!map {{total_experts: !!int 7}}\npost_pretrain: {{block_size: 12}}\nreview: {{block_size: 12}}\n",
+        f'{OWN}plan: {{"total_experts": 7}}\n"post_pretrain":\n    block_size: 12\n? review\n: block_size: 12\n',
+        f"%YAML 1.2\n---\n{OWN}plan: {{total_experts: 7}}\n"
+        "post_pretrain: {block_size:\n  12}\nreview: {block_size: 12}\n...\n",
+    ],
+)
+def test_the_whole_is_right_however_the_parent_is_written(load, parent):
+    merged = whole(load, "inherits: p.yaml\nreview: {max_steps: 3}\npost_pretrain: {learning_rate: 1e-3}\n", p=parent)
+    assert merged["plan"] == {"total_experts": 7}
+    assert merged["post_pretrain"] == {"block_size": 12, "learning_rate": 1e-3}
+    assert merged["review"] == {"block_size": 12, "max_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("child", "parent", "message"),
+    [
+        # in the parent
+        ("", f"plann: {{}}\n{GOOD}", "parent.yaml: unknown key `plann`; did you mean `plan`?"),
+        ("plan: {top_k: 2}", f"{OWN}plan: {{total_expert: 7}}",
+         "parent.yaml: plan: unknown key `total_expert`; did you"),
+        ("plan: {top_k: 2}", f"{OWN}plan: {{total_experts: x}}",
+         "parent.yaml: plan: total_experts: expected an integer"),
+        ("post_pretrain: {max_steps: 2}", f"{GOOD}post_pretrain: {{learning_rat: 1}}",
+         "parent.yaml: post_pretrain: unkn"),
+        ("post_pretrain: {max_steps: 2}", f"{GOOD}post_pretrain: {{max_grad_norm: x}}",
+         "parent.yaml: post_pretrain.max_g"),
+        ("post_pretrain: {validation: {every: 3}}", f"{GOOD}post_pretrain: {{validation: {{texs: {{}}}}}}",
+         "parent.yaml: post_pretrain.validation: unknown key `texs`"),
+        ("new: {hu: hu.txt}", GOOD.replace("{el:", "{greek:"),
+         "parent.yaml: new.greek: 'greek' is not a language code"),
+        ("new: {hu: hu.txt}", GOOD.replace("el.txt", "$NOT_SET"),
+         "parent.yaml: new.el: the environment variable $NOT_SET"),
+        ("test: {el: x}", f"{GOOD}test: {{de: x}}", "parent.yaml: test: de is neither an old nor a new language"),
+        ("new: null\nexpansions: [{new: {hu: x}}, {new: {tr: x}}]", f"{GOOD}analysis: {{tokens: 0}}",
+         "parent.yaml: analysis: tokens is 0: must be at least 1"),
+        ("graft: {scale: 1.0}", f"{GOOD}graft: {{keep_tokenizer: true}}", "parent.yaml: graft: `instruct` is missing"),
+        ("", "- a", "parent.yaml: must hold `key: value` lines, found list"),
+        ("", "", "parent.yaml: must hold `key: value` lines, found nothing"),
+        ("", "plan: {", "parent.yaml: not YAML: line 1"),
+        ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
+        # in the child
+        ("tset: {}", GOOD, "child.yaml: unknown key `tset`; did you mean `test`?"),
+        ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: expected an integer"),
+        ("plan: {experts: 3}", GOOD,
+         "child.yaml: plan: `experts` is a key of moe-lpr; this plan is layer-moe, the default"),
+        ("plan: null", GOOD, "child.yaml: `plan` is missing"),
+        ("base: null", GOOD, "child.yaml: `base` is missing"),
+        ("plan: 3", GOOD, "child.yaml: plan: must hold `key: value` lines, found 3"),
+        # nulls that take nothing out
+        ("new: {hu: null}", GOOD,
+         "child.yaml: new.hu: None is not a file, a folder or hub:NAME. `null` takes a key out, "
+         "but no parent has `new.hu`: leave it out."),
+        ("plan: {top_k: null}", GOOD,
+         "found None. `null` takes a key out, but no parent has `plan.top_k`: leave it out."),
+        ("test: null", GOOD,
+         "child.yaml: test: expected `key: value` lines, found None. `null` takes a key out, but no "),
+        ("tset: null", GOOD, "child.yaml: unknown key `tset`; did you mean `test`?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_file_and_key(load, child, parent, message):
+    with pytest.raises(InputError) as error:
+        load(f"inherits: parent.yaml\n{child}\n", parent=parent)
+    assert message in str(error.value)
+
+
+def test_a_mistake_of_a_grandparent_is_not_its_childs(load):
+    with pytest.raises(InputError, match=r"^old\.yaml: review: unknown key `blok_size`"):
+        load("inherits: mid.yaml\nreview: {max_steps: 2}\n", mid="inherits: old.yaml\nreview: {new_per_old: 2}\n",
+             old=f"{GOOD}review: {{blok_size: 2}}\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("moe-lpp", "moe-lpp: no such file, and no packaged recipe of that name; did you mean `moe-lpr`?"),
+        ("moe-lpr.yaml", "moe-lpr.yaml: no such file, .*; did you mean `moe-lpr`?"),
+        ("../x/layer-moe.yaml", "../x/layer-moe.yaml: no such file, .*; did you mean `layermoe`?"),
+        ("zzz", "zzz: no such file, .*; `hf-moe-expand recipes ls` shows them."),
+        ("folder", "folder: is a folder; name a recipe's file in it."),
+        (".", ".: is a folder"),
+        ("$NOT_SET/x.yaml", "the environment variable $NOT_SET is not set"),
+        (f"'{'x' * 5000}'", "x.*: no such file"),
+        ('"a\\0b"', "a.*: no such file"),
+        *((value, "expected the path or the name of one recipe, found ")
+          for value in ("[a]", "{a: b}", "3", "true", "''")),
+    ],
+)  # fmt: skip
+def test_parents_that_are_none(load, value, message):
+    Path("folder").mkdir()
+    with pytest.raises(InputError, match=re.escape(f"child.yaml: inherits: {message}").replace(r"\.\*", ".*")):
+        load(f"inherits: {value}\n{GOOD}")
+    with pytest.raises(InputError, match=re.escape("child.yaml: inherits: ")):
+        invoke("recipes", "show", "child.yaml")
+
+
+def test_no_parent(load):
+    text = f"inherits: null\n{GOOD}"
+    assert load(text).text == text
+    assert "inherits" not in whole(load, "inherits: parent.yaml\n", parent=text)
+    with pytest.raises(InputError, match=r"inherits: recipes inherit in files: read the file with Recipe\.load"):
+        Recipe(base="b", output="o", new={"el": "el.txt"}, inherits="moe-lpr")
+
+
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        ({"child": "child.yaml"}, "child.yaml -> child.yaml"),
+        ({"child": "a.yaml", "a": "child.yaml"}, "child.yaml -> a.yaml -> child.yaml"),
+        ({"child": "a.yaml", "a": "b.yaml", "b": "./a.yaml"}, "child.yaml -> a.yaml -> b.yaml -> a.yaml"),
+    ],
+)
+def test_a_circle_names_its_files(load, files, circle):
+    with pytest.raises(InputError, match=re.escape(f"a recipe inherits from itself ({circle}): take `inherits` out")):
+        load(**{name: f"inherits: {parent}\n" for name, parent in files.items()})
+
+
+def test_a_run_keeps_the_whole_and_a_later_change_of_the_parent_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_dense(tmp_path / "base")
+    write_texts(tmp_path / "el.jsonl", ["ένα κείμενο"] * 8)
+    parent = tmp_path / "parent.yaml"
+    parent.write_text(
+        "base: base\nplan: {method: moe-lpr, experts: 2}\npost_pretrain: {block_size: 32, max_steps: 1}  # short\n"
+    )
+    Path("child.yaml").write_text("inherits: parent.yaml\noutput: run\nnew: {el: el.jsonl}\nreview: null\n")
+    invoke("validate", "child.yaml")
+    run_recipe(Recipe.load("child.yaml"), lambda line: None)
+    copy = Path("run/recipe.yaml").read_text("utf-8")
+    assert copy == Recipe.load("child.yaml").text == invoke("recipes", "show", "child.yaml")
+    assert "max_steps: 1}  # short" in copy
+    parent.write_text(parent.read_text().replace("max_steps: 1", "max_steps: 2"))
+    with pytest.raises(InputError, match="changed after step"):
+        run_recipe(Recipe.load("child.yaml"), lambda line: None)
+    said: list[str] = []
+    run_recipe(Recipe.load("run/recipe.yaml"), said.append)  # the copy needs no parent
+    assert sum("done already" in line for line in said) == 3
+
+
+def test_the_guides_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (text,) = re.findall(r"```yaml\n(inherits: .*?)```", (DOCS / "recipes.md").read_text("utf-8"), re.DOTALL)
+    recipe = Recipe.of_text(text, "el.yaml")
+    assert (recipe.plan.experts, recipe.plan.top_k) == (4, 2)
+    assert (recipe.review.old_documents, recipe.review.new_per_old) == (5000, 2)
+    assert recipe.evaluation == Recipe.model_fields["evaluation"].default
+    for code in ("en", "el", "en.test", "el.test"):
+        write_texts(tmp_path / f"{code}.jsonl", ["a text"] * 5)
+    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", max_position_embeddings=2048)
+    assert any("experts" in line for line in validate_recipe(recipe, offline=True))
