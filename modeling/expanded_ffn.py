@@ -91,15 +91,15 @@ class ExpandedFFN(nn.Module):
         """
         request, x_Th = self.control.request, hidden_states.reshape(-1, hidden_states.shape[-1])
         known, classifier_logits_TC = self._known(request, x_Th, hidden_states)
-        alone = self._alone(request, known)
+        single_expert = self._single_expert(request, known)
         routing = None
         # In training a recomputation, which nothing captures, must save what the first pass saved.
-        if self.router is not None and (alone is None or self.training or request.capture is not None):
-            routing = self.route(request, x_Th, known, classifier_logits_TC, alone)
+        if self.router is not None and (single_expert is None or self.training or request.capture is not None):
+            routing = self.route(request, x_Th, known, classifier_logits_TC, single_expert)
             if request.capture is not None:
                 request.capture.layers[self.layer_index] = routing
-        if alone is not None:
-            return self._run_alone(alone, hidden_states, residual, self.training)
+        if single_expert is not None:
+            return self._run_single(single_expert, hidden_states, residual, self.training)
         if routing is None:
             y = self._run_classes(known, hidden_states, residual)  # type: ignore[arg-type]
         elif self.is_added:
@@ -126,16 +126,16 @@ class ExpandedFFN(nn.Module):
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
         # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
-        return y if home_T is None else _chosen(home_T, self._run_alone(0, hidden_states, residual, False), y)
+        return y if home_T is None else _chosen(home_T, self._run_single(0, hidden_states, residual, False), y)
 
     def _run_classes(self, known: TokenClasses, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
         """Each class's expert on all tokens, with the dense layer's shapes; every token gets its own class's output."""
         # In training all experts are in the graph, so that all ranks have the same graph.
         present = None if self.training else known.present
-        y = self._run_alone(0, hidden_states, residual, training=False)
+        y = self._run_single(0, hidden_states, residual, training=False)
         for number in range(len(self.experts_after_expansion)) if present is None else present:
             if expert := self.expert_of(number):
-                own = self._run_alone(expert, hidden_states, residual, training=False)
+                own = self._run_single(expert, hidden_states, residual, training=False)
                 y = _chosen(known.class_T == number, own, y)
         return y
 
@@ -149,7 +149,7 @@ class ExpandedFFN(nn.Module):
         y_Th = dispatch(added, hidden_states, routing.weights, others_TK, False, self.training)
         return _plus(_run_whole(self.experts[0], hidden_states, residual), y_Th)
 
-    def _run_alone(
+    def _run_single(
         self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
     ) -> Any:
         """One expert on all tokens, called as the dense layer calls its FFN, so that the output is the same bit for
@@ -166,10 +166,10 @@ class ExpandedFFN(nn.Module):
 
     def route(
         self, request: RoutingRequest, x_Th: torch.Tensor, known: TokenClasses | None,
-        classifier_logits_TC: torch.Tensor | None, alone: int | None,
+        classifier_logits_TC: torch.Tensor | None, single_expert: int | None,
     ) -> LayerRouting:  # fmt: skip
-        """The routing of each token, from its hidden states `[T, h]` and what `_known` says of its language; `alone` is
-        the expert that all tokens take."""
+        """The routing of each token, from its hidden states `[T, h]` and what `_known` says of its language;
+        `single_expert` is the expert that all tokens take."""
         logits_TN, class_T = self.router(x_Th), None if known is None else known.class_T  # type: ignore[misc]
         conditional = self.conditional_gate is not None
         if request.change_logits is not None:
@@ -178,14 +178,14 @@ class ExpandedFFN(nn.Module):
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
         allowed_TN = None if request.expert is not None else self._allowed(request, logits_TN, class_T)
-        if alone is not None:
+        if single_expert is not None:
             weights_TK = torch.ones_like(logits_TN[:, :1])
-            index_TK = torch.full_like(weights_TK, alone, dtype=torch.long)
+            index_TK = torch.full_like(weights_TK, single_expert, dtype=torch.long)
         else:
             weights_TK, index_TK = self._choose(request, logits_TN, allowed_TN)
-        told_T = class_T if self.classifier is None else None
+        given_T = class_T if self.classifier is None else None
         return LayerRouting(
-            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, told_T
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, given_T
         )
 
     def _known(
@@ -196,19 +196,19 @@ class ExpandedFFN(nn.Module):
         A class is the one that the user gives a sequence, or else the layer's own decision (`_own_classes`), or else,
         with exclusive experts or beside sequences that the user knows, the newest expansion's."""
         logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        told, newest = request.classes, len(self.experts_after_expansion) - 1
-        is_told = told is not None and None not in told
-        known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_told or request.expert is not None)
+        given, newest = request.classes, len(self.experts_after_expansion) - 1
+        is_given = given is not None and None not in given
+        known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_given or request.expert is not None)
         if request.change_logits is not None:
             return None, None
-        if known is None and (told is not None or self.exclusive):
+        if known is None and (given is not None or self.exclusive):
             known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
-        if told is not None and known is not None:
-            told_B = torch.tensor([-1 if number is None else number for number in told], device=x_Th.device)
-            told_T = told_B.repeat_interleave(len(x_Th) // len(told))  # beams of a sequence follow one another
-            others = [] if is_told else known.present
-            present = None if others is None else sorted({number for number in (*told, *others) if number is not None})
-            known = TokenClasses(torch.where(told_T < 0, known.class_T, told_T), present)
+        if given is not None and known is not None:
+            given_B = torch.tensor([-1 if number is None else number for number in given], device=x_Th.device)
+            given_T = given_B.repeat_interleave(len(x_Th) // len(given))  # beams of a sequence follow one another
+            others = [] if is_given else known.present
+            present = None if others is None else sorted({number for number in (*given, *others) if number is not None})
+            known = TokenClasses(torch.where(given_T < 0, known.class_T, given_T), present)
         if known is not None and self.exclusive and request.expansion is not None:
             most = request.expansion
             present = None if known.present is None else sorted({min(number, most) for number in known.present})
@@ -251,7 +251,7 @@ class ExpandedFFN(nn.Module):
             return 0
         return first if self.exclusive and end - first == 1 else None
 
-    def _alone(self, request: RoutingRequest, known: TokenClasses | None) -> int | None:
+    def _single_expert(self, request: RoutingRequest, known: TokenClasses | None) -> int | None:
         """The expert that runs alone for every token, as far as the host knows; None if several may run."""
         forced = request.expert
         if forced is not None:
