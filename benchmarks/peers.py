@@ -365,23 +365,24 @@ def import_tool(case: str) -> Any:
     return tool
 
 
-def trainer_of(case: str, dense: Any, tool: Any, options: SimpleNamespace) -> tuple[type, Any, dict[str, Any]]:
-    """The trainer class of a case, its model, and its arguments beside those that all cases share."""
-    from transformers import Trainer
+def trainer_of(case: str, dense: Any, tool: Any, options: SimpleNamespace) -> tuple[type, type, Any, dict[str, Any]]:
+    """The classes of a case's trainer and of its settings, its model, and its arguments beside those that all cases
+    share."""
+    from transformers import Trainer, TrainingArguments
 
     if case == "full":
-        return Trainer, dense, {}
+        return Trainer, TrainingArguments, dense, {}
     if case == "peft":
         # PEFT's usual choice: every linear layer but the output head, scaled by alpha / rank = 2.
         config = tool.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
-        return Trainer, tool.get_peft_model(dense, config), {}
+        return Trainer, TrainingArguments, tool.get_peft_model(dense, config), {}
     stage, kind = OURS[case]
     layers = dense.config.num_hidden_layers
     plan = tool.Plan("moe-lpr", [options.trained_experts] * layers, old=["en"], new=["el"])
     lora = {"expert_kind": "lora", "lora_rank": options.rank, "lora_alpha": 2 * options.rank} if kind == "lora" else {}
     model = tool.expand_model(dense, plan, seed=options.seed, **lora)
-    trainer = tool.PostPretrainTrainer if stage == "post-pretrain" else tool.ReviewTrainer
-    return trainer, model, {"language_classes": [0, 1]}
+    name = "PostPretrain" if stage == "post-pretrain" else "Review"
+    return getattr(tool, f"{name}Trainer"), getattr(tool, f"{name}Config"), model, {"language_classes": [0, 1]}
 
 
 def blocks(options: SimpleNamespace, vocabulary: int) -> Any:
@@ -400,7 +401,7 @@ def measured_step(case: str, base: str, options: SimpleNamespace) -> dict[str, A
     The loop, the text and the measuring are the same in every case; `full` and `peft` import nothing of this package.
     """
     import datasets  # noqa: F401
-    from transformers import TrainerCallback, TrainingArguments, default_data_collator
+    from transformers import TrainerCallback, default_data_collator
 
     begun: list[float] = []
     seconds: list[float] = []
@@ -415,10 +416,10 @@ def measured_step(case: str, base: str, options: SimpleNamespace) -> dict[str, A
     tool = import_tool(case)
     imports = resident_bytes()
     dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    trainer_class, model, arguments = trainer_of(case, dense, tool, options)
+    trainer_class, settings, model, arguments = trainer_of(case, dense, tool, options)
     data = blocks(options, dense.config.vocab_size)
     with TemporaryDirectory() as folder:
-        training = TrainingArguments(
+        training = settings(
             output_dir=folder,
             per_device_train_batch_size=options.batch,
             max_steps=options.steps,

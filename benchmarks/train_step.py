@@ -34,13 +34,13 @@ from timing import CLOCKS, in_own_process, parser, ratio, report, reset_peak, re
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_moe_expand import PostPretrainTrainer, ReviewTrainer, expand_model
+from hf_moe_expand import PostPretrainConfig, PostPretrainTrainer, ReviewConfig, ReviewTrainer, expand_model
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.demo.base import collate_without_languages
 
 BASE = "full fine-tuning of the base"
-STAGES = {"post-pretrain": PostPretrainTrainer, "review": ReviewTrainer}
-TRAINERS = {BASE: Trainer, **STAGES}
+STAGES = {"post-pretrain": (PostPretrainTrainer, PostPretrainConfig), "review": (ReviewTrainer, ReviewConfig)}
+TRAINERS = {BASE: (Trainer, TrainingArguments), **STAGES}
 WAYS = ("default", "eager")
 HEAD = ["step", "parameters", "trained", "ms", "time", "FLOPs", "TFLOP/s", "peak MiB", "memory"]
 
@@ -92,7 +92,8 @@ def train(case: Case, model: Any, options: argparse.Namespace) -> float:
     timer = StepTimer(options.device, options.clock)
     # The trainers print to stdout, where this script prints only its table.
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        arguments = TrainingArguments(
+        trainer, settings = TRAINERS[case.stage]
+        arguments = settings(
             output_dir=folder,
             per_device_train_batch_size=options.batch,
             max_steps=options.steps,
@@ -105,7 +106,7 @@ def train(case: Case, model: Any, options: argparse.Namespace) -> float:
             logging_strategy="no",
             disable_tqdm=True,
         )
-        TRAINERS[case.stage](
+        trainer(
             model,
             args=arguments,
             train_dataset=Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()}),

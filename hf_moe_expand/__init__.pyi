@@ -15,6 +15,8 @@ from .checkpoint.grow import grow_checkpoint as grow_checkpoint
 from .checkpoint.grow import shrink_checkpoint as shrink_checkpoint
 from .checkpoint.join import join_expansions as join_expansions
 from .checkpoint.join import leave_out_pack as leave_out_pack
+from .checkpoint.merge import average_checkpoints as average_checkpoints
+from .checkpoint.merge import average_experts as average_experts
 from .core.extensions import register_loss as register_loss
 from .core.extensions import register_plan_method as register_plan_method
 from .core.extensions import register_stage as register_stage

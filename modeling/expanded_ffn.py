@@ -219,14 +219,16 @@ class ExpandedFFN(nn.Module):
         self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor,
         logits_TC: torch.Tensor | None, is_known: bool,
     ) -> TokenClasses | None:  # fmt: skip
-        """The decision of the gate, which in layers below it is home, or else of the layer's classifier; in training
-        the classes of the rows, for exclusive experts alone; None without any, or where `is_known` says that nobody
-        asks: such a pass, too, is evidence for the tokens that follow."""
+        """The decision of the gate, which in layers below it is home, or else of the layer's classifier; in training,
+        and where a Trainer scores a model without a gate, the classes of the rows, for exclusive experts alone; None
+        without any, or where `is_known` says that nobody asks: such a pass, too, is evidence for the tokens that
+        follow."""
         rule, text = self.gate_rule, self.control.gate_pass
+        given = request.token_classes if self.exclusive and (self.training or rule is None) else None
+        if given is not None and len(given.class_T) == len(x_Th):  # virtual tokens have no row
+            return given
         if self.training:
-            given = request.token_classes if self.exclusive else None
-            # Virtual tokens have no row.
-            return given if given is not None and len(given.class_T) == len(x_Th) else None
+            return None
         if self.language_gate is not None:
             if text is None:  # the layer alone: each sequence is a text
                 shape = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, len(x_Th))

@@ -7,9 +7,11 @@ backbone's own.
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -264,6 +266,17 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         """
         check_batching(self.routing_control.request)
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        # Where hf_moe_expand is imported, it makes the card; elsewhere the card is the library's.
+        make_card = getattr(sys.modules.get("hf_moe_expand"), "make_card", None)
+        if make_card is not None and getattr(self.config, "expansions", None):  # type: ignore[attr-defined]
+            file = Path(working_dir) / "README.md"
+            card = make_card(working_dir, repo_id)
+            tags = type(card).load(file).data.tags if file.is_file() else None
+            card.data.tags = list(dict.fromkeys([*card.data.tags, *(tags or ())]))  # with those that a push names
+            card.save(file)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.

@@ -45,7 +45,7 @@ class RoutingRequest:
         message_ends: the columns at which the messages of a prompt end, each of which the language gate judges whole;
             None judges no prompt.
         virtual_tokens: tokens at the beginning of a new cache that are no text, which the language gate leaves out.
-        token_classes: in training, the classes of the batch's tokens, for exclusive experts.
+        token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
         change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
             classifiers.
         change_choice: called only in training: takes a layer's index and its choice, returns the choice to use.

@@ -9,7 +9,6 @@ import torch
 from conftest import checkpointed, tiny_config
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
-from transformers import TrainingArguments
 
 from hf_moe_expand import (
     BalanceLoss,
@@ -20,7 +19,9 @@ from hf_moe_expand import (
     LayerMoEConfig,
     LayerMoEForCausalLM,
     LocalizedBalanceLoss,
+    PostPretrainConfig,
     PostPretrainTrainer,
+    ReviewConfig,
     ReviewTrainer,
 )
 from hf_moe_expand.data.packing import collate_blocks
@@ -81,7 +82,8 @@ def train(
     if halves:
         ids = in_halves(ids)
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
-    arguments = TrainingArguments(
+    kind, config = (ReviewTrainer, ReviewConfig) if stage == "review" else (PostPretrainTrainer, PostPretrainConfig)
+    arguments = config(
         output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True,
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
@@ -91,7 +93,6 @@ def train(
         losses = [BalanceLoss(balance), LanguagePriorLoss(prior), GateBudgetLoss(budget)]
         losses += [LocalizedBalanceLoss(localized), ClassifierLoss(classifier)]
         losses += [DistillationLoss(distillation)] if distillation else []
-    kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
     trainer = kind(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
         router_losses=losses, language_classes=[0, 1], everything=everything,

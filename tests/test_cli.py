@@ -14,9 +14,7 @@ from conftest import invoke, save_dense, tiny_config, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
-import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.cli.options import with_settings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
@@ -111,20 +109,6 @@ def test_every_command_of_the_readme_runs(workplace, quick_gates, monkeypatch):
     assert "post-pretrain, 1 steps" in invoke("inspect", "runs/qwen-el/post_pretrain")
     with pytest.raises(InputError, match="its tokenizer has no chat template"):
         invoke("chat", "runs/qwen-el/post_pretrain", "--base", "inside")
-
-
-def test_the_readmes_python_runs(workplace, quick_gates, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    small = {**SMALL, "block_size": 32}
-    real = hf_moe_expand.PostPretrainConfig
-    monkeypatch.setattr(hf_moe_expand, "PostPretrainConfig", lambda **given: real(**{**given, **small}))
-    fit, settings = hf_moe_expand.fit_base_gate, GateSettings(**GATES)
-    monkeypatch.setattr(hf_moe_expand, "fit_base_gate", lambda *given, **new: fit(*given, settings=settings, **new))
-    namespace = {}
-    for block in blocks:
-        exec(block, namespace)
-    assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
-    assert "post-pretrain, 1 steps" in invoke("inspect", "qwen-el-1")
 
 
 def test_plans_from_the_command_line(tmp_path, error_of):

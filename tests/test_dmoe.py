@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import COMMON_BACKBONES, checkpointed, run_fresh, save_dense, write_texts
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (
     AdaptConfig,
@@ -124,7 +124,7 @@ def test_the_sampler_gives_whole_batches_of_one_group_in_an_order_of_the_seed():
 
 
 def group_step(model, rows, tmp_path, batch=4, steps=1, weight=1.28, checkpointing=False):
-    arguments = TrainingArguments(
+    arguments = GroupConfig(
         output_dir=tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, use_cpu=True,
         report_to="none", save_strategy="no", disable_tqdm=True, **checkpointed(checkpointing),

@@ -20,7 +20,7 @@ from datasets import Dataset
 from gated_models import TWO, classes_of_rows, dense_of, evidence_of, gated_model, give_evidence, tokens
 from safetensors.torch import load_file
 from test_gate_decisions import THREE, ffn_calls
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (
     LanguageText,
@@ -176,7 +176,7 @@ def test_each_sequence_of_a_batch_runs_in_the_language_that_the_user_tells(grown
 def one_step(folder, model, ids, languages, classes=(0, 1), **options):
     """A step of plain SGD with learning rate 1 on these blocks, by the stage's own trainer."""
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
-    arguments = TrainingArguments(
+    arguments = PostPretrainConfig(
         output_dir=folder, per_device_train_batch_size=len(ids), max_steps=1, learning_rate=1.0, optim="sgd",
         lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, report_to="none",
         save_strategy="no", disable_tqdm=True, **options,

@@ -17,8 +17,8 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 # From the leaves to the command line. Each line may import the lines above it; `` is the package itself.
 ROOMS = (
     ("core", "model_cards", "modeling"),
-    ("", "planning", "trainers"),
-    ("data",),
+    ("", "planning"),
+    ("data", "trainers"),
     ("checkpoint",),
     ("inference",),
     ("evaluation",),

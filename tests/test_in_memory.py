@@ -13,8 +13,12 @@ from hf_moe_expand import (
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
+    average_checkpoints,
+    average_experts,
     expand_model,
+    fit_gates,
 )
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.expand import base_of
 from hf_moe_expand.core.errors import InputError
 
@@ -179,3 +183,85 @@ def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, tmp_path
         model_class.from_pretrained(base)
     model_class(config).save_pretrained(tmp_path / "expanded")
     assert isinstance(model_class.from_pretrained(tmp_path / "expanded", config=config), model_class)
+
+
+# --- gates and averages of loaded models -----------------------------------------------------------------------------
+
+TEXTS = {"en": ["the cat sat on the mat again"] * 60, "el": ["η γάτα κάθισε ξανά στο χαλί"] * 60}
+QUICK = GateSettings(tokens=300, anchor_tokens=200, unseen_share=0.99)  # a tiny model with random weights knows nothing
+
+
+def moved(backbone, dtype=torch.float32):
+    """An expanded model whose new experts are no copies any more."""
+    model = expand_model(tiny_dense(backbone, dtype=dtype), PLAN)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts.1" in name or ".experts.2" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def assert_same_model(model, folder):
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    found, state = model.state_dict(), expected.state_dict()
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    for config in (model.config, expected.config):
+        for stage in config.expansions[-1]["stages"]:
+            (stage.get("settings") or {}).pop("models", None)  # the names of folders
+    left_out = {"_name_or_path", "transformers_version"}
+    assert {k: v for k, v in model.config.to_dict().items() if k not in left_out} == {
+        k: v for k, v in expected.config.to_dict().items() if k not in left_out
+    }
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=3, do_sample=False),
+        expected.generate(ids, max_new_tokens=3, do_sample=False),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_and_averages_of_loaded_models_are_those_of_folders(backbone, dtype, tmp_path, quick_gates):
+    model, dense = moved(backbone, dtype), tiny_dense(backbone, seed=1, dtype=dtype)
+    for name, one in (("model", model), ("dense", dense)):
+        one.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = fit_gates(model.train(), texts=TEXTS, settings=QUICK, processing_class=byte_tokenizer())
+    of_folder = fit_gates(tmp_path / "model", tmp_path / "gated", TEXTS, settings=QUICK)
+    assert model.training
+    assert report.model.training
+    assert (report.out, report.gates) == (None, of_folder.gates)
+    assert not any(line.startswith("wrote") for line in report.lines())
+    assert_same_model(report.model.eval(), tmp_path / "gated")
+    average_experts(tmp_path / "gated", tmp_path / "averaged", 0.3)
+    assert_same_model(average_experts(report.model, weight=0.3), tmp_path / "averaged")
+    average_checkpoints([tmp_path / "model", tmp_path / "dense"], tmp_path / "mean", [0.25, 0.75])
+    assert_same_model(average_checkpoints([model.eval(), dense], weights=[0.25, 0.75]), tmp_path / "mean")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    shared = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {p.data_ptr() for n, p in report.model.named_parameters() if "gate" not in n} <= shared
+
+
+def test_loaded_models_and_folders_are_told_apart(tmp_path):
+    model = moved("qwen2")
+    model.save_pretrained(tmp_path / "model")
+    refused = {
+        "texts is None": lambda: fit_gates(model, processing_class=byte_tokenizer()),
+        "processing_class is None": lambda: fit_gates(model, texts=TEXTS),
+        "out is None": lambda: fit_gates(tmp_path / "model", texts=TEXTS),
+        "out is 'x'": lambda: average_experts(model, "x"),
+        "out is None: give": lambda: average_experts(tmp_path / "model"),
+        "models holds loaded models and names": lambda: average_checkpoints([model, tmp_path / "model"]),
+        "is a dense model": lambda: average_experts(tiny_dense("qwen2")),
+        "is not expanded": lambda: fit_gates(tiny_dense("qwen2"), texts=TEXTS, processing_class=byte_tokenizer()),
+        "is a DMoE": lambda: fit_gates(
+            expand_model(tiny_dense("qwen2"), Plan("dmoe", [2, 1, 2], groups=[["el"], ["tr"]])),
+            texts=TEXTS, processing_class=byte_tokenizer(),
+        ),
+    }  # fmt: skip
+    for message, work in refused.items():
+        with pytest.raises(InputError, match=message):
+            work()

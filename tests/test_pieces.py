@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from conftest import tiny_dense
 from datasets import Dataset
 from one_step import build, rows, train
-from transformers import TrainingArguments, default_data_collator
+from transformers import default_data_collator
 
 from hf_moe_expand import DistillationLoss, Plan, expand_model
-from hf_moe_expand.stages.kinds.dense import DenseTrainer
+from hf_moe_expand.stages.kinds.dense import DenseConfig, DenseTrainer
 from hf_moe_expand.trainers import pieces as module
 from hf_moe_expand.trainers.pieces import LogitsInPieces
 
@@ -150,7 +150,7 @@ def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, wi
 def test_smoothed_labels_take_the_logits_of_the_whole_batch(small_pieces, tmp_path, widest, smoothing):
     """Of a dense model; the stages refuse them for it, a Trainer does not."""
     examples = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
-    arguments = TrainingArguments(
+    arguments = DenseConfig(
         tmp_path, max_steps=1, label_smoothing_factor=smoothing, report_to="none", use_cpu=True, disable_tqdm=True
     )
     if smoothing:

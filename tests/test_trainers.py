@@ -14,6 +14,7 @@ from hf_moe_expand import (
     LanguagePriorLoss,
     LayerMoEConfig,
     LayerMoEForCausalLM,
+    ReviewConfig,
     ReviewTrainer,
     RouterLossMixin,
     freeze,
@@ -192,7 +193,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         plain_trainer(tmp_path, model(), label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="need language_classes"):
-        ReviewTrainer(model(), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none"))
+        ReviewTrainer(model(), args=ReviewConfig(str(tmp_path)))
     untagged = plain_trainer(tmp_path, model())
     untagged.train_dataset = untagged.train_dataset.remove_columns("language_ids")
     untagged.data_collator = lambda rows: {

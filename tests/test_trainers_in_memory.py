@@ -8,8 +8,9 @@ import numpy
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from conftest import byte_tokenizer, save_dense, write_texts
+from conftest import byte_tokenizer, save_dense, tiny_dense, write_texts
 from datasets import Dataset, concatenate_datasets
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainingArguments
 
 from hf_moe_expand import (
@@ -22,6 +23,8 @@ from hf_moe_expand import (
     ReviewConfig,
     ReviewTrainer,
     expand_checkpoint,
+    expand_model,
+    pack_texts,
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
@@ -163,15 +166,13 @@ def test_a_model_saved_after_it_goes_on_as_a_checkpoint(root, tmp_path):
 
 def test_rows_without_languages_train_where_no_loss_needs_them(root, tmp_path):
     rows = Dataset.from_dict({"input_ids": [list(range(16))] * 4})
-    training = TrainingArguments(tmp_path, max_steps=1, use_cpu=True, disable_tqdm=True, report_to="none")
-    trainer = PostPretrainTrainer(AutoModelForCausalLM.from_pretrained(root / "one"), training, train_dataset=rows)
+    options = {**QUICK, "max_steps": 1, "save_strategy": "no"}
+    model = AutoModelForCausalLM.from_pretrained(root / "one")
+    trainer = PostPretrainTrainer(model, PostPretrainConfig(str(tmp_path), **options), train_dataset=rows)
     assert trainer.train().global_step == 1
-    trainer = ReviewTrainer(AutoModelForCausalLM.from_pretrained(root / "one"), training, train_dataset=rows,
-                            language_classes=[0, 1])  # fmt: skip
-    with pytest.raises(ValueError, match="batches with language_ids"):
-        trainer.train()
-    with pytest.raises(ValueError, match="No layer of the model is expanded"):
-        PostPretrainTrainer(AutoModelForCausalLM.from_pretrained(root / "dense"), training, train_dataset=rows)
+    for classes in (None, [0, 1]):
+        with pytest.raises(InputError, match="train_dataset has no column `language_ids`"):
+            ReviewTrainer(model, ReviewConfig(str(tmp_path), **options), train_dataset=rows, language_classes=classes)
 
 
 def test_packed_blocks_train_without_a_tokenizer(root, tmp_path):
@@ -283,3 +284,73 @@ def test_what_a_history_records_is_json_without_a_token():
     assert config.recorded()["fsdp_config"] == {"min_num_params": 5}
     config = parsed("--output_dir", "out", "--lr_scheduler_kwargs", '{"num_cycles": 1}')
     assert config.recorded()["lr_scheduler_kwargs"] == {"num_cycles": 1}
+
+
+# --- evaluation, and types of weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["post-pretraining", "exclusive", "review", "group"])
+def test_text_to_score_is_packed_as_the_trainings_is(root, tmp_path, case):
+    """In any of the model's languages, at the steps and at the end, and by `evaluate`."""
+    kind, config, plan, codes = {
+        "post-pretraining": (PostPretrainTrainer, PostPretrainConfig, PLANS["one"], ["el"]),
+        "exclusive": (
+            PostPretrainTrainer, PostPretrainConfig, Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True),
+            ["el"],
+        ),
+        "review": (ReviewTrainer, ReviewConfig, PLANS["one"], ["el", "en"]),
+        "group": (GroupTrainer, GroupConfig, PLANS["dmoe"], ["el", "en", "tr"]),
+    }[case]  # fmt: skip
+    model = expand_model(tiny_dense("qwen2"), plan)
+    options = {**QUICK, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    held_out = {code: Dataset.from_dict({"text": texts(code)}) for code in ("en", "el")}
+    trainer = kind(
+        model, config(str(tmp_path), **options), train_dataset=tagged(*codes), eval_dataset=held_out,
+        processing_class=byte_tokenizer(), compute_metrics=lambda found: {"rows": len(found.label_ids)},
+    )  # fmt: skip
+    trainer.train()
+    scored = [log for log in trainer.state.log_history if "eval_el_loss" in log]
+    assert len(scored) == QUICK["max_steps"]
+    found = trainer.evaluate()
+    assert found["eval_en_rows"] > 4
+    whole = trainer.evaluate(tagged("en", "el"))
+    blocks = trainer.evaluate(pack_texts(held_out, byte_tokenizer(), 16, seed=5, languages=["en", "el"]))
+    for name in ("en", "el"):
+        assert found[f"eval_{name}_loss"] == pytest.approx(trainer.evaluate(held_out)[f"eval_{name}_loss"])
+    assert min(found["eval_en_loss"], found["eval_el_loss"]) < whole["eval_loss"] + 1
+    assert blocks["eval_rows"] > found["eval_en_rows"]
+    assert len(trainer.predict(tagged("el")).label_ids) == found["eval_el_rows"]
+    if case == "exclusive":  # without a gate yet, each row's language says which experts it takes
+        with torch.no_grad(), model.eval().use_expert(0):
+            ids = torch.tensor(trainer.eval_dataset["en"]["input_ids"])
+            assert found["eval_en_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_two_bytes_trains_in_float32_and_keeps_its_type(tmp_path, dtype, capsys):
+    small = {**QUICK, "learning_rate": 1e-5, "max_steps": 5, "save_steps": 5}
+    model = expand_model(tiny_dense("qwen2", dtype=dtype), PLANS["one"])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = PostPretrainConfig(str(tmp_path), **small)
+    PostPretrainTrainer(model, config, train_dataset=tagged("el"), processing_class=byte_tokenizer()).train()
+    assert f"the model is {dtype}; it trains in float32" in capsys.readouterr().out
+    assert str(model.config.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    trained = load_file(tmp_path / "checkpoint-5" / "model.safetensors")  # from which it would go on
+    assert not (tmp_path / "checkpoint-5" / "training_args.bin").exists()
+    for name, value in model.state_dict().items():
+        if name not in trained:  # tied
+            continue
+        assert (trained[name].dtype, value.dtype) == (torch.float32, dtype)
+        assert torch.equal(trained[name].to(dtype), value)  # rounded once
+        moved = (trained[name] != before[name].float()).float().mean()
+        assert moved > 0.9 if ".experts.1." in name or ".experts.2." in name or "router" in name else moved == 0, name
+
+
+def test_rows_without_text_are_left_out_and_said(root, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(root / "one")
+    rows = Dataset.from_dict({"text": [*texts("el"), None, "  "], "language": ["ell_Grek"] * 22})
+    trainer = PostPretrainTrainer(
+        model, PostPretrainConfig(str(tmp_path), **QUICK), train_dataset=rows, processing_class=byte_tokenizer()
+    )
+    assert trainer.packed.documents == {"el": 20}
+    assert "train_dataset: 20 documents kept, 2 rows left out: 2 without text" in capsys.readouterr().err

@@ -4,10 +4,13 @@ trains evaluate for a while."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 from torch import nn
 
+from ..core.errors import InputError
+from ..core.schema import shown_value
 from ..modeling.configuration_layer_moe import joins_packs
 
 # The base of the mixins: a type checker lets it have all that the Trainer behind a mixin has.
@@ -37,6 +40,22 @@ class Trained:
 EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
 
 
+def check_expanded(model: Any) -> None:
+    """Refuses what is no expanded model: a dense one, or the name of one."""
+    if getattr(model, "expanded_ffns", dict)():
+        return
+    if not isinstance(model, nn.Module):
+        name = repr(str(model)) if isinstance(model, str | PathLike) else "FOLDER"
+        raise InputError(
+            f"model is {shown_value(model)}: give a loaded expanded model, such as "
+            f"AutoModelForCausalLM.from_pretrained({name})."
+        )
+    raise InputError(
+        f"No layer of the model is expanded (a {type(model).__name__}), so that no expert or router can train: expand "
+        "the model first, with expand_model(model, plan)."
+    )
+
+
 @dataclass(frozen=True)
 class FreezeReport:
     """Parameter counts after `freeze`."""
@@ -63,16 +82,15 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
         stage: the name of the training in the report.
 
     Raises:
-        ValueError: the model is not expanded, or has an adapter, whose own configuration determines the trained and
+        InputError: the model is not expanded, or has an adapter, whose own configuration determines the trained and
             saved parameters.
     """
     if getattr(model, "peft_config", None):
-        raise ValueError(
+        raise InputError(
             "The model has a PEFT adapter, which sets the trained parameters and saves only these: use MoESFTTrainer "
             "or `class MyTrainer(RouterLossMixin, Trainer)`, which do not freeze, or merge the adapter first."
         )
-    if not hasattr(model, "expanded_ffns"):
-        raise ValueError("No layer of the model is expanded, so that no expert can train: expand the model first.")
+    check_expanded(model)
     model.requires_grad_(trained.everything)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
     for kind, module in _trained_modules(model, trained):

@@ -5,14 +5,16 @@ Shape suffixes as in `modeling/routing.py`.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
+from torch import nn
 
 from ..core.errors import InputError
-from ..core.schema import Probability, Schema
+from ..core.schema import Probability, Schema, checked
 from ..modeling.routing import Choice
+from .freezing import check_expanded
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
@@ -51,7 +53,8 @@ def check_conditional_gate(masking: Masking | None, has_conditional_gate: bool, 
         )
 
 
-def mask_routing(model: Any, masking: Masking | None) -> AbstractContextManager:
+@checked
+def mask_routing(model: nn.Module, masking: Masking | None) -> AbstractContextManager:
     """Inside, an expanded model in training mode masks its routing by `masking`; in evaluation mode it does not.
 
     Run the backward pass inside too: gradient checkpointing repeats the forward pass in it, with the same draws.
@@ -61,7 +64,8 @@ def mask_routing(model: Any, masking: Masking | None) -> AbstractContextManager:
     """
     if masking is None or masking == Masking():
         return nullcontext()
-    check_conditional_gate(masking, model.config.conditional_routing)
+    check_expanded(model)
+    check_conditional_gate(masking, model.config.conditional_routing)  # type: ignore[union-attr]
     return model.routing_control.asking(change_choice=_MaskedChoice(masking, min(model.expanded_ffns())))
 
 

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ..core.errors import InputError
+from ..core.schema import checked
 from ..modeling.routing import TokenClasses
 from .encoder_decoder import LANGUAGE_COLUMNS, TOKEN_COLUMNS, by_stack, sides, target_loss, with_decoder_inputs
-from .freezing import TrainerBase
+from .freezing import check_expanded
 from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
+from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
@@ -27,7 +30,7 @@ NOT_REENTRANT = (
 )
 
 
-class RouterLossMixin(TrainerBase):
+class RouterLossMixin(PublishingMixin):
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
     A batch may carry `language_ids` `[batch, sequence]`, the language of each token, negative where unknown. For an
@@ -44,18 +47,19 @@ class RouterLossMixin(TrainerBase):
         language_classes: the class of each language id: 0, old; 1, new; with the group loss, its language group.
 
     Raises:
-        InputError: `router_losses` is not a list of losses, or two losses log the same metric.
-        ValueError: reentrant gradient checkpointing, label smoothing or TRL's `router_aux_loss_coef` is on, a loss
-            needs `language_classes` but they are missing, or tied embeddings would train under transformers' own FSDP.
+        InputError: `router_losses` is not a list of losses, or two losses log the same metric; reentrant gradient
+            checkpointing, label smoothing or TRL's `router_aux_loss_coef` is on; a loss needs `language_classes`, but
+            they are missing; or tied embeddings would train under transformers' own FSDP.
     """
 
     compute_loss_func: Any
     _is_encoder_decoder = False  # whether the model is an encoder-decoder, with tokens of a source and of a target
 
+    @checked
     def __init__(
         self,
         *args: Any,
-        router_losses: Sequence[RouterLoss] | None = None,
+        router_losses: Any = None,
         language_classes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -84,26 +88,26 @@ class RouterLossMixin(TrainerBase):
         training = self.args
         options = getattr(training, f"{CHECKPOINTING}_kwargs") or {}
         if getattr(training, CHECKPOINTING) and options.get("use_reentrant"):
-            raise ValueError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
+            raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
         wrong = [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
         if wrong and self._is_encoder_decoder:
-            raise ValueError(
+            raise InputError(
                 f"The {wrong[0].name} loss is for decoders, but the model is an encoder-decoder: leave it out."
             )
         if getattr(training, "router_aux_loss_coef", None):
-            raise ValueError(
+            raise InputError(
                 f"router_aux_loss_coef is {training.router_aux_loss_coef}: it weighs the auxiliary loss of a mixture's "
                 "own routers, which is off in an expanded model. Leave it out; router_losses are for the new routers."
             )
         if training.label_smoothing_factor and not self._is_encoder_decoder:
-            raise ValueError(
+            raise InputError(
                 "label_smoothing_factor is not supported: Trainer smooths the unshifted labels of models that it does "
                 "not know by name. Set it to 0."
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()
-        if self.router_losses and not getattr(self.accelerator.unwrap_model(self.model), "expanded_ffns", dict)():
-            raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
+        if self.router_losses:
+            check_expanded(self.accelerator.unwrap_model(self.model))
         _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
 
     @property
@@ -118,9 +122,9 @@ class RouterLossMixin(TrainerBase):
         names = [loss.name for loss in self._active_losses() if loss.needs_languages]
         return f"Losses that need languages: {', '.join(names)}."
 
-    def _without_languages(self) -> ValueError:
+    def _without_languages(self) -> InputError:
         columns = " and ".join(LANGUAGE_COLUMNS[: 1 + self._is_encoder_decoder])
-        return ValueError(
+        return InputError(
             "The losses need language_classes (for each language id its class: 0 = old and 1 = new, or its language "
             f"group) and batches with {columns}, the language id of each token. " + self._who_needs_languages()
         )
@@ -237,7 +241,7 @@ class RouterLossMixin(TrainerBase):
 
     def _sides(self, inputs: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         if "input_ids" not in inputs:
-            raise ValueError(
+            raise InputError(
                 f"{type(self).__name__}'s batches hold no input_ids, whose tokens the router losses count: this "
                 "trainer takes expanded models, but not RouterLossMixin."
             )
@@ -267,7 +271,7 @@ class RouterLossMixin(TrainerBase):
             for parameter in ffn.router.parameters()
         )
         if routers_train and not any(layer.router_logits.requires_grad for layer in routing):
-            raise ValueError(f"The router logits carry no gradient although the routers train: {NOT_REENTRANT}")
+            raise InputError(f"The router logits carry no gradient although the routers train: {NOT_REENTRANT}")
 
     def _step_scale(self, model: Any, num_items_in_batch: Any) -> float | None:
         """The factor from this rank's share of a step's mean to the trainer's expected loss; None in evaluation."""
@@ -331,7 +335,8 @@ class RouterLossMixin(TrainerBase):
         if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):
             # Seq2SeqTrainer passes the whole batch to `generate`, and computes the loss without `compute_loss`.
             inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        with RouterLossMixin.asking(self, inputs):  # without what a subclass asks of a training step
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
@@ -364,7 +369,7 @@ def _check_tied_embeddings(model: Any) -> None:
     split = model.config.distributed_config
     replicas = getattr(split, "dp_size", split.fsdp_size)  # `dp_size` came with transformers 5.23
     if replicas > 1 and tied_and_trained:
-        raise ValueError(
+        raise InputError(
             "The embeddings train and are tied to the head, which under transformers' own FSDP "
             "(DistributedConfig(fsdp_size=...)) keeps their old values after the first step. Let accelerate split the "
             "model (fsdp2.yaml), or freeze the embeddings."

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from ..core.errors import InputError
+
 
 @dataclass(frozen=True)
 class LanguageMix:
@@ -44,7 +46,7 @@ class CurriculumSampler(Sampler[int]):
         batch_size: rows in a batch of one process.
 
     Raises:
-        ValueError: no language trains from the start, or a step does not hold whole batches.
+        InputError: no language trains from the start, or a step does not hold whole batches.
     """
 
     def __init__(self, mix: LanguageMix, steps: int, rows_per_step: int, seed: int, batch_size: int = 1) -> None:
@@ -53,9 +55,9 @@ class CurriculumSampler(Sampler[int]):
         self.groups = np.array(mix.groups or [0] * len(mix.rows))
         self.steps, self.rows_per_step, self.seed, self.batch_size = steps, rows_per_step, seed, batch_size
         if self.entry.min() != 0:
-            raise ValueError(f"No language trains from the start; the first enters at step {self.entry.min()}.")
+            raise InputError(f"No language trains from the start; the first enters at step {self.entry.min()}.")
         if rows_per_step % batch_size:
-            raise ValueError(f"A step of {rows_per_step} rows does not hold whole batches of {batch_size}.")
+            raise InputError(f"A step of {rows_per_step} rows does not hold whole batches of {batch_size}.")
 
     def __len__(self) -> int:
         return self.steps * self.rows_per_step
@@ -102,7 +104,7 @@ class GroupedSampler(Sampler[int]):
         seed: random seed of the order.
 
     Raises:
-        ValueError: a group has fewer rows than a batch.
+        InputError: a group has fewer rows than a batch.
     """
 
     def __init__(self, groups: Sequence[int], batch_size: int, seed: int) -> None:
@@ -111,7 +113,7 @@ class GroupedSampler(Sampler[int]):
         self.rows = [[row for row, g in enumerate(groups) if g == group] for group in names]
         for group, rows in zip(names, self.rows, strict=True):
             if len(rows) < batch_size:
-                raise ValueError(
+                raise InputError(
                     f"Language group {group} has {len(rows)} blocks, less than one batch of {batch_size}: give more "
                     "text, smaller blocks or smaller batches."
                 )

@@ -1,22 +1,41 @@
 """MoESFTTrainer: TRL's supervised fine-tuning with the routers' losses."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
-from transformers import PreTrainedConfig
-from trl import SFTTrainer, pack_dataset
+from datasets import Dataset, IterableDataset
+from peft import PeftConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from trl import SFTConfig, SFTTrainer, pack_dataset
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..core.errors import InputError
+from ..core.errors import InputError, errors_at, first_line
+from ..core.schema import check_types, shown_value, unknown_key
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .router_losses import RouterLossMixin
 
+_COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
+_TYPES: dict[str, Any] = {
+    "model": str | nn.Module,
+    "args": TrainingArguments | None,
+    "data_collator": Callable | None,
+    "train_dataset": Dataset | IterableDataset,
+    "eval_dataset": Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None,
+    "processing_class": PreTrainedTokenizerBase | ProcessorMixin | None,
+    "compute_metrics": Callable | None,
+    "callbacks": Sequence | None,
+    "optimizers": tuple,
+    "peft_config": PeftConfig | None,
+    "formatting_func": Callable | None,
+    "language_classes": Mapping[str, int] | Sequence[int] | None,
+}
 UNKNOWN = -1  # language id of padding and of text in an unknown language
 
 
@@ -67,6 +86,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         language_classes: Mapping[str, int] | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_arguments(language_classes, model, args, *others, **kwargs)
         self._codes_given = isinstance(language_classes, Mapping)
         self._ids_given = language_classes is not None and not self._codes_given
         class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
@@ -80,6 +100,11 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         columns = get_dataset_column_names(dataset)
+        if formatting_func is None and not {*_COLUMNS, args.dataset_text_field} & {*columns}:
+            raise InputError(
+                f"The {dataset_name} data set has the columns {', '.join(columns)}, but none that TRL reads: give "
+                f"`{args.dataset_text_field}`, `messages`, or `prompt` and `completion`."
+            )
         step: Callable[..., dict]
         options: dict[str, Any]
         if "language_ids" in columns:
@@ -129,10 +154,29 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self._language_classes = torch.arange(max(self._class_of_code.values()) + 1)  # a code's id is its class
 
 
+def _check_arguments(language_classes: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses what TRL's constructor does not take."""
+    signature = inspect.signature(SFTTrainer)
+    known = [*signature.parameters, "language_classes", "router_losses"]
+    with errors_at("MoESFTTrainer"):
+        if unknown := next((name for name in kwargs if name not in known), None):
+            raise InputError(f"{unknown_key(unknown, known)} The arguments are {', '.join(known)}.")
+        given = signature.bind_partial(*args, **{n: one for n, one in kwargs.items() if n != "router_losses"}).arguments
+        given |= {"language_classes": language_classes, "train_dataset": given.get("train_dataset")}
+        check_types(given, _TYPES)
+        settings = given.get("args")
+        # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
+        if not isinstance(settings, SFTConfig | None) and type(settings) is not TrainingArguments:
+            raise InputError(f"args is {shown_value(settings)}: must be SFTConfig or None.")
+
+
 def _recorded(model: Any, args: Any) -> dict[str, int]:
     if isinstance(model, str):
         options = getattr(args, "model_init_kwargs", None) or {}
-        return recorded_classes(PreTrainedConfig.get_config_dict(model, **options)[0].get("expansions") or [])
+        try:
+            return recorded_classes(PreTrainedConfig.get_config_dict(model, **options)[0].get("expansions") or [])
+        except OSError as error:
+            raise InputError(f"model is {model!r}: {first_line(error)}.") from None
     return recorded_classes(getattr(model.config, "expansions", None) or [])
 
 

@@ -15,6 +15,7 @@ from ..checkpoint.packs import check_packs
 from ..checkpoint.records import History
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError, named_as
+from ..core.schema import checked
 from ..core.scratch import scratch_folder, sibling
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..inference.models import check_decoder, load_for_inference, load_tokenizer
@@ -49,6 +50,7 @@ class Calibration:
         return [f"calibration        gates fitted; {text}", *self.gates.lines()]
 
 
+@checked
 def join_calibrated(
     packs: Sequence[str | os.PathLike],
     out: str | os.PathLike,

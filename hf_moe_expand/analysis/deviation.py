@@ -15,13 +15,15 @@ from urllib.parse import quote
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 from tqdm.auto import tqdm
-from transformers import get_linear_schedule_with_warmup
+from transformers import PreTrainedTokenizerBase, get_linear_schedule_with_warmup
 
 from ..checkpoint.writer import new_folder
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
 from ..core.languages import check_named_once
+from ..core.schema import checked
 from ..data.tokens import begin_tokens, encode_documents
 from ..inference.models import check_decoder, longest_block, model_name
 from ..modeling import decoder_ffns
@@ -34,9 +36,10 @@ _DOCUMENTS = 256  # tokenised at a time
 _ELEMENTS = 1 << 16  # of each language's change, in memory at a time
 
 
+@checked
 def measure_deviation(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Sequence[str]],
     *,
     work_dir: str | os.PathLike,

@@ -4,27 +4,32 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.expansion_only import sha256_of
 from ..checkpoint.gate_file import Gate, check_takes_gate, gated, write_gate
+from ..checkpoint.loaded import check_place
 from ..checkpoint.records import History, StageRecord
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError, first_line
 from ..core.languages import same_language
+from ..core.schema import checked
 from ..core.scratch import new_file
 from ..data.anchors import shipped_anchors, shipped_sentences
 from ..inference.models import check_decoder, load_for_inference, longest_block, model_name
 from ..modeling import LayerMoEConfig
 from ..modeling.language_gate import TEMPLATE, GateRule
+from ..trainers.freezing import evaluating
 from .gate_fit import FittedGate, GateReport, Scored, by_class, candidates, fit_gate, report_of
 from .gate_text import gate_examples
 from .settings import GateSettings
@@ -34,51 +39,77 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class GatingReport:
-    """Result of `fit_gates` and `fit_base_gate`."""
+    """Result of `fit_gates` and `fit_base_gate`.
 
-    out: Path
+    Attributes:
+        out: what was written; None of a loaded model.
+        model: the loaded model with its gate; None of a checkpoint.
+    """
+
+    out: Path | None
     gates: GateReport
     anchors: list[str]
+    model: Any = field(default=None, repr=False)
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
-        return [f"anchors            {' '.join(self.anchors)}", *self.gates.lines(), f"wrote {self.out}"]
+        wrote = [] if self.out is None else [f"wrote {self.out}"]
+        return [f"anchors            {' '.join(self.anchors)}", *self.gates.lines(), *wrote]
 
 
+@checked
 def fit_gates(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    texts: Mapping[str, Iterable[str]],
+    model: str | os.PathLike | PreTrainedModel,
+    out: str | os.PathLike | None = None,
+    texts: Mapping[str, Iterable[str]] | None = None,
     anchors: Mapping[str, Iterable[str]] | None = None,
     settings: GateSettings | None = None,
     *,
+    processing_class: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> GatingReport:
-    """Writes an expanded checkpoint with a gate that sends home what it does not recognise.
+    """Gives an expanded model a gate that sends home what it does not recognise: writes the checkpoint of one, or makes
+    a loaded model of a loaded one.
+
+        model = fit_gates(model, texts={"en": english, "el": greek}, processing_class=tokenizer).model
 
     The gate is fitted on frozen hidden states of the base, without a gradient through the model, and takes the place of
-    all classifiers and gates that the checkpoint has, those of an earlier version too. A language that is neither in
+    all classifiers and gates that the model has, those of an earlier version too. A language that is neither in
     `texts` nor in `anchors` goes home too.
 
     Args:
+        model: a checkpoint, or a loaded model.
+        out: folder to write; None of a loaded model.
         texts: documents of the model's own languages: every new one, and old ones as far as there is text.
         anchors: text of languages that are not new; by default the package's own sentences (`anchors.shipped_anchors`)
             in some sixty languages without the model's.
+        processing_class: the tokenizer of a loaded model.
+
+    Returns:
+        What the gate sends where. Of a loaded model, its `model` is the one with the gate, a new one that shares all
+        other tensors.
 
     Raises:
-        InputError: the checkpoint takes no gate, a new language has no text, a language has fewer than 100 tokens, an
+        InputError: the model takes no gate, a new language has no text, a language has fewer than 100 tokens, an
             anchor language is one of the model's new ones, or no layer keeps the promise of `settings.unseen_share`.
     """
     settings = settings or GateSettings()
-    check_output(out, overwrite, resolve_checkpoint(model))
-    with gated(model, out) as folder:
-        config = check_takes_gate(folder)
-        classes = History.of(config).classes
+    if texts is None:
+        raise InputError(
+            "texts is None: give documents of every new language, and of old ones as far as there is text."
+        )
+    is_loaded = isinstance(model, PreTrainedModel)
+    if is_loaded and processing_class is None:
+        raise InputError("processing_class is None: give the tokenizer of the loaded model.")
+    check_place(model, out, overwrite, *([] if is_loaded else [resolve_checkpoint(model)]))
+    with nullcontext(model) if is_loaded else gated(model, out) as source:
+        classes = History.of(check_takes_gate(source)).classes
         chosen = check_languages(classes, texts, anchors)
-        loaded, tokenizer = load_for_inference(folder)
-        gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
+        loaded, tokenizer = (model, processing_class) if is_loaded else load_for_inference(source)
+        with evaluating(loaded):
+            gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
         del loaded
         record = StageRecord(
             stage="gates", seed=seed,
@@ -90,10 +121,11 @@ def fit_gates(
             },
         )  # fmt: skip
         made = gate_of(gate, classes, report.bias, settings)
-        write_gate(folder, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
-    return GatingReport(Path(out), report, sorted(chosen))
+        result = write_gate(source, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
+    return GatingReport(None if out is None else Path(out), report, sorted(chosen), result if is_loaded else None)
 
 
+@checked
 def fit_base_gate(
     base: str | os.PathLike,
     out: str | os.PathLike,
@@ -143,6 +175,7 @@ def fit_base_gate(
     return GatingReport(Path(out), report, sorted(chosen))
 
 
+@checked
 def gate_from_file(
     file: str | os.PathLike, base: str | os.PathLike, new: Collection[str], revision: str | None = None
 ) -> tuple[Gate, GateReport]:

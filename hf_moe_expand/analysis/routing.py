@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.records import History
 from ..core.errors import InputError
 from ..core.languages import check_old_and_new
+from ..core.schema import checked
 from ..data.pairs import IGNORED
 from ..inference.models import longest_block, model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
@@ -116,9 +119,10 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
 
 
 @torch.no_grad()
+@checked
 def measure_routing(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Iterable[Any]],
     *,
     tokens: int = 20_000,

@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError
+from ..core.schema import checked
 from ..inference.models import check_decoder, longest_block, model_name
 from ..modeling import count_layers
 from ..planning.results import SeparabilityResult
@@ -121,9 +123,10 @@ def _drawn(units: Sequence[Blocks], total: int, seed: int) -> tuple[tuple[Blocks
 
 
 @torch.no_grad()
+@checked
 def measure_separability(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Iterable[str]],
     old: Sequence[str],
     new: Sequence[str],

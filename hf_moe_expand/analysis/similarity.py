@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from ..core.schema import checked
 from ..inference.models import longest_block, model_name
 from ..modeling import count_layers, stack_sizes
 from ..planning.results import SimilarityResult
@@ -35,9 +38,10 @@ class MeanDirections:
 
 
 @torch.no_grad()
+@checked
 def measure_similarity(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Iterable[Any]],
     old: Sequence[str],
     new: Sequence[str],

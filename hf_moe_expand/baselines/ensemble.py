@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
+from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..core.errors import InputError, errors_at
+from ..core.schema import checked
 from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
 from ..inference.models import check_decoder, load_for_inference, longest_block
 
@@ -30,9 +32,10 @@ def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
     return (log_weights_mWS + log_probs_MWS.gather(0, best_mWS)).logsumexp(0)
 
 
+@checked
 def evaluate_ensemble(
-    models: Sequence[Any],
-    tokenizer: Any,
+    models: Sequence[nn.Module],
+    tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Iterable[str]],
     top_m: int = 2,
     block_size: int = 1024,

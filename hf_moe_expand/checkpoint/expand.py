@@ -1,6 +1,5 @@
 """Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model."""
 
-import copy
 import os
 import re
 from collections import Counter
@@ -12,14 +11,15 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
 
 from .. import __version__
 from ..core.errors import InputError
-from ..modeling import DMoEConfig, LayerMoEConfig, auto_class, decoder_ffns, language_models, model_class, stack_sizes
+from ..core.schema import checked, shown_value
+from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, language_models, model_class, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig, ExpertKind
 from ..planning.plan import Plan
 from .gate_file import Gate
+from .loaded import blank, filled
 from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
@@ -55,6 +55,7 @@ class ExpansionReport:
         return [f"{part} ({count} tensors)" for part, count in parts.items()]
 
 
+@checked
 def expand_checkpoint(
     base: str | os.PathLike,
     out: str | os.PathLike,
@@ -126,8 +127,9 @@ def expand_checkpoint(
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
 
 
+@checked
 def expand_model(
-    dense: PreTrainedModel,
+    dense: Any,
     plan: Plan | ExpandedConfig,
     *,
     expert_init: str = "copy",
@@ -190,16 +192,8 @@ def expand_model(
     untied = _untied(dense)
     if untied and not config.is_encoder_decoder:
         config.tie_word_embeddings = False  # as `StoredModel` has it
-    with torch.device("meta"), init.no_init_weights():
-        expanded: Any = auto_class(config).from_config(
-            config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
-        )
-    for key in untied:
-        expanded.all_tied_weights_keys.pop(key, None)
-    state = _state(dense, expanded, expert_init, seed, gate)
-    expanded.load_state_dict(state, assign=True)
-    _tie(expanded)
-    _copy_buffers(dense, expanded)
+    expanded = blank(dense, config, untied)
+    filled(expanded, dense, _state(dense, expanded, expert_init, seed, gate))
     static = model_class(config)
     expanded.config.architectures = [static.__name__]
     expanded.config.auto_map = static.auto_map(config)
@@ -209,8 +203,7 @@ def expand_model(
         parameters=_parameters(expanded), language_gate=config.language_gate,
     )  # fmt: skip
     History([record]).write(expanded.config)
-    expanded.generation_config = copy.deepcopy(dense.generation_config)
-    return expanded.train(dense.training)
+    return expanded
 
 
 def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
@@ -324,7 +317,10 @@ def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
 def _check_dense(dense: Any) -> None:
     name = type(dense).__name__
     if not isinstance(dense, PreTrainedModel):
-        raise InputError(f"{name}: not a model of transformers; for a PEFT model, give its `merge_and_unload()`.")
+        raise InputError(
+            f"expand_model: dense is {shown_value(dense)}: not a model of transformers; for a PEFT model, give its "
+            "`merge_and_unload()`."
+        )
     check_base_config(dense.config, name)
     check_architecture(dense.config, name)
     wanted: Any = language_models(dense.config)[type(dense.config)]
@@ -381,24 +377,6 @@ def _untied(dense: PreTrainedModel) -> list[str]:
     get = dense.get_parameter_or_buffer
     ties = dense.get_expanded_tied_weights_keys(all_submodels=True)
     return [key for key, source in ties.items() if not torch.equal(get(key), get(source))]
-
-
-def _tie(model: Any) -> None:
-    """Ties weights as `tie_weights` does, except for the head's bias, of which `tie_weights` makes a copy."""
-    for target, source in (model.all_tied_weights_keys or {}).items():
-        module, _, name = target.rpartition(".")
-        setattr(model.get_submodule(module), name, model.get_parameter(source))
-
-
-def _copy_buffers(dense: PreTrainedModel, expanded: Any) -> None:
-    """Copies buffers that checkpoints do not hold, such as rotary frequencies."""
-    buffers, held = dict(dense.named_buffers()), expanded.state_dict().keys()
-    for name, _ in list(expanded.named_buffers()):
-        if name not in held:
-            module, _, buffer = name.rpartition(".")
-            expanded.get_submodule(module).register_buffer(
-                buffer, buffers[re.sub(r"\.experts\.\d+\.", ".", name)].clone(), persistent=False
-            )
 
 
 def _parameters(model: Any) -> int:

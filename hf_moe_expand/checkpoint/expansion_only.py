@@ -11,6 +11,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
+from ..core.schema import checked
 from ..modeling.expansion_only import ADDED, RECORD
 from .local import name_and_commit
 from .reader import StoredTensor
@@ -55,6 +56,7 @@ def base_of(config: Any) -> BaseModel:
     return BaseModel(name, name if revision else None, revision)
 
 
+@checked
 def save_expansion(
     model: str | os.PathLike,
     out: str | os.PathLike,

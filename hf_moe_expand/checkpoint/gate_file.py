@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..core.errors import InputError, named_as
 from ..core.jsonfile import read_json
 from ..core.scratch import scratch_folder, sibling
-from ..modeling import LayerMoEConfig, decoder_ffns
+from ..modeling import ExpandedConfig, LayerMoEConfig, decoder_ffns
 from ..modeling.language_gate import GateRule
+from .loaded import check_place, finished, opened
 from .packs import GATE_ROWS, Rows
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
-from .source import COMPANIONS, OLD_GATES, load_expanded_config, resolve_checkpoint
+from .source import OLD_GATES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
 
 # The fields of a configuration and of an expansion's record.
 GATE_FIELDS = ("classifier_layers", "language_gate")
@@ -87,30 +89,37 @@ def _link(file: str, place: str) -> None:
         shutil.copyfile(file, place)
 
 
-def check_takes_gate(model: str | os.PathLike) -> Any:
-    """The configuration of a checkpoint that takes a gate: not a DMoE's or an encoder-decoder's."""
-    config = load_expanded_config(resolve_checkpoint(model, weights=False))
+def check_takes_gate(model: str | os.PathLike | PreTrainedModel) -> Any:
+    """The configuration of a checkpoint, or of a loaded model, that takes a gate: not a DMoE's or an
+    encoder-decoder's."""
+    if isinstance(model, PreTrainedModel):
+        config, name = model.config, f"model, a {type(model).__name__}"
+    else:
+        config, name = load_expanded_config(resolve_checkpoint(model, weights=False)), str(model)
+    if not isinstance(config, ExpandedConfig):
+        raise InputError(f"{name}: is not expanded: expand it first, or fit its gate with fit_base_gate.")
     if not isinstance(config, LayerMoEConfig):
-        raise InputError(f"{model}: is a DMoE, which keeps no language of its base: a gate has nothing to send home.")
+        raise InputError(f"{name}: is a DMoE, which keeps no language of its base: a gate has nothing to send home.")
     if config.is_encoder_decoder:
         raise InputError(
-            f"{model}: is an encoder-decoder: a gate judges a text from its first token on (docs/encoder_decoder.md)."
+            f"{name}: is an encoder-decoder: a gate judges a text from its first token on (docs/encoder_decoder.md)."
         )
     return config
 
 
 def write_gate(
-    folder: Path,
-    out: str | os.PathLike,
+    model: str | os.PathLike | PreTrainedModel,
+    out: str | os.PathLike | None,
     gate: Gate,
     record: StageRecord,
     *,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
-) -> Path:
-    """Writes an expanded checkpoint with this gate, and the step's `record` into its history."""
-    stored = StoredModel(folder)
-    check_output(out, overwrite, stored.folder)
+) -> Any:
+    """An expanded model with this gate, and the step's `record` in its history: a checkpoint's folder, which is
+    written, or a loaded model."""
+    stored = opened(model)
+    check_place(model, out, overwrite, stored.folder)
     config: Any = stored.config
     judging = ("classifier.weight", *GATE_ROWS)
     kept = [key for key in stored.tensors if stored.places[key].inner not in judging]
@@ -120,7 +129,7 @@ def write_gate(
     parameters = sum(tensor.numel for tensor in outputs)
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
     History.of(config).with_last(parameters=parameters, **fields).with_stage(record).write(config)
-    return write_checkpoint(out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size, overwrite)
+    return finished(stored, outputs, out, "gates", max_shard_size, overwrite)
 
 
 def gate_tensors(stored: StoredModel, gate: Gate) -> list[OutputTensor]:

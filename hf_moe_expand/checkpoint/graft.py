@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core.errors import InputError
+from ..core.schema import checked
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from .reader import StoredTensor, is_finite
@@ -56,6 +57,7 @@ class GraftReport:
         return [*lines, f"wrote {self.out}: base and instruct have a cosine of {self.instruct_cosine:.4f}"]
 
 
+@checked
 def graft_delta(
     model: str | os.PathLike,
     out: str | os.PathLike,

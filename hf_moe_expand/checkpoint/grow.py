@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
-from ..core.schema import changed
+from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
 from ..planning.plan import Plan
 from .expand import planned_record
@@ -29,6 +29,7 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
 
 
+@checked
 def grow_checkpoint(
     model: str | os.PathLike,
     out: str | os.PathLike,
@@ -255,6 +256,7 @@ class ShrinkReport:
     names_lost: list[str]
 
 
+@checked
 def shrink_checkpoint(
     model: str | os.PathLike,
     out: str | os.PathLike,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import InputError
-from ..core.schema import changed
+from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
 from .gate_file import GATE_FIELDS, Gate, stored_gate
 from .local import pack_and_name
@@ -52,6 +52,7 @@ class JoinReport:
         return [*lines, f"wrote {self.out}"]
 
 
+@checked
 def join_expansions(
     packs: Sequence[str | os.PathLike],
     out: str | os.PathLike,
@@ -255,6 +256,7 @@ class LeaveOutReport:
     restored: bool
 
 
+@checked
 def leave_out_pack(
     model: str | os.PathLike,
     out: str | os.PathLike,

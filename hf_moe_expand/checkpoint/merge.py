@@ -4,19 +4,22 @@ model. Streamed."""
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..core.errors import InputError
+from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import DECODER_LAYERS
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
+from .loaded import check_place, finished, opened
 from .records import History, StageRecord, add_stage
-from .source import COMPANIONS
+from .settings import AverageSettings
 from .stored import StoredModel, computed
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor
 
 # Fields that must agree between averaged models, besides all shapes.
 _SAME = (
@@ -28,15 +31,17 @@ _SAME = (
 _UPDATES = ("lora_B.weight", "down_proj.weight")
 
 
+@checked
 def average_checkpoints(
-    models: Sequence[str | os.PathLike],
-    out: str | os.PathLike,
+    models: Sequence[str | os.PathLike | PreTrainedModel],
+    out: str | os.PathLike | None = None,
     weights: Sequence[float] | None = None,
     *,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
-) -> Path:
-    """Writes the weighted mean of checkpoints of one shape, dense (Dense-FT-Avg) or expanded.
+) -> Any:
+    """The weighted mean of checkpoints of one shape, dense (Dense-FT-Avg) or expanded: a folder of them, which is
+    written, or a loaded model of loaded ones.
 
     Dense models of the expanded models' base count too (MoE-CPT-Avg), as if every expert were the dense FFN. Tensors
     that a dense model lacks, such as routers, are the mean of the expanded models' tensors.
@@ -44,9 +49,15 @@ def average_checkpoints(
     The mean is computed in float32 and rounded once. Configuration, history and tokenizer are the first model's.
 
     Args:
-        models: two or more checkpoints; if any is expanded, the first must be.
-        out: folder to write.
+        models: two or more checkpoints, or loaded models; if any is expanded, the first must be.
+        out: folder to write; None of loaded models.
         weights: one weight for each model, from 0 to 1 and with the sum 1; equal by default.
+
+    Returns:
+        The folder, or the loaded model, a new one.
+
+    Raises:
+        InputError: the models do not fit one another, or the weights are wrong.
     """
     if len(models) < 2:
         raise InputError("An average needs two or more checkpoints.")
@@ -54,8 +65,10 @@ def average_checkpoints(
     if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6 or min(weights) < 0:
         count, given = len(models), [round(one, 6) for one in weights]
         raise InputError(f"weights is {given}: {count} checkpoints need {count} weights with the sum 1, none below 0.")
-    stored = [StoredModel(model) for model in models]
-    check_output(out, overwrite, *(model.folder for model in stored))
+    if len({isinstance(model, PreTrainedModel) for model in models}) > 1:
+        raise InputError("models holds loaded models and names of checkpoints: give one kind of them.")
+    stored = [opened(model) for model in models]
+    check_place(models[0], out, overwrite, *(model.folder for model in stored))
     for model in stored:
         if isinstance(model.config, ExpandedConfig) and model.config.has_kind("lora"):
             raise InputError(
@@ -66,9 +79,7 @@ def average_checkpoints(
     tensors = _mean_of_expanded_and_dense(stored, weights)
     settings = {"models": [model.name for model in stored], "weights": weights}
     add_stage(first.config, StageRecord(stage="average", settings=settings))
-    return write_checkpoint(
-        out, first.config, tensors, [(first.folder, COMPANIONS)], "average", max_shard_size, overwrite
-    )
+    return finished(first, tensors, out, "average", max_shard_size, overwrite)
 
 
 def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:
@@ -123,31 +134,35 @@ def averaged(
     return computed(models[0][key], sources, mean, name)
 
 
+@checked
 def average_experts(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    weight: float,
+    model: str | os.PathLike | PreTrainedModel,
+    out: str | os.PathLike | None = None,
+    weight: float = AverageSettings().weight,
     *,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
-) -> Path:
-    """Writes a model whose new experts are `weight * expert + (1 - weight) * FFN`, the FFN from which each was copied.
+) -> Any:
+    """A model whose new experts are `weight * expert + (1 - weight) * FFN`, the FFN from which each was copied.
 
     The new experts are those of the last expansion, or of all packs of a joined model. The update of a LoRA expert and
     the output of an added one are multiplied by `weight`. All other tensors stay byte for byte.
 
     Args:
-        model: a LayerMoE checkpoint.
-        out: folder to write.
+        model: a LayerMoE checkpoint, or a loaded one.
+        out: folder to write; None of a loaded model.
         weight: from 0 (the experts as they began) to 1 (as they are).
+
+    Returns:
+        The folder, or the loaded model, a new one that shares all other tensors.
 
     Raises:
         InputError: the model is no LayerMoE checkpoint, its new experts are no copies, or `weight` is out of range.
     """
     if not 0 <= weight <= 1:
         raise InputError(f"weight is {weight}: must be from 0 to 1.")
-    stored = StoredModel(model)
-    check_output(out, overwrite, stored.folder)
+    stored = opened(model)
+    check_place(model, out, overwrite, stored.folder)
     origins = _origins(stored)
     tensors = []
     for key in stored.tensors:
@@ -164,9 +179,7 @@ def average_experts(
         else:
             tensors.append(stored.copied(key))
     add_stage(stored.config, StageRecord(stage="average-experts", settings={"weight": weight}))
-    return write_checkpoint(
-        out, stored.config, tensors, [(stored.folder, COMPANIONS)], "average", max_shard_size, overwrite
-    )
+    return finished(stored, tensors, out, "average", max_shard_size, overwrite)
 
 
 def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:

@@ -41,7 +41,7 @@ _BELONGS = (
 _LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def computed(name: str, dtype: str, shape: Sequence[int], make: Callable[[], tor
 
 def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
     """A tensor of a floating-point type that is at hand."""
-    return computed(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
+    return computed(name, DTYPE_NAMES[tensor.dtype], tensor.shape, lambda: tensor)
 
 
 def copy_of(tensor: StoredTensor, name: str | None = None) -> OutputTensor:

@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
 from .errors import InputError
+from .schema import checked
 
 T = TypeVar("T", bound=type)
 Kind = Literal["stages", "plan_methods", "losses"]
@@ -24,27 +25,33 @@ Kind = Literal["stages", "plan_methods", "losses"]
 _REGISTERED: dict[str, dict[str, Any]] = {"stages": {}, "plan_methods": {}, "losses": {}}
 
 
+@checked
 def register_stage(stage: T) -> T:
     """Makes a stage known: a key of recipes. Use it as a decorator, before a recipe is read."""
     if "hf_moe_expand.runs.recipe" in sys.modules:
         raise InputError(
             f"{stage.__name__}: recipes are read already: register a stage first, or name it by an entry point."
         )
-    return _register("stages", stage.key, stage)  # type: ignore[attr-defined]
+    return _register("stages", "key", stage)
 
 
+@checked
 def register_plan_method(method: T) -> T:
     """Makes a method of planning known, by the name that its field `method` allows: its definition has done so. Use it
     as a decorator."""
     return method
 
 
+@checked
 def register_loss(loss: T) -> T:
     """Makes a loss known: a stage takes it by its name, as `losses: {router_entropy: 0.1}`. Use it as a decorator."""
-    return _register("losses", loss.name, loss)  # type: ignore[attr-defined]
+    return _register("losses", "name", loss)
 
 
-def _register(kind: Kind, name: str, value: T) -> T:
+def _register(kind: Kind, attribute: str, value: T) -> T:
+    name = getattr(value, attribute, None)
+    if not isinstance(name, str):
+        raise InputError(f"{value.__name__}: its `{attribute}` is {name!r}: must be text, by which it is known.")
     _REGISTERED[kind][name] = value
     return value
 

@@ -1,21 +1,26 @@
 """Declares settings once: types with bounds, and mappings read into them with errors that name the key.
 
 A class of settings is a `Schema` model whose annotations are the types below. The annotations are the check, the JSON
-schema and the documentation.
+schema and the documentation; so are those of a public function that is `checked`.
 """
 
 import difflib
+import inspect
+import numbers
+import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from functools import cache, wraps
+from itertools import islice
+from os import PathLike
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
 
-from .errors import InputError
+from .errors import InputError, errors_at
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -24,6 +29,7 @@ else:
 
 T = TypeVar("T")
 D = TypeVar("D", bound="Schema")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _whole(value: Any) -> Any:
@@ -98,6 +104,83 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
         return _adapter(cls).validate_python(dict(mapping), context=context)  # type: ignore[arg-type]
     except pydantic.ValidationError as error:
         raise InputError(_explained(error, cls, where)) from None
+
+
+def checked(function: F) -> F:
+    """Lets a public function, or a class's constructor, refuse an argument whose type is not the annotated one, that is
+    missing, or that is unknown. The InputError names it."""
+    called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    signature = inspect.signature(called)
+    kinds = {name: one.kind for name, one in signature.parameters.items() if name != "self"}
+    named = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
+    hints = cache(lambda: typing.get_type_hints(called, include_extras=True))
+
+    @wraps(called)
+    def call(*args: Any, **keywords: Any) -> Any:
+        of_class = "self" in signature.parameters
+        with errors_at(type(args[0]).__name__ if of_class else function.__name__):
+            if unknown := next((name for name in keywords if len(named) == len(kinds) and name not in named), None):
+                raise InputError(f"{unknown_key(unknown, named)} The arguments are {', '.join(named)}.")
+            try:
+                given = signature.bind(*args, **keywords).arguments
+            except TypeError as error:  # its message names the argument
+                raise InputError(f"{error}; the arguments are {', '.join(named)}.") from None
+            check_types(given, {name: hint for name, hint in hints().items() if name in named})
+        return called(*args, **keywords)
+
+    if not isinstance(function, type):
+        return call  # type: ignore[return-value]
+    function.__init__ = call  # type: ignore[misc]
+    return function
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuses a value that is not of the type of its name."""
+    for name, hint in hints.items():
+        if name in values and not _fits(values[name], hint):
+            raise InputError(f"{name} is {shown_value(values[name])}: must be {_in_words(hint)}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type. Numbers of numpy count; a text is no sequence of texts; iterators stay unread."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, TypeVar):
+        return _fits(value, hint.__bound__ or Any)
+    if hint is Any:
+        return True
+    if origin is Annotated:
+        return _fits(value, inner[0])
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if hint in (int, float):
+        return isinstance(value, numbers.Integral if hint is int else numbers.Real) and not isinstance(value, bool)
+    if origin in (Collection, Iterable, Sequence) and (isinstance(value, str) or hasattr(value, "__array__")):
+        return not isinstance(value, str)
+    if not isinstance(value, origin or hint):
+        return False
+    if isinstance(value, Mapping) and inner:
+        return all(_fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items())
+    if isinstance(value, list | tuple | set) and inner:
+        of_each = inner if origin is tuple and ... not in inner else inner[:1] * len(value)
+        return len(of_each) == len(value) and all(map(_fits, value, of_each))
+    if isinstance(value, Iterable) and inner and iter(value) is not value:  # such as a column of a data set
+        return all(_fits(one, inner[0]) for one in islice(value, 1))
+    return True
+
+
+def shown_value(value: Any) -> str:
+    """A wrong value in a message: a short one itself, any other's type."""
+    is_short = value is None or isinstance(value, str | numbers.Number | list | tuple | set | dict | PathLike)
+    return _short(repr(value)) if is_short else f"of type {type(value).__name__}"
+
+
+def _in_words(hint: Any) -> str:
+    """A type as its annotation, without the names of modules."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(map(_in_words, typing.get_args(hint)))
+    return re.sub(r"[a-z_]\w*\.", "", "None" if hint is type(None) else inspect.formatannotation(hint))
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:
@@ -231,7 +314,10 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
 def _found(value: Any) -> str:
     if isinstance(value, Mapping | list):
         return type(value).__name__
-    shown = repr(value)
+    return _short(repr(value))
+
+
+def _short(shown: str) -> str:
     return shown if len(shown) <= 60 else f"{shown[:60]}..."
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError
 from ..core.languages import check_named_once
+from ..core.schema import checked
 from .lost import LostText, lost_text
 from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens
 
@@ -78,6 +80,7 @@ def first_tokens(language: str, sizes: Iterable[int], wanted: int | None) -> tup
     )
 
 
+@checked
 def pack_texts(
     texts: Mapping[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
@@ -143,7 +146,8 @@ def pack_texts(
     return PackedText(packed, order, tokens, counts, tuple(map(len, blocks)), lost)
 
 
-def collate_blocks(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+@checked
+def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch for the trainers: `input_ids`, `labels` and, where the rows have them, `language_ids`, each
     `[batch, block_size]`."""
     if "language_ids" not in rows[0]:

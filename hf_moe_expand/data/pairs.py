@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from langcodes import Language, LanguageTagError
+from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError
 from ..core.languages import check_named_once, names_language
+from ..core.schema import checked
 from .lost import SAMPLE, LostText, lost_text
 from .packing import PackedText, first_tokens
 from .sources import LanguageText, Pair, language_name, row_pairs
@@ -228,14 +230,14 @@ def sentence_pairs(dataset: Dataset | Mapping[str, Any]) -> list[SentencePair]:
     return [SentencePair(*values) for values in zip(*columns, strict=True)]
 
 
-def pairs_of(translations: Iterable[Mapping[str, str | None]], language: str) -> Dataset:
-    """The sentence pairs to and from a language, at least one, of the column `translation` of a data set."""
+def pairs_of(translations: Iterable[Mapping[str, str | None]], language: str, name: str = "train_dataset") -> Dataset:
+    """The sentence pairs to and from a language, at least one, of the column `translation` of the data set `name`."""
     rows = [
         row for number, sentences in enumerate(translations)
-        for row in row_pairs({"translation": sentences}, language, f"train_dataset: row {number}")
+        for row in row_pairs({"translation": sentences}, language, f"{name}: row {number}")
     ]  # fmt: skip
     if not rows:
-        raise InputError(f"train_dataset: no translation to or from {language!r}.")
+        raise InputError(f"{name}: no translation to or from {language!r}.")
     return Dataset.from_list(rows)
 
 
@@ -274,9 +276,10 @@ def lost_of_each(texts: Mapping[str, Dataset], tokenizer: Any, as_pairs: bool, s
     return lost
 
 
+@checked
 def pack_pairs(
     texts: Mapping[str, Dataset],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     block_size: int,
     seed: int,
     documents: Mapping[str, int] | None = None,
@@ -365,6 +368,7 @@ def _id_of(code: str, order: Sequence[str]) -> int:
     return next((number for number, known in enumerate(order) if names_language(code, known)), UNKNOWN)
 
 
+@checked
 class PairCollator:
     """Makes batches of the rows of `pack_pairs`, for `RouterLossMixin` on any Trainer: `input_ids`, `attention_mask`
     and `language_ids`, each `[batch, source]`; `labels` and `decoder_language_ids`, each `[batch, target]`.

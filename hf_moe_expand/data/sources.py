@@ -23,6 +23,7 @@ from ..core.hub_access import hub_problem, patiently
 from ..core.hub_answers import is_of_hub, refusal, without_secrets
 from ..core.languages import check_old_and_new, is_language_code, names_language
 from ..core.saying import say_once
+from ..core.schema import checked
 from .files import KNOWN, has_text, is_translation, kind_of, read_rows, text_files, version
 
 Pair = tuple[str, str]
@@ -64,6 +65,7 @@ class Beginning:
     read: float
 
 
+@checked
 @dataclass(frozen=True)
 class LanguageText:
     """The source of one language's text.

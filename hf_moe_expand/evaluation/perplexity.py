@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.saying import say_once
+from ..core.schema import checked
 from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
@@ -278,9 +280,10 @@ def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, b
     return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost)
 
 
+@checked
 def evaluate_model(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Iterable[Any]],
     block_size: int = 1024,
     batch_size: int = 8,

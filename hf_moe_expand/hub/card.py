@@ -25,6 +25,7 @@ from ..core.hub_access import hub_problem, patiently
 from ..core.languages import in_words, is_language_code
 from ..core.layer_names import layer_name
 from ..core.private import refuse_private
+from ..core.schema import checked
 from ..core.yamlfile import to_yaml
 from ..evaluation.report import Evaluation, markdown_table
 from ..modeling.language_gate import GateRule
@@ -39,6 +40,7 @@ _MARKDOWN = str.maketrans({
 })  # fmt: skip
 
 
+@checked
 def make_card(
     model: str | os.PathLike,
     repo_id: str | None = None,

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ PROVENANCE = (RECIPE, "plan.json", "analysis.json", "separability.json")
 # Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",
-    "scaler.pt", "rng_state*.pth", "checkpoint-*", "runs", "__pycache__", ".*",
+    "scaler.pt", "rng_state*.pth", "checkpoint-*", "_push-*", "runs", "__pycache__", ".*",
 )  # fmt: skip
 
 _PROGRAM = """
@@ -73,13 +73,16 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY", re.IGNORECASE)
 
 
-def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path]:
+def published_files(
+    folder: Path, include: Sequence[str] = (), leave_others: Callable[[str], None] | None = None
+) -> dict[str, Path]:
     """Maps names in the repository to local files: weights, configuration, code, tokenizer and the run's records.
 
     For a checkpoint inside a run folder, these include the run's recipe, plan and analyses.
 
     Args:
         include: further files of the folder to publish, relative to it.
+        leave_others: says which other files stay here; by default they are refused.
     """
     reader = CheckpointReader(folder)
     names = [file.name for file in reader.files] + ["config.json", *_code(folder)]
@@ -93,15 +96,20 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
     if away := [name for name, file in files.items() if not lies_inside(folder, file)]:
         raise InputError(f"{folder}: {away[0]} is a link that leads out of the folder; put the file itself there.")
     left = {file.name for file in folder.iterdir()} - {Path(name).parts[0] for name in files}
-    if foreign := sorted(name for name in left if not any(Path(name).match(pattern) for pattern in _STAYS_HOME)):
-        raise InputError(
-            f"{folder}: holds files that are not part of the checkpoint: {', '.join(foreign)}. Move them away, or "
-            "publish them too with --include FILE."
-        )
+    if foreign := sorted(name for name in left if not _stays_home(name)):
+        named = f"files that are not part of the checkpoint: {', '.join(foreign)}"
+        if leave_others is None:
+            raise InputError(f"{folder}: holds {named}. Move them away, or publish them too with --include FILE.")
+        leave_others(f"not published: {named}")
     # The nearest folder comes last: in a run with several expansions, each has its own plan.
     near = [folder.resolve().parent, run_of(folder)]
     made_by = {name: there / name for there in near[::-1] for name in PROVENANCE if there and (there / name).is_file()}
     return dict(sorted({**(made_by if near[1] else {}), **files}.items()))
+
+
+def _stays_home(name: str) -> bool:
+    """Whether training leaves files of this name."""
+    return any(Path(name).match(pattern) for pattern in _STAYS_HOME)
 
 
 def is_weights(name: str) -> bool:
@@ -160,7 +168,9 @@ def check_code(folder: Path) -> None:
     )
     own = Path(modeling.__file__).parent
     for file in sorted(folder.rglob("*.py")):
-        name = str(file.relative_to(folder))
+        name, (first, *_) = str(file.relative_to(folder)), file.relative_to(folder).parts
+        if _stays_home(first):  # a training checkpoint's, which nothing here loads
+            continue
         if name not in CODE:
             raise InputError(f"{folder}: {name} is not code of this package, so it is not run; move it away.")
         if file.read_bytes() != (own / name).read_bytes():

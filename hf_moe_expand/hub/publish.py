@@ -24,6 +24,7 @@ from ..core.hub_answers import is_quota, refusal, status_of, without_secrets
 from ..core.jsonfile import read_json
 from ..core.private import refuse_private
 from ..core.recipe_paths import without_paths
+from ..core.schema import checked
 from ..evaluation.report import Evaluation
 from ..modeling import MODEL_CLASSES
 from ..stages import recipe_stages
@@ -64,6 +65,7 @@ class Push:
     card: str
 
 
+@checked
 def push_to_hub(
     model: str | os.PathLike,
     repo_id: str,
@@ -77,6 +79,8 @@ def push_to_hub(
     base: str | None = None,
     expansion_only: bool = False,
     dry_run: bool = False,
+    leave_others: bool = False,
+    commit_message: str | None = None,
     token: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Push:
@@ -88,6 +92,8 @@ def push_to_hub(
         trainer.save_model("qwen-el")
         tokenizer.save_pretrained("qwen-el")
         push_to_hub("qwen-el", "me/qwen-el")
+
+    The package's own Trainers do so with `trainer.push_to_hub()`.
 
     The folder's README.md is the card; if it is missing or a trainer wrote it, a card is written from config.json and
     the evaluation. Before the upload the checkpoint is loaded in a fresh process without this package. After a broken
@@ -105,6 +111,8 @@ def push_to_hub(
         base: hub id of the base model, if config.json knows it only as a local folder; the published config.json and
             card name it, with its commit.
         expansion_only: publish only the added tensors, with a reference to the base (see `save_expansion`).
+        leave_others: leave other files of the folder here, where by default they are refused; a line names them.
+        commit_message: message of the commit.
         dry_run: print what would be published, without an upload; needs no token.
         token: access token; by default that of `hf auth login` or HF_TOKEN.
 
@@ -135,7 +143,7 @@ def push_to_hub(
                     "--expansion-only."
                 )
             say(f"base: {origin.name}, a local folder; if it is published too, name it with --base HUB_ID")
-        files: dict[str, Path | bytes] = {**published_files(folder, include)}
+        files: dict[str, Path | bytes] = {**published_files(folder, include, say if leave_others else None)}
         files.pop(EVALUATION, None)
         chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id)
         if chosen is None:
@@ -171,7 +179,7 @@ def push_to_hub(
         say("loading it in a fresh process, without this package ...")
         check_loads_alone(source)
         with _hub_errors(repo_id, uploads=True):
-            commit, changed = patiently(_upload, api, repo_id, branch, private, files)
+            commit, changed = patiently(_upload, api, repo_id, branch, private, files, commit_message)
         say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
     return Push(repo_id, branch, commit, changed, sizes, card)
 
@@ -252,7 +260,9 @@ def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
     return repo_id
 
 
-def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[str, Path | bytes]) -> tuple[str, bool]:
+def _upload(
+    api: HfApi, repo_id: str, branch: str, private: bool, files: dict[str, Path | bytes], message: str | None
+) -> tuple[str, bool]:
     """Uploads the files; returns the branch's commit afterwards, and whether it is new."""
     api.create_repo(repo_id, private=private or None, exist_ok=True)
     if branch != "main":
@@ -262,7 +272,7 @@ def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[st
     stale = [s.rfilename for s in info.siblings or [] if is_weights(s.rfilename) and s.rfilename not in files]
     additions = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in files.items()]
     deletions = [CommitOperationDelete(name) for name in stale]
-    message = f"Push with hf-moe-expand {__version__}"
+    message = message or f"Push with hf-moe-expand {__version__}"
     done = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision=branch)
     return done.oid, done.oid != info.sha
 

@@ -16,6 +16,7 @@ from ..checkpoint.source import load_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, check_size
 from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError, first_line
+from ..core.schema import checked
 from ..modeling import ExpandedConfig, auto_class
 
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
@@ -43,6 +44,7 @@ def model_name(model: Any) -> str:
     return base_of(model)[0]
 
 
+@checked
 def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:
     """A model in its own dtype, on the GPU if available, and its tokenizer. Runs no code of the checkpoint.
 

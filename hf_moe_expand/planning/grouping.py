@@ -12,11 +12,13 @@ from typing import Any
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json
 from ..core.languages import check_named_once
+from ..core.schema import checked
 
 # Up to this number of candidate sets, all are compared (C(18, 9) is 48,620).
 MOST_SETS = 1_000_000
 
 
+@checked
 def group_languages(
     similarity: Sequence[Sequence[float]], languages: Sequence[str], num_groups: int
 ) -> list[list[str]]:

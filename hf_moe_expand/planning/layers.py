@@ -7,6 +7,7 @@ from math import floor, isfinite
 from typing import Literal
 
 from ..core.errors import InputError
+from ..core.schema import checked
 
 ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
 CLASSIFIER_CHOICES = "similarity (where old and new languages are most alike), last (least alike), random, all or none"
@@ -14,6 +15,7 @@ _RANGE = r"\s*(?:(encoder|decoder)\.)?(\d{1,6})(?:-(\d{1,6})(?:/(\d{1,6}))?)?\s*
 _RANGES = re.compile(f"{_RANGE}(,{_RANGE})*")
 
 
+@checked
 def select_layers(deviation: Sequence[float], ratio: float | None = None, threshold: float | None = None) -> list[int]:
     """Layers that become mixtures, in order: those that fine-tuning moves most (DMoE section 3.2).
 

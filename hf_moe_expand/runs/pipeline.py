@@ -17,7 +17,7 @@ from ..core.disk import StepOutput, check_room, free_bytes, peak
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import write_json, write_text
 from ..core.recipe_paths import unset_variable, without_paths
-from ..core.schema import changed
+from ..core.schema import changed, checked
 from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines
 from ..data.pairs import check_pairs, lost_of
@@ -84,6 +84,7 @@ def _planned(work: ExpansionRun) -> list[Step]:
     return [*steps, MakePlan(work), Expand(work)]
 
 
+@checked
 def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     """Checks a recipe as far as possible without loading weights; returns one line for each check that passed.
 
@@ -174,6 +175,7 @@ def needs_of_a_push(recipe: Recipe) -> list[str]:
     return lines
 
 
+@checked
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     """Runs a recipe: analyses, plans, expands (or joins packs) and trains for each of its expansions, then evaluates.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import InputError
 from ..core.extensions import extensions
+from ..core.schema import checked
 from . import kinds
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def trained_parts(stage: str) -> "Trained | None":
     return next((known.trains for known in training_stages() if stage == known.name), None)
 
 
+@checked
 def freeze(model: Any, stage: Any) -> Any:
     """Sets `requires_grad` of an expanded model's parameters as a stage does.
 
@@ -84,13 +86,12 @@ def freeze(model: Any, stage: Any) -> Any:
         A `FreezeReport`: the number of trained parameters, by part.
 
     Raises:
-        ValueError: the model has a PEFT adapter.
-        InputError: `stage` is not the name of a stage.
+        InputError: the model is not expanded, or has a PEFT adapter; `stage` is not the name of a stage.
     """
     from ..trainers import freezing
 
     trained = trained_parts(stage) if isinstance(stage, str) else stage
-    if trained is None:
+    if not isinstance(trained, freezing.Trained):
         names = ", ".join([*(known.name for known in training_stages()), "everything"])
         raise InputError(f"{stage!r} is not a stage that trains an expanded model; known: {names}.")
     return freezing.freeze(model, trained, stage if isinstance(stage, str) else "training")

@@ -5,6 +5,7 @@ Python give the same keywords. In YAML they are checked by the fields alone, and
 """
 
 import copy
+import os
 import re
 import typing
 import warnings
@@ -26,7 +27,7 @@ from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Place
-from ..core.schema import MOST, Coefficient, Count, Positive, Schema, Text, Whole, check_seed, read
+from ..core.schema import MOST, Coefficient, Count, Positive, Schema, Text, Whole, check_seed, check_types, read
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
@@ -63,6 +64,7 @@ BlockSize = Annotated[Whole, Field(ge=2)]
 
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 # What a run sets itself, with the arguments on which the losses rely.
+_LOOSE = (*LOOSE, "accelerator_config", "debug")  # which take more than their types say
 _SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
@@ -142,6 +144,8 @@ class StageConfig(TrainingArguments, Stage):
 
     def __post_init__(self) -> None:
         checked = {name: getattr(self, name) for name in (*own_fields(type(self)), *BOUNDED)}
+        hints = {name: hint for name, hint in _hints(type(self)).items() if name not in (*checked, *_LOOSE)}
+        check_types({name: from_json(self.given[name]) for name in hints if name in self.given}, hints)
         read_values = read(type(self), {name: plain(value) for name, value in checked.items()})
         for name in checked:
             setattr(self, name, getattr(read_values, name))
@@ -363,22 +367,25 @@ class StageConfig(TrainingArguments, Stage):
         """The weights to write, from the whole weights of a finished training; on the first rank."""
         return weights
 
-    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, whole: bool = False) -> PackedText:
         """Blocks of the stage's text.
 
         Args:
             texts: documents of each language (column `text`); for an encoder-decoder, sentence pairs to and from it.
             model_config: configuration of the expanded model, whose history orders the languages.
+            whole: take all of the text, whatever the settings take of a training's.
         """
         old, new = languages_of(model_config)
         texts = {code: texts[code] for code in (*old, *new) if code in texts}
+        amounts = {} if whole else self.amounts(texts, model_config)
         if model_config.is_encoder_decoder:
-            amounts = self.amounts(texts, model_config)
             return pack_pairs(texts, tokenizer, self.block_size, self.seed, languages=[*old, *new], **amounts)
+        groups = self.block_groups(texts, model_config)
+        if groups is not None and whole:  # of some languages alone
+            groups = [group for group in groups if {*group} & {*texts}]
         return pack_texts(
-            texts, tokenizer, self.block_size, self.seed, languages=[*old, *new],
-            groups=self.block_groups(texts, model_config), **self.amounts(texts, model_config),
-        )  # fmt: skip
+            texts, tokenizer, self.block_size, self.seed, languages=[*old, *new], groups=groups, **amounts
+        )
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
         """The amount of text to take of each language: arguments of `pack_texts`."""
@@ -412,6 +419,11 @@ class StageConfig(TrainingArguments, Stage):
                     losses.append(loss(coef, **{other: getattr(self, other) for other in others}))
         named: Any = self.losses or {}
         return losses + [extensions("losses")[name](coef) for name, coef in named.items()]
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return {**typing.get_type_hints(cls), "output_dir": str | os.PathLike | None}
 
 
 def languages_of(model_config: Any) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..core.disk import check_room, folder_bytes, full_disk_as
 from ..core.errors import DivergedError, InputError
-from ..core.schema import changed, check_seed
+from ..core.schema import changed, check_seed, checked
 from ..data.sources import LanguageText
 from ..evaluation.validation import VALIDATION
 from ..inference.forecast import training_disk
@@ -32,6 +32,7 @@ from .prepare import prepare
 from .resume import TrainingFolder
 
 
+@checked
 def train_stage(
     model: str | os.PathLike,
     out: str | os.PathLike,

@@ -2,40 +2,44 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from pyarrow import types
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from ..checkpoint.local import EXPANDED
 from ..checkpoint.records import History, StageRecord, add_stage, without_folders
-from ..checkpoint.source import text_config
-from ..core.errors import DivergedError, InputError
+from ..core.errors import DivergedError, InputError, errors_at
+from ..core.schema import checked, shown_value
+from ..data.lost import check_lost
 from ..data.packing import PackedText, collate_blocks
-from ..data.pairs import PairCollator, pairs_of
+from ..data.pairs import PairCollator, lost_of_each
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze
+from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, check_conditional_gate, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
 from .config import StageConfig, languages_of
+from .data_sets import by_language, check_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import prepare
 from .recording import Progress, SeenText
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
     """A stage's Trainer: freezes the parameters that the stage does not train, and trains with the stage's losses.
 
-    With the stage's own configuration as `args`, all other arguments follow from it, and the finished training is
-    recorded in `model.config.expansions`:
+    The finished training is recorded in `model.config.expansions`:
 
         trainer = PostPretrainTrainer(model, PostPretrainConfig("out"), train_dataset=ds, processing_class=tokenizer)
 
@@ -43,7 +47,15 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
     for an encoder-decoder `translation`, sentences by language, in place of `text`) or packed blocks (`input_ids` and
     `language_ids`; id i is language i of the old languages followed by the new ones, as `pack_texts` numbers them).
 
+    A model in bfloat16 or float16 trains in float32, as the command does: small steps would round away. Afterwards it
+    has its own types again, unless ranks share it out.
+
     Args:
+        model: an expanded model.
+        args: the stage's configuration, whose defaults are taken without it.
+        eval_dataset: as `train_dataset`; all of its text is scored, in any of the model's languages. In a mapping
+            `{"en": ..., "el": ...}` a language's code says the language of rows without one.
+        processing_class: the tokenizer that packs text.
         router_losses: losses in place of those of the configuration.
         language_classes: the class of each language id; by default 0 for a base language, g for one of expansion g.
         everything: train all parameters.
@@ -57,18 +69,19 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
     Attributes:
         packed: the packed text on which it trains, if known.
         trained_as: the training's name in the history.
-        settings: the stage's settings as its history has them; None if the arguments are no stage's.
+        settings: the stage's settings as its history has them.
         record: the training's record for the history, after the training.
+        needs_languages: whether each row must say its languages, whatever the losses.
 
     Raises:
-        InputError: the data set has other columns or languages, or lacks a language; or gate masking is set, but the
-            model has no gates.
+        InputError: an argument is of a wrong type, or of another stage; a data set has other columns or languages, or
+            lacks a language; or gate masking is set, but the model has no gates.
         DivergedError: the loss or the gradient is not finite.
     """
 
     stage: ClassVar[type[StageConfig]]
+    needs_languages: ClassVar[bool] = False
     packed: PackedText | None = None
-    settings: dict[str, Any] | None = None
     record: StageRecord | None = None
     _pieces: LogitsInPieces | bool | None = False  # False until the first batch that is large enough
 
@@ -77,59 +90,80 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         if "stage" in vars(cls):
             cls.stage.trainer_class = cls
 
+    @checked
     def __init__(
         self,
         model: Any,
         args: Any = None,
-        data_collator: Any = None,
+        data_collator: Callable | None = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
         *,
-        processing_class: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         router_losses: Any = None,
         language_classes: Sequence[int] | None = None,
         everything: bool = False,
         mix: LanguageMix | None = None,
         masking: Masking | None = None,
         allow_lost_text: bool = False,
-        **kwargs: Any,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     ) -> None:
-        self.allow_lost_text = allow_lost_text
-        args = copy.copy(args)  # the caller's stays unchanged
-        config = args if isinstance(args, self.stage) else None
-        name, trained = config.trained() if config else (self.stage.name, self.stage.trains)
+        config = self._config(args)
+        name, trained = config.trained()
         self.trained_as = "everything" if everything else name
         self.freeze_report = self._freeze(model, EVERYTHING if everything else trained)
-        if config is not None:
-            self.settings = config.recorded()
-            router_losses = config.router_losses() if router_losses is None else router_losses
-            masking = getattr(config, "masking", None) if masking is None else masking
-        elif router_losses is None:
-            router_losses = self.stage.of_keywords().router_losses()
-        own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
-        if train_dataset is not None:
-            train_dataset, mix, language_classes = self._prepared(
-                model, config, train_dataset, processing_class, mix, language_classes
-            )
-            _check_ids(train_dataset, model.config)
+        if self.freeze_report is not None:
+            config.check_model(model.config)
+        self.settings = config.recorded()
+        masking = getattr(config, "masking", None) if masking is None else masking
         if masking is not None:
             check_conditional_gate(masking, model.config.conditional_routing)
-        self.mix, self.masking = mix, masking
+        self.masking, self.allow_lost_text = masking, allow_lost_text
+        # For the data sets, which are prepared before the library's constructor.
+        self.args, self.processing_class, self.model_config = config, processing_class, model.config
+        self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
+        self._own_collator = data_collator is not None
+        own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
+        if train_dataset is not None:
+            train_dataset, mix, language_classes = self._prepared(train_dataset, mix, language_classes)
+        self.mix = mix
+        if eval_dataset is not None:
+            eval_dataset = self._scored(eval_dataset, language_classes)
         self._use_cache_before = getattr(model.config, "use_cache", None)
         pairs = model.config.is_encoder_decoder
         collator = PairCollator(model.config.pad_token_id or 0) if pairs else collate_blocks
         super().__init__(
-            model, args, data_collator or collator, train_dataset, processing_class=processing_class,
-            router_losses=router_losses, language_classes=language_classes, **kwargs,
+            model, config, data_collator or collator, train_dataset, eval_dataset, processing_class=processing_class,
+            router_losses=self.router_losses, language_classes=language_classes,
+            callbacks=None if callbacks is None else list(callbacks), compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         self.seen = SeenText()
         self.add_callback(Progress(self))
         self.add_callback(self.seen)
-        if config is not None and own_text:
+        if own_text:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
-            for scoring in config.scoring(Path(str(args.output_dir)), processing_class, languages, model.config):
+            for scoring in config.scoring(Path(str(config.output_dir)), processing_class, languages, model.config):
                 self.add_callback(scoring)
         if self.is_world_process_zero() and self.freeze_report is not None:
             print(self.freeze_report)
+
+    def _config(self, args: Any) -> StageConfig:
+        """The stage's configuration, a copy, so that the caller's stays unchanged."""
+        if args is None:
+            return self.stage()
+        if not isinstance(args, self.stage):
+            raise InputError(
+                f"args is {shown_value(args)}: pass {self.stage.__name__}(...) as args, which takes all of "
+                "TrainingArguments, and sets this stage's packing and losses."
+            )
+        return copy.copy(args)
 
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
         """Freezes what does not train; None if that is done already."""
@@ -144,48 +178,80 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
     # --- data -----------------------------------------------------------------------------------------------------
 
     def _prepared(
-        self,
-        model: Any,
-        config: StageConfig | None,
-        data: Any,
-        tokenizer: Any,
-        mix: LanguageMix | None,
-        classes: Sequence[int] | None,
+        self, data: Any, mix: LanguageMix | None, classes: Sequence[int] | None
     ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
         """The data set in blocks, the languages' weights and schedule, and their classes."""
-        columns = set(getattr(data, "column_names", None) or ())
+        config, name = self.args, "train_dataset"
         if isinstance(data, PackedText):
             self.packed = data
-        elif {"text", "translation"} & columns:
-            self.packed = self._packed(model, config, data, tokenizer)
-        if self.packed is None:
-            if is_mixed(config):
-                raise InputError(
-                    "train_dataset is packed already, but a temperature or a curriculum draws each language on its "
-                    "own: pass text, or what `pack_texts` returned."
-                )
-            if config is not None and classes is None and "language_ids" in columns:
-                old, new = languages_of(model.config)
-                classes = self.stage.language_classes(model.config, [*old, *new])
-            return data, mix, classes
-        if config is not None and mix is None:
-            mix = config.mix(self.packed, model.config)
-        if classes is None:
-            classes = self.stage.language_classes(model.config, self.packed.languages)
-        return self.packed.dataset, mix, classes
-
-    def _packed(self, model: Any, config: StageConfig | None, data: Dataset, tokenizer: Any) -> PackedText:
-        if config is None or tokenizer is None:
+        elif is_text(columns := columns_of(data, name, self._own_collator)):
+            texts = self._texts(data, name)
+            prepared = prepare(config, self.model_config, texts)
+            with config.main_process_first(desc="pack"):
+                self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
+        if self.packed is not None:
+            mix = config.mix(self.packed, self.model_config) if mix is None else mix
+            data = self.packed.dataset
+            if classes is None:
+                classes = self.stage.language_classes(self.model_config, self.packed.languages)
+        elif is_mixed(config):
             raise InputError(
-                f"train_dataset holds text: pass {self.stage.__name__}(...) as args, which sets the "
-                "packing, and the tokenizer as processing_class."
+                "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
+                "pass text, or what `pack_texts` returned."
             )
-        old, new = languages_of(model.config)
-        texts = _by_language(data, old, new, model.config.is_encoder_decoder)
-        config.check_model(model.config)
-        prepared = prepare(config, model.config, texts)
-        with config.main_process_first(desc="pack"):
-            return prepared.pack(tokenizer, self.allow_lost_text)
+        elif classes is None and "language_ids" in columns:
+            old, new = languages_of(self.model_config)
+            classes = self.stage.language_classes(self.model_config, [*old, *new])
+        self._check_rows(data, name, classes)
+        return data, mix, classes
+
+    def _texts(self, data: Dataset, name: str, language: str | None = None) -> Mapping[str, Any]:
+        """A data set's text by language."""
+        if self.processing_class is None:
+            raise InputError(
+                f"{name} holds text: pass {self.stage.__name__}(...) as args, which sets the packing, and the "
+                "tokenizer as processing_class."
+            )
+        old, new = languages_of(self.model_config)
+        language = language if language in (*old, *new) else None
+        return by_language(data, name, old, new, self.model_config.is_encoder_decoder, language)
+
+    def _scored(self, data: Any, classes: Sequence[int] | None, name: str = "eval_dataset", key: Any = None) -> Any:
+        """A data set to score, in blocks: text is packed as the training's is."""
+        if isinstance(data, Mapping):
+            return {key: self._scored(one, classes, f"{name}[{key!r}]", key) for key, one in data.items()}
+        if not isinstance(data, PackedText) and is_text(columns_of(data, name, self._own_collator)):
+            texts, config, tokenizer = self._texts(data, name, key), self.args, self.processing_class
+            with errors_at(name), config.main_process_first(desc="pack"):
+                lost = lost_of_each(texts, tokenizer, self.model_config.is_encoder_decoder, config.seed)
+                check_lost(lost, self.allow_lost_text)
+                data = config.pack(texts, tokenizer, self.model_config, whole=True)
+        data = data.dataset if isinstance(data, PackedText) else data
+        self._check_rows(data, name, classes)
+        return data
+
+    def _check_rows(self, data: Any, name: str, classes: Sequence[int] | None) -> None:
+        check_rows(data, name, self.model_config, None if classes is None else len(classes), self._own_collator)
+        needed = self.needs_languages or any(loss.needs_languages and loss.coef for loss in self.router_losses)
+        if needed and not self._own_collator and "language_ids" not in columns_of(data, name, False):
+            raise InputError(
+                f"{name} has no column `language_ids`, the language of each token, which this stage needs: give text "
+                "(columns `text` and `language`), or what `pack_texts` returned."
+            )
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the library's; text is packed."""
+        return super().evaluate(self._asked(eval_dataset, "eval_dataset"), *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the library's; text is packed."""
+        return super().predict(self._asked(test_dataset, "test_dataset"), *args, **kwargs)
+
+    def _asked(self, data: Any, name: str) -> Any:
+        """A data set of a call; a text is a key of the constructor's `eval_dataset`."""
+        of_constructor = data is None or (isinstance(data, str) and data in (getattr(self, "eval_dataset", None) or ()))
+        classes = None if self._language_classes is None else self._language_classes.tolist()
+        return data if of_constructor else self._scored(data, classes, name)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:
@@ -270,70 +336,42 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and adds the stage to the history in `model.config` if its configuration is known."""
+        """Trains, and adds the stage to the history in `model.config`."""
+        if self.train_dataset is None:
+            raise InputError("train_dataset is None: give the Trainer a data set to train on.")
         try:
-            result = super().train(*args, **kwargs)
+            with self._in_float32():
+                result = super().train(*args, **kwargs)
         finally:
             if self._use_cache_before is not None:
                 # The library sets it to false, and a saved model would generate slowly.
                 self.accelerator.unwrap_model(self.model).config.use_cache = self._use_cache_before
-        if self.settings is not None:
-            packed = self.packed
-            # Validation affects neither the weights nor the history.
-            settings = {name: value for name, value in self.settings.items() if name != "validation"}
-            self.record = StageRecord(
-                stage=self.trained_as, steps=result.global_step, documents={} if packed is None else packed.documents,
-                tokens={} if packed is None else packed.tokens, seed=self.args.seed,
-                settings=without_folders(settings), **self.seen.recorded([] if packed is None else packed.languages),
-            )  # fmt: skip
-            add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
+        packed = self.packed
+        # Validation affects neither the weights nor the history.
+        settings = {name: value for name, value in self.settings.items() if name != "validation"}
+        self.record = StageRecord(
+            stage=self.trained_as, steps=result.global_step, documents={} if packed is None else packed.documents,
+            tokens={} if packed is None else packed.tokens, seed=self.args.seed,
+            settings=without_folders(settings), **self.seen.recorded([] if packed is None else packed.languages),
+        )  # fmt: skip
+        add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
         return result
 
-
-def _check_ids(data: Any, config: Any) -> None:
-    """Refuses text with tokens beyond the model's, which a tokenizer that was given in Python may have."""
-    rows = getattr(text_config(config), "vocab_size", None)
-    for name in ("input_ids", "labels"):
-        column = data.data[name] if isinstance(data, Dataset) and name in data.column_names else None
-        if column is None or rows is None or not types.is_list(column.type):
-            continue
-        largest = pc.max(pc.list_flatten(column)).as_py() or 0
-        if largest >= rows:
-            raise InputError(
-                f"train_dataset holds token number {largest}, but the model has {rows} tokens: give the model's own "
-                "tokenizer, or add the rows first (model.resize_token_embeddings(len(tokenizer)))."
-            )
-
-
-def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str], pairs: bool) -> Mapping[str, Dataset]:
-    """The texts of each language of a data set; with `pairs`, for an encoder-decoder, its sentence pairs."""
-    column = "translation" if pairs else "text"
-    if column not in data.column_names:
-        raise InputError(
-            f"train_dataset has no column `{column}`: "
-            + (
-                "an encoder-decoder learns from sentences by language, such as {'en': 'A word.', 'el': 'Μία λέξη.'}."
-                if pairs
-                else "a decoder learns from text; `LanguageText` makes text of translations."
-            )
-        )
-    if "language" not in data.column_names:
-        if len(new) != 1:
-            raise InputError(
-                f"train_dataset has no column `language`, but this expansion adds {', '.join(new) or 'no language'}: "
-                "give each row its language's code."
-            )
-        return {new[0]: _column(data, column, new[0])}
-    rows: dict[str, list[int]] = {}
-    for number, code in enumerate(data["language"]):
-        rows.setdefault(code, []).append(number)
-    if unknown := sorted(str(code) for code in rows if code not in (*old, *new)):
-        raise InputError(
-            f"train_dataset has the unknown language {', '.join(unknown)}; known: {', '.join([*old, *new])}."
-        )
-    return {code: _column(data.select(rows[code]), column, code) for code in (*old, *new) if code in rows}
-
-
-def _column(data: Dataset, column: str, language: str) -> Dataset:
-    """A language's texts, or its sentence pairs."""
-    return data.select_columns(["text"]) if column == "text" else pairs_of(data[column], language)
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Inside, weights of two bytes are float32; afterwards of their own types again, unless FSDP has split them."""
+        model = self.accelerator.unwrap_model(self.model)
+        split = self.is_deepspeed_enabled or getattr(self.args, "distributed_config", None)
+        halves = {p: p.dtype for p in model.parameters() if p.dtype in _HALVES and not split}
+        own = getattr(model.config, "dtype", None)
+        if halves and self.is_world_process_zero():
+            print(f"{self.trained_as}: the model is {own}; it trains in float32, as small steps would round away")
+        for parameter in halves:
+            parameter.data = parameter.data.float()
+        try:
+            yield
+        finally:
+            if halves and not self.is_fsdp_enabled:
+                for parameter, dtype in halves.items():
+                    parameter.data, parameter.grad = parameter.data.to(dtype), None
+                model.config.dtype = own

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core.errors import InputError
+from ...core.schema import checked
 from .base import LayerLoss, LossBatch, where_counted
 
 
@@ -48,6 +49,7 @@ def load_balance_loss(
     return (f_N * P_N).sum()
 
 
+@checked
 @dataclass(frozen=True)
 class BalanceLoss(LayerLoss):
     """`load_balance_loss` of each micro-batch (alpha of MoE-LPR and LayerMoE; lambda_MoE of Elbayad et al.)."""
@@ -108,6 +110,7 @@ def localized_balance_loss(
     return loss - (1 - share) * loss.detach()
 
 
+@checked
 @dataclass(frozen=True)
 class LocalizedBalanceLoss(LayerLoss):
     """`localized_balance_loss` of each micro-batch.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...core.schema import checked
 from ...modeling import LayerRouting
 from .base import LayerLoss, LossBatch
 
@@ -38,6 +39,7 @@ def classifier_loss(
     return F.cross_entropy(classifier_logits_TC, class_T, ignore_index=_IGNORED, reduction="sum") / divisor
 
 
+@checked
 @dataclass(frozen=True)
 class ClassifierLoss(LayerLoss):
     """`classifier_loss` over the step's tokens of known language, in layers with a classifier (LayerMoE's gamma)."""
@@ -67,6 +69,7 @@ def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor, of_T
     batch.record(metric, right_T.sum(), counted_T.sum())
 
 
+@checked
 @dataclass(frozen=True)
 class GroupLoss(LayerLoss):
     """`L_group = mean over (layer, token) of - log p(group | token)` (DMoE Eq. 3): `classifier_loss` of the routers,

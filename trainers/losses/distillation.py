@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...core.schema import checked
 from ..freezing import evaluating
 from .base import LossBatch, RouterLoss
 
@@ -46,6 +47,7 @@ def base_logits(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         return model(**inputs, use_cache=False).logits
 
 
+@checked
 @dataclass(frozen=True)
 class DistillationLoss(RouterLoss):
     """`distillation_loss` over the old tokens of the step. It costs a forward pass of the base, without gradients, on

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core.errors import InputError
+from ...core.schema import checked
 from ...modeling import LayerRouting
 from .base import LayerLoss, LossBatch, where_counted
 
@@ -34,6 +35,7 @@ def gate_budget_loss(
     return distance_T.sum() / divisor
 
 
+@checked
 @dataclass(frozen=True)
 class GateBudgetLoss(LayerLoss):
     """`gate_budget_loss` over the tokens of the step, in the layers with a gate (lambda_CMR of Elbayad et al.).

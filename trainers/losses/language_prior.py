@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.schema import checked
 from .base import LayerLoss, LossBatch, where_counted
 
 
@@ -24,6 +25,7 @@ def language_prior_routing_loss(
     return -where_counted(old_T, log_scores_T).sum() / divisor
 
 
+@checked
 @dataclass(frozen=True)
 class LanguagePriorLoss(LayerLoss):
     """`language_prior_routing_loss` over the old tokens of the step (beta of MoE-LPR, LayerMoE)."""

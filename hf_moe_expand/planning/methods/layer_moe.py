@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from ...core.errors import InputError
-from ...core.schema import Count, Positive
+from ...core.schema import Count, Positive, checked
 from .base import Allocation, LayerPlan, Target, check_total
 
 
@@ -32,6 +32,7 @@ class LayerMoEPlan(LayerPlan):
         return Allocation(counts, {"similarity": similarity})
 
 
+@checked
 def allocate_experts(
     similarity: Sequence[float], total: int, minimum: int = 2, floor: float | None = None
 ) -> list[int]:

@@ -20,7 +20,7 @@ from ...checkpoint.stored import built_whole
 from ...checkpoint.writer import check_output
 from ...core.errors import InputError, named_as
 from ...core.languages import check_language_code, same_language
-from ...core.schema import Count, Whole
+from ...core.schema import Count, Whole, checked
 from ...core.scratch import scratch_folder, sibling
 from ...data.sources import LanguageText
 from ...evaluation.perplexity import evaluate_model
@@ -104,6 +104,7 @@ def expert_perplexities(
     return perplexities
 
 
+@checked
 def adapt_language(
     model: str | os.PathLike,
     out: str | os.PathLike,

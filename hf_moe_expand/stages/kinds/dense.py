@@ -90,8 +90,9 @@ class DenseConfig(StageConfig):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
         return super().check(model, texts)
 
-    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
-        return pack_texts(texts, tokenizer, self.block_size, self.seed, tokens_per_language=self.tokens_per_language)
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, whole: bool = False) -> PackedText:
+        tokens = None if whole else self.tokens_per_language
+        return pack_texts(texts, tokenizer, self.block_size, self.seed, tokens_per_language=tokens)
 
     def saved_parameters(self, network: Any) -> tuple[int, int]:
         if self.method == "lora":  # the adapters alone, which are small

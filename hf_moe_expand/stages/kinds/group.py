@@ -68,10 +68,11 @@ class GroupTrainer(StageTrainer):
     one group.
 
     Raises:
-        ValueError: a batch mixes groups, or a group has less than one batch of rows.
+        InputError: a batch mixes groups, or a group has less than one batch of rows.
     """
 
     stage = GroupConfig
+    needs_languages = True
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is not None:
@@ -89,7 +90,7 @@ class GroupTrainer(StageTrainer):
 
     def _classes(self) -> list[int]:
         if self._language_classes is None:
-            raise ValueError("GroupTrainer needs language_classes: the language group of each language id.")
+            raise InputError("GroupTrainer needs language_classes: the language group of each language id.")
         return self._language_classes.tolist()
 
     def _group_of(self, inputs: Mapping[str, Any]) -> int:
@@ -97,7 +98,7 @@ class GroupTrainer(StageTrainer):
         ids = inputs["language_ids"].unique().tolist()
         groups = {classes[i] for i in ids if i >= 0}
         if len(groups) != 1:
-            raise ValueError(
+            raise InputError(
                 f"A batch holds languages of {len(groups)} groups ({sorted(groups)}): in this stage each batch belongs "
                 "to one group. Pack documents group by group."
             )
