@@ -85,7 +85,7 @@ output: out
 old: {{en: {made}/el.jsonl}}
 new:
   el: {made}/el.jsonl
-test: {{el: {made}/el.jsonl}}
+test: {{el: {made}/held.jsonl}}
 seed: 3
 analysis: {{tokens: 8, block_size: 8}}
 plan:
@@ -179,6 +179,7 @@ def make(folder: Path) -> None:
     plan.save(folder / "plan.json")
     Plan("layer-moe", [3, 3], [0], old=["en", "el"], new=["hu"], grows_from=[2, 2]).save(folder / "grow.json")
     (folder / "el.jsonl").write_text('{"text": "a tiny text"}\n')
+    (folder / "held.jsonl").write_text('{"text": "another tiny text"}\n')
 
 
 def make_all(folder: Path) -> None:

@@ -2,11 +2,14 @@
 
     python benchmarks/kills.py --cases 300 --seed 0
     python benchmarks/kills.py --each-write
+    python benchmarks/kills.py --moments --cases 20 --verb run --verb train --verb review
 
 A case runs a verb in a forked process, which at a random write (a file opened for writing, a rename, a folder made or
 removed) or moment gets SIGKILL, SIGTERM, SIGHUP or SIGINT, or finds the disk full from there on. Then the inputs and
 files of others must be the same bytes, the output absent or whole, and the same command must end with the bytes of an
-undisturbed one and without leftovers. With `--each-write` SIGKILL comes at each write in turn. A case depends on its
+undisturbed one and without leftovers. With `--each-write` SIGKILL comes at each write in turn. With `--moments` the
+endings are SIGTERM and SIGINT alone, at random moments of trainings of many steps. A training that got one of these
+does at most one step again, and goes on where it said. A case depends on its
 number and the seed alone, but for the moments.
 """
 
@@ -19,6 +22,7 @@ import json
 import os
 import pkgutil
 import random
+import re
 import shutil
 import signal
 import sys
@@ -36,6 +40,7 @@ import datasets
 import torch
 from fuzz import make
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 import hf_moe_expand
@@ -46,10 +51,12 @@ from hf_moe_expand.demo import run as demo_run
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.stages.resume import remove_training
+from hf_moe_expand.stages.trainer import StageTrainer
 
 FULL = "full disk"
 ENDINGS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, FULL)
-_LIMIT = 120  # seconds
+_LIMIT = 300  # seconds
+_FEW, _MANY = 3, 60  # steps of a training; few are saved each
 # They hold times.
 _TIMED = ("trainer_state.json", "steps.json", "report.html")
 _DATA = "--data el={made}/el.jsonl"
@@ -114,8 +121,8 @@ _TRAINS = ("train", "review", "train dense", "adapt", "run")
 _IN_PARTS = ("run", "demo", "export, Modelfile")
 
 
-def make_all(folder: Path) -> None:
-    """The checkpoints, plans, texts and settings that the verbs start from."""
+def make_all(folder: Path, steps: int) -> None:
+    """The checkpoints, plans, texts and settings that the verbs start from; trainings have so many steps."""
     make(folder)
     tuned = shutil.copytree(folder / "base", folder / "tuned")
     weights = load_file(tuned / "model.safetensors")
@@ -134,7 +141,9 @@ def make_all(folder: Path) -> None:
     shutil.copy(folder / "el.jsonl", folder / "en.jsonl")
     for code, text in (("greek", "το ποτάμι κυλάει κάτω από τη γέφυρα"), ("hu", "a folyó az öreg híd alatt folyik")):
         (folder / f"{code}.jsonl").write_text((json.dumps({"text": f"{text} " * 3}) + "\n") * 8)
-    training = "max_steps: 3, save_steps: 1, per_device_train_batch_size: 1, disable_tqdm: true\n"
+    saves = {"save_steps": 1} if steps <= _FEW else {}
+    keys = {"max_steps": steps, **saves, "per_device_train_batch_size": 1, "disable_tqdm": "true"}
+    training = "".join(f"{key}: {value}\n" for key, value in keys.items())
     (folder / "stage.yaml").write_text(f"block_size: 8\n{training}")
     (folder / "adapt.yaml").write_text(f"block_size: 8\nsample_tokens: 400\n{training}")
     _make_gguf(folder)
@@ -142,10 +151,10 @@ def make_all(folder: Path) -> None:
     for at in range(3):
         curves.add(at, {"el": LanguageScore(8.0 - at, 3.0, 10, 10)})
     curves.save(folder / "validation.json")
-    indented = f"  block_size: 8\n  {training}"
+    indented = "".join(f"  {line}\n" for line in (folder / "stage.yaml").read_text().splitlines())
     (folder / "recipe.yaml").write_text(
         f"base: {folder}/base\noutput: {folder.parent}/results/out\nold: {{en: {folder}/en.jsonl}}\n"
-        f"new: {{el: {folder}/el.jsonl}}\ntest: {{el: {folder}/el.jsonl}}\n"
+        f"new: {{el: {folder}/el.jsonl}}\ntest: {{el: {folder}/held.jsonl}}\n"
         "plan: {method: layer-moe, total_experts: 4, classifier_layers: 1}\n"
         "analysis: {tokens: 8, block_size: 8}\nevaluation: {block_size: 8}\n"
         f"post_pretrain:\n{indented}review:\n  old_documents: 1\n  new_per_old: 1\n{indented}"
@@ -202,6 +211,44 @@ class Events:
                 self.happens(event)
 
 
+class Steps(TrainerCallback):
+    """Notes in a file the step at which a training begins, as `OUTPUT -STEP`, and each step that it does."""
+
+    file: Path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._note(f"{args.output_dir} -{state.global_step}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._note(f"{args.output_dir} {state.global_step}")
+
+    def _note(self, line: str) -> None:
+        with open(self.file, "a") as file:
+            file.write(f"{line}\n")
+
+    @classmethod
+    def read(cls) -> tuple[int, list[int]]:
+        """The most steps of a training that were done again, and the steps at which trainings began."""
+        again, begun, last = 0, [], dict[str, int]()
+        for output, step in (line.rsplit(" ", 1) for line in cls.file.read_text().splitlines()):
+            if step.startswith("-"):
+                begun.append(int(step[1:]))
+                again = max(again, last.get(output, 0) - begun[-1])
+            else:
+                last[output] = int(step)
+        return again, begun
+
+
+def noted(make: Callable[..., None]) -> Callable[..., None]:
+    """A Trainer's `__init__` that adds `Steps`."""
+
+    def made(self: Any, *args: Any, **keywords: Any) -> None:
+        make(self, *args, **keywords)
+        self.add_callback(Steps())
+
+    return made
+
+
 def forked(
     command: list[str], work: Path, stop: int = 0, ending: Any = None, moment: float = 0
 ) -> tuple[int, int, str]:
@@ -228,6 +275,7 @@ def _child(command: list[str], work: Path, said: Path, stop: int, ending: Any) -
                 os.dup2(file.fileno(), number)
         os.chdir(work / "cwd")
         signal.alarm(_LIMIT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background ignores
         sys.argv = ["hf-moe-expand", *command]
         datasets.config.HF_DATASETS_CACHE = work.parent / "cache"
         passed: list[bool] = []
@@ -262,15 +310,17 @@ class Found:
     hangs: int = 0
     lost: int = 0
     differing: int = 0
+    again: int = 0  # the most steps of a training that were done again after a signal
 
 
 class Kills:
     """Runs cases on the inputs in `folder / "made"`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.made, self.work = folder / "made", folder / "results"
+    def __init__(self, folder: Path, steps: int = _FEW) -> None:
+        self.made, self.work, Steps.file = folder / "made", folder / "results", folder / "steps"
         self.made.mkdir()
-        make_all(self.made)
+        make_all(self.made, steps)
+        StageTrainer.__init__ = noted(StageTrainer.__init__)  # type: ignore[method-assign]
         for package in (hf_moe_expand, modeling, trainers):  # then forks have them
             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 if not module.name.endswith("__main__"):
@@ -330,6 +380,12 @@ class Kills:
         moment = rng.uniform(0.02, seconds) if timed else 0
         self.stopped(f"{number}", verb, replacing, ending, stop, moment, found)
 
+    def moment(self, number: int, seed: int, verb: str, found: Found) -> None:
+        """One case of a signal at a moment of the later half, in which a verb trains."""
+        rng, seconds = random.Random(f"{seed}-{number}"), self.undisturbed(verb)[2]
+        ending = rng.choice((signal.SIGTERM, signal.SIGINT))
+        self.stopped(f"{number}", verb, False, ending, 0, rng.uniform(seconds / 3, seconds), found)
+
     def each_write(self, verb: str, found: Found) -> None:
         """Kills a verb at each of its writes in turn, and where it replaces a checkpoint too."""
         _, writes, _ = self.undisturbed(verb)
@@ -345,7 +401,9 @@ class Kills:
         others = self.begin(verb, replacing)
         before = tree(self.work / "out")
         command = self.command(verb, replacing)
+        Steps.file.write_text("")
         code, _, said = forked(command, self.work, stop, ending, moment)
+        trained = len(Steps.read()[1])
         place = f"{moment:.2f} s" if moment else f"write {stop} of {writes}"
         words = f"{case}: {verb}{' --overwrite' if replacing else ''}: {ending!s} at {place}"
         found.cases += 1
@@ -369,6 +427,14 @@ class Kills:
         code, _, again = forked(command, self.work)
         if code != final and not (code == 2 and complete and "exists already" in again):
             bad(f"the same command again: exit code {code}: {again.strip().splitlines()[-2:]}")
+        done_again, begun = Steps.read()
+        if verb in _TRAINS and ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            found.again = max(found.again, done_again)
+            if done_again > 1:
+                bad(f"{done_again} steps were done again")
+            told = re.search(r"The same command goes on .*from step (\d+)", said)
+            if told and begun[trained:][:1] != [int(told[1])]:
+                bad(f"{told[0]}, but it went on from step {begun[trained:]}")
         now = tree(self.work / "out")
         if now != whole:
             found.differing += 1
@@ -410,6 +476,21 @@ def run_cases(
     return found
 
 
+def run_moments(
+    cases: int, seed: int, verbs: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None
+) -> Found:
+    """Signals at random moments of trainings of many steps."""
+    found = Found()
+    with tempfile.TemporaryDirectory() as scratch:
+        kills = Kills(Path(scratch), _MANY)
+        for number in range(cases):
+            known = len(found.failures)
+            kills.moment(number, seed, (verbs or _TRAINS)[number % len(verbs or _TRAINS)], found)
+            for line in found.failures[known:]:
+                say(line)
+    return found
+
+
 def run_each_write(verbs: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None) -> Found:
     """Kills `verbs` (all where none is named) at each of their writes."""
     found = Found()
@@ -432,6 +513,7 @@ def main() -> None:
         "--verb", action="append", choices=sorted(VERBS), default=[], help="of these verbs alone; repeat"
     )
     parser.add_argument("--each-write", action="store_true", help="SIGKILL at each write of each verb in turn instead")
+    parser.add_argument("--moments", action="store_true", help="signals at random moments of trainings instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -444,12 +526,15 @@ def main() -> None:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    if options.each_write:
+    if options.moments:
+        found = run_moments(options.cases, options.seed, verbs, say)
+    elif options.each_write:
         found = run_each_write(verbs, say)
     else:
         found = run_cases(options.cases, options.seed, options.first, verbs, say)
     print(f"{found.cases} cases: {len(found.failures)} failures, {found.hangs} hangs, {found.lost} foreign files lost, "
-          f"{found.differing} differing bytes; {time.monotonic() - started:.0f} s")  # fmt: skip
+          f"{found.differing} differing bytes, {found.again} steps done again; "
+          f"{time.monotonic() - started:.0f} s")  # fmt: skip
     raise SystemExit(bool(found.failures))
 
 

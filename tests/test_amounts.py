@@ -29,6 +29,7 @@ def home(tmp_path_factory):
     save_dense(folder / "base")
     for code in ("en", "el"):
         write_texts(folder / f"{code}.jsonl", ["some text of a language"] * 40)
+    write_texts(folder / "test.jsonl", ["held-out text of a language"])
     return folder
 
 
@@ -36,7 +37,7 @@ def recipe(home, *path, value=None):
     """A recipe in which the key at `path` has a value."""
     mapping = {
         "base": f"{home}/base", "output": f"{home}/run", "old": {"en": f"{home}/en.jsonl"},
-        "new": {"el": f"{home}/el.jsonl"}, "test": {"el": f"{home}/el.jsonl"},
+        "new": {"el": f"{home}/el.jsonl"}, "test": {"el": f"{home}/test.jsonl"},
         "plan": {"method": "moe-lpr", "experts": 2},
         "post_pretrain": {"block_size": 16, "max_steps": 1},
         "review": {"block_size": 16, "old_documents": 5, "max_steps": 1},

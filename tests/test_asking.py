@@ -155,3 +155,11 @@ def test_chat_on_the_command_line(home):
     assert replies[0].removeprefix("chat:\n") == replies[1]  # in an old language
     with pytest.raises(InputError, match="has no chat template"):
         invoke("chat", home / "el")
+
+
+@pytest.mark.parametrize(("line", "is_sent"), [("/foo", False), ("/help me", False), ("/", False), ("/etc/x ?", True)])
+def test_an_unknown_command_is_not_sent(home, line, is_sent):
+    found = CliRunner().invoke(cli.app, ["chat", str(home / "chat"), "--max-new-tokens", "2"], input=f"{line}\n")
+    assert ("unknown command; known: /new, /languages el, /exit." in found.stderr) != is_sent
+    assert (found.stdout == f"> {line}\n") != is_sent
+    assert found.exit_code == 0

@@ -336,9 +336,13 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
     )  # fmt: skip
     assert "en-el" in said
     assert json.loads((tmp_path / "translation.json").read_text())["beams"] == 2
+    for code in ("es", "el"):
+        rows = [json.loads(line)["translation"] for line in (folder / f"{code}.jsonl").read_text("utf-8").splitlines()]
+        held_out = [{"translation": {code: f"{text} {text}" for code, text in row.items()}} for row in rows]
+        (tmp_path / f"{code}.jsonl").write_text("\n".join(map(json.dumps, held_out)), "utf-8")
     recipe = Recipe(
         base=str(folder / "base"), output=str(tmp_path / "run"), old={"es": str(folder / "es.jsonl")},
-        new={"el": str(folder / "el.jsonl")}, test={"es": str(folder / "es.jsonl"), "el": str(folder / "el.jsonl")},
+        new={"el": str(folder / "el.jsonl")}, test={code: str(tmp_path / f"{code}.jsonl") for code in ("es", "el")},
         analysis={"tokens": TOKENS}, plan={"method": "layer-moe", "total_experts": 12, "classifier_layers": 2},
         post_pretrain={"block_size": 32, "max_steps": 2},
         review={"block_size": 32, "max_steps": 2},

@@ -11,6 +11,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import perplexity
 from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.hub.card import scores_of_this
 from hf_moe_expand.inference.models import longest_block
 from hf_moe_expand.report.figures import allocation, save
 
@@ -192,6 +193,29 @@ def test_several_expansions_are_groups_of_their_own(tmp_path):
     del found["expansions"]
     path.write_text(json.dumps(found))
     assert Evaluation.from_json(path).markdown() == result.markdown()
+
+
+def test_unnamed_languages_are_a_group_of_their_own(tmp_path):
+    def scores(*bits):
+        return {code: LanguageScore(2.0**b, b, 10, 10) for code, b in zip(("en", "el", "it", "fr"), bits, strict=True)}
+
+    models = {"base": scores(1.0, 4.0, 2.0, 8.0), "after": scores(1.0, 2.0, 2.0, 8.8)}
+    result = Evaluation(["en"], ["el"], models, unnamed=["it", "fr"])
+    assert result.markdown().splitlines()[2:] == [
+        "| en (old) | 1.000 | 1.000 | +0.0 % |",
+        "| el (new) | 4.000 | 2.000 | -50.0 % |",
+        "| it (unnamed) | 2.000 | 2.000 | +0.0 % |",
+        "| fr (unnamed) | 8.000 | 8.800 | +10.0 % |",
+        "| mean of unnamed | 5.000 | 5.400 | +8.0 % |",
+        "",
+        "unnamed languages are neither old nor new: no training named them",
+    ]
+    result.to_json(tmp_path / "evaluation.json")
+    assert Evaluation.from_json(tmp_path / "evaluation.json") == result
+    assert json.loads((tmp_path / "evaluation.json").read_text())["mean_bits_per_byte"]["after"]["unnamed"] == 5.4
+    this = scores_of_this(result, ["after"], "here")
+    assert this.unnamed == ["it", "fr"]
+    assert "fr (unnamed)" in this.markdown()
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from hf_moe_expand import cli
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
+from hf_moe_expand.data import files
 from hf_moe_expand.data.files import count_lines, kind_of, read_rows, text_files
 from hf_moe_expand.data.sources import LanguageText
 
@@ -265,3 +266,14 @@ def test_names_that_are_not_unicode_are_refused_or_counted(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert "not Unicode; rename" in capsys.readouterr().err
+
+
+def test_a_giant_line_of_text_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files, "GIANT", 20)
+    (tmp_path / "a.txt").write_text("short\n" + "many words " * 5 + "\n")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "many words " * 5}) + "\n")
+    say_once.cache_clear()
+    assert len(list(read_rows(tmp_path / "a.txt"))) == 2
+    assert "a.txt:2: the line has 56 characters, and is one document: put each" in capsys.readouterr().err
+    list(read_rows(tmp_path / "a.jsonl"))
+    assert not capsys.readouterr().err

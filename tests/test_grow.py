@@ -275,8 +275,10 @@ def test_evaluate_groups_languages_by_expansion(first, grown, text, tmp_path):
     told = invoke("evaluate", first, grown, *data, "--old", "en,el", "--new", "tr", "--out", out, "--overwrite")
     assert "el (old)" in told
     assert "tr (new)" in told
-    with pytest.raises(InputError, match="tr: not a known language of these models"):
-        invoke("evaluate", first, *data, "--out", tmp_path / "other.json")
+    assert "tr (unnamed)" in invoke("evaluate", first, *data, "--block-size", 32, "--out", out, "--overwrite")
+    found = json.loads(out.read_text())
+    assert found["unnamed"] == ["tr"]
+    assert found["mean_bits_per_byte"]["first"]["unnamed"] == found["models"]["first"]["tr"]["bits_per_byte"]
 
 
 def test_plans_for_growth_count_new_experts():

@@ -22,6 +22,7 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     for code, words in WORDS.items():
         write_texts(home / f"{code}.jsonl", [words.format(number) for number in range(20)])
+        write_texts(home / f"{code}.test.jsonl", [words.format(number) for number in range(100, 120)])
     save_dense(home / "base")
     for seed, (code, plan) in enumerate({"el": EL, "hu": HU}.items(), start=1):
         make_pack(home / f"qwen-{code}", home / "base", plan, seed)
@@ -36,7 +37,7 @@ def fields(home, tmp_path, **changes):
         "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")], "calibrate": True, "tokens": 60},
         "old": {code: texts[code] for code in ("en", "de")},
         "new": {code: texts[code] for code in ("el", "hu")},
-        "test": {code: texts[code] for code in ("en", "el", "hu")},
+        "test": {code: str(home / f"{code}.test.jsonl") for code in ("en", "el", "hu", "tr")},
         "review": {"block_size": 32, **TRAINING},
         "evaluation": {"block_size": 32, "batch_size": 4},
         **changes,
@@ -66,7 +67,7 @@ def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path, q
     assert all("done already" in line for line in again if line.startswith("["))
     evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert list(evaluation["models"]) == ["base", "joined", "reviewed"]
-    assert evaluation["expansions"] == [["el"], ["hu"]]
+    assert (evaluation["expansions"], evaluation["unnamed"]) == ([["el"], ["hu"]], ["tr"])
     record = json.loads((tmp_path / "run" / "steps.json").read_text())["join"]
     assert set(record["facts"]["before"]) == set(record["facts"]["after"]) == set(WORDS) - {"tr"}
     config = json.loads((tmp_path / "run" / "joined" / "config.json").read_text())

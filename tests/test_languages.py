@@ -12,7 +12,7 @@ from hf_moe_expand.analysis.fertility import measure_fertility
 from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.cli.common import text_sources
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.languages import check_old_and_new, names_language, same_language
+from hf_moe_expand.core.languages import check_language_code, check_old_and_new, names_language, same_language
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.planning.grouping import check_groups
@@ -171,3 +171,19 @@ def test_a_command_names_a_language_once(tmp_path):
     (tmp_path / "base" / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(InputError, match=re.escape("zh, cmn: two names of one language")):
         invoke("analyze", "fertility", tmp_path / "base", "--data", f"zh={file}", "--data", f"cmn={file}")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("English", "en"), ("greek", "el"), ("Deutsch", "de"), ("gr", "el"), ("jp", "ja")]
+)
+def test_a_language_that_is_named_by_its_name_or_country_is_told_its_code(name, meant):
+    if len(name) > 2:
+        pytest.importorskip("language_data")
+    with pytest.raises(InputError, match=f"'{name}' is not a language code .* Did you mean `{meant}`"):
+        check_language_code(name)
+
+
+@pytest.mark.parametrize("name", ["xx", "qq", "qwrtpq", 3, None])
+def test_no_code_is_made_up(name):
+    with pytest.raises(InputError, match=r"such as el or yue\.$"):
+        check_language_code(name)

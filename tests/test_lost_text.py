@@ -192,6 +192,8 @@ def home(tmp_path_factory):
     model.save_pretrained(folder / "base")
     write_texts(folder / "en.jsonl", [ENGLISH] * 60)
     write_texts(folder / "el.jsonl", [f"{GREEK} {ENGLISH}"] * 60)
+    write_texts(folder / "test.jsonl", [f"{ENGLISH} {GREEK}"] * 60)
+    write_texts(folder / "english.jsonl", [f"{ENGLISH} {ENGLISH}"] * 3)
     return folder
 
 
@@ -199,7 +201,7 @@ def recipe(home, allowed):
     return Recipe.of_text(
         json.dumps({
             "base": f"{home}/base", "output": f"{home}/run", "old": {"en": f"{home}/en.jsonl"},
-            "new": {"el": f"{home}/el.jsonl"}, "test": {"el": f"{home}/el.jsonl"},
+            "new": {"el": f"{home}/el.jsonl"}, "test": {"el": f"{home}/test.jsonl"},
             "plan": {"method": "moe-lpr", "experts": 2}, "allow_lost_text": allowed,
             "post_pretrain": {"block_size": 16, "max_steps": 1}, "review": None,
         }),
@@ -221,6 +223,7 @@ def test_validate_says_what_is_left_out_of_a_text(home, tmp_path):
     (tmp_path / "el.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     (tmp_path / "README.txt").write_text("about")
     text = recipe(home, False).text.replace(f"{home}/el.jsonl", str(tmp_path))
+    text = text.replace(f"{home}/test.jsonl", f"{home}/english.jsonl")
     for offline in (False, True):
         lines = validate_recipe(Recipe.of_text(text, "recipe.yaml"), offline)
         said = next(line for line in lines if line.startswith(f"new.el: {tmp_path}, 1 file(s); "))

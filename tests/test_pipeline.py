@@ -39,6 +39,7 @@ from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
+from hf_moe_expand.runs.pipeline import steps_of
 from hf_moe_expand.runs.recipe import Expansion, Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
 from hf_moe_expand.runs.steps.evaluate import Evaluate
@@ -164,8 +165,11 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
         trainer.add_callback(StopAt(5))
 
     monkeypatch.setattr(StageTrainer, "__init__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         run_recipe(broken, lambda line: None)
+    steps = [step.name for step in steps_of(broken)[0]]
+    number = steps.index("post_pretrain") + 1
+    assert stopped.value.__notes__ == ["from step 4", f"with step {number} of {len(steps)}, post_pretrain"]
     assert (root / "broken" / "post_pretrain.training" / "checkpoint-4").is_dir()
     assert not (root / "broken" / "post_pretrain").exists()
     monkeypatch.undo()

@@ -37,6 +37,7 @@ def root(tmp_path_factory):
     save_dense(root / "base")
     for code, words in {"en": "the cat sat", "el": "η γάτα", "hu": "a macska"}.items():
         write_texts(root / f"{code}.jsonl", [f"{words} {number} {words}" for number in range(60)])
+        write_texts(root / f"{code}.test.jsonl", [f"{words} {number} {words}" for number in range(60, 120)])
     return root
 
 
@@ -67,7 +68,7 @@ def history(folder):
 
 
 def test_a_recipe_without_old_text_keeps_what_the_base_writes(recipe, root, tmp_path):
-    recipe = changed(recipe, test={code: str(root / f"{code}.jsonl") for code in ("en", "el")})
+    recipe = changed(recipe, test={code: str(root / f"{code}.test.jsonl") for code in ("en", "el")})
     assert "self_written: the base writes 12 documents of up to 40 tokens: und" in validate_recipe(recipe)
     said = []
     final = run_recipe(recipe, said.append)

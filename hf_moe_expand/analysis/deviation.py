@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_linear_schedule_with_warmup
 
 from ..checkpoint.writer import new_folder
-from ..core.errors import InputError
+from ..core.errors import InputError, goes_on
 from ..core.jsonfile import read_json, write_json
 from ..core.languages import check_named_once
 from ..core.schema import checked
@@ -97,8 +97,9 @@ def measure_deviation(
         unfinished = [language for language in texts if not _finished(folders[language], language, blocks[language])]
         for language in tqdm(unfinished, desc="deviation", unit="language"):
             torch.manual_seed(seed)
-            _fine_tune(model, blocks[language], settings)
-            _write_change(folders[language], language, ffns, chosen, start, _digest({"tokens": blocks[language]}))
+            with goes_on(lambda language=language: f"with language {language!r}"):  # type: ignore[misc]
+                _fine_tune(model, blocks[language], settings)
+                _write_change(folders[language], language, ffns, chosen, start, _digest({"tokens": blocks[language]}))
             with torch.no_grad():
                 for name, tensor in _floating(model):
                     tensor.copy_(start[name])

@@ -50,7 +50,7 @@ def main() -> None:
         except (SystemExit, KeyboardInterrupt) as stop:
             if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
                 raise
-            sys.exit(tell_interrupted(came))
+            sys.exit(tell_interrupted(came, stop))
         except Exception as error:
             if debug:
                 raise
@@ -129,16 +129,17 @@ def orderly_stops() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def tell_interrupted(came: list[int]) -> int:
-    """Prints the interrupted command, once for all ranks; returns the exit code."""
+def tell_interrupted(came: list[int], stop: BaseException) -> int:
+    """Prints the interrupted command and where it goes on, once for all ranks; returns the exit code."""
     number = came[0] if came else signal.SIGINT
     by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. Run the same command again: it continues, or "
-            "starts from the beginning if no progress was saved.",
-            file=sys.stderr,
-        )
+        interrupt: BaseException | None = stop
+        while interrupt is not None and not isinstance(interrupt, KeyboardInterrupt):
+            interrupt = interrupt.__context__  # typer makes an Exit of it
+        where = getattr(interrupt, "__notes__", [])  # of the outer work last
+        again = f"goes on {', '.join(reversed(where))}" if where else "starts from the beginning"
+        print(f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. The same command {again}.", file=sys.stderr)
     return 128 + number
 
 

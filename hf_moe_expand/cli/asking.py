@@ -1,5 +1,6 @@
 """Verbs about one model: `generate` and `chat` let it write, `backbones` tells whether it can be expanded."""
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,7 +90,8 @@ def chat(
 ) -> None:
     """Talk with a model in its chat template, line by line; with --base, with another model beside it.
 
-    /new begins a new conversation, /languages el names its language, /exit or the end of the input ends it.
+    /new begins a new conversation, /languages el names its language, /exit or the end of the input ends it. Another
+    word after a slash is refused, and not sent.
 
     Example: hf-moe-expand chat qwen-el-chat --languages el --base inside
     """
@@ -120,6 +122,8 @@ def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> No
             talks = [[] for _ in models]
         elif command == "/languages":
             language = rest.strip() or None
+        elif re.fullmatch(r"/\w*", command):  # a path has a second slash
+            print(f"error: {command}: unknown command; known: /new, /languages el, /exit.", file=sys.stderr)
         elif line:
             for one, talk in zip(models, talks, strict=True):
                 talk.append({"role": "user", "content": line})

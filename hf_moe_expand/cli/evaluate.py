@@ -143,7 +143,8 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
-    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history."""
+    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history; the
+    others are in none."""
     from ..checkpoint.records import History
     from ..checkpoint.source import load_config, resolve_checkpoint
     from ..core.languages import check_old_and_new
@@ -154,6 +155,4 @@ def _language_groups(models: list[str], languages: list[str], old: list[str], ne
     else:
         configs = [load_config(resolve_checkpoint(name, weights=False)) for name in models]
         groups = max((History.of(config).by_expansion for config in configs), key=len) or [languages, []]
-    if unknown := sorted(set(languages).difference(*groups)):
-        raise InputError(f"{', '.join(unknown)}: not a known language of these models; name it in --old or in --new.")
     return [[code for code in languages if code in group] for group in groups]

@@ -179,7 +179,9 @@ def recipes_new(
     ] = None,
     test: Annotated[
         list[str] | None,
-        typer.Option("--test", help="LANGUAGE=FILE of held-out text, old or new; repeat. Without any, no evaluation."),
+        typer.Option(
+            "--test", help="LANGUAGE=FILE of held-out text, old, new or unnamed; repeat. Without any, no evaluation."
+        ),
     ] = None,
     output: Annotated[
         str | None, typer.Option(help="Folder of the run; by default runs/, the base and the new languages.")
@@ -205,7 +207,7 @@ def recipes_new(
     from ..runs.recommended import new_recipe
 
     text = new_recipe(base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text)
-    lines = validate_recipe(Recipe.of_text(text, out))
+    lines = validate_recipe(Recipe.of_text(text, out), here=False)
     write_text(out, text)
     for line in lines:
         print(line)

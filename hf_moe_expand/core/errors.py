@@ -3,7 +3,7 @@ see beside the results."""
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,18 @@ def named_as(temporary: Any, name: Any) -> Iterator[None]:
         if str(temporary) not in str(error):
             raise
         raise type(error)(str(error).replace(str(temporary), str(name))) from None
+
+
+@contextmanager
+def goes_on(where: Callable[[], str]) -> Iterator[None]:
+    """Inside, an interrupt gets a note that says where the same command goes on; none where `where` returns nothing,
+    since the command then starts from the beginning."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if words := where():
+            stop.add_note(words)
+        raise
 
 
 def printable(text: str) -> str:

@@ -28,8 +28,24 @@ def check_language_code(code: Any) -> str:
     if isinstance(code, bool):  # YAML's `no`
         raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
     if not isinstance(code, str) or not is_language_code(code):
-        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
+        meant = _code_meant(code)
+        hint = f" Did you mean `{meant}`?" if meant else ""
+        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.{hint}")
     return code
+
+
+def _code_meant(name: Any) -> str | None:
+    """The code of the language that `name` names, or that most speak in the country whose code it is; None where
+    neither is known."""
+    from langcodes import Language, find
+
+    if not isinstance(name, str):
+        return None
+    try:
+        return str(find(name))
+    except (LookupError, ImportError):  # the names are in an extra
+        spoken = Language.make(territory=name.upper()).maximize().language if len(name) == 2 else None
+        return None if spoken == "en" else spoken  # as of no country
 
 
 def names_language(tag: Any, language: str) -> bool:

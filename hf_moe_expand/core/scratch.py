@@ -91,14 +91,19 @@ def leftovers(out: Path) -> list[str]:
     out, lines = named(out), []
     training = training_of(out)
     if is_work_folder(training):
-        saved = [path.parent.name.rpartition("-")[2] for path in training.glob("checkpoint-*/trainer_state.json")]
-        step = max((int(number) for number in saved if number.isdecimal()), default=0)
+        step = last_step(out)
         replacing = ", with --overwrite," if out.exists() else ""
         goes_on = f"goes on from step {step}" if step else "starts anew"
         lines.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
     for folder in _all_abandoned(out):
         lines.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
     return lines
+
+
+def last_step(out: Path) -> int:
+    """The step of the last training checkpoint of `out`; 0 without one."""
+    saved = [path.parent.name.rpartition("-")[2] for path in training_of(out).glob("checkpoint-*/trainer_state.json")]
+    return max((int(number) for number in saved if number.isdecimal()), default=0)
 
 
 def work_folder(path: str | os.PathLike) -> Path:

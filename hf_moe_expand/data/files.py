@@ -20,6 +20,7 @@ from pyarrow import types
 from pyarrow.parquet import ParquetFile
 
 from ..core.errors import InputError, first_line, is_unicode
+from ..core.saying import say_once
 
 KINDS = (".jsonl", ".txt", ".parquet")
 # Each kind of compression and what opens it. Parquet compresses by itself.
@@ -31,6 +32,7 @@ _OPENS: dict[str, Any] = {
     ".zip": lambda file: _only_member(file),
 }
 KNOWN = f"{', '.join(KINDS)} (.jsonl and .txt also with {', '.join(_OPENS)})"
+GIANT = 1 << 20  # characters of a line of text that may be a whole file without line ends
 # Texts that publishers put beside their data.
 _ABOUT = re.compile(
     r"(read[-_ ]?me|licen[cs]e|copying|copyright|notice|changelog|changes|citation|authors|contributors|contributing"
@@ -142,6 +144,11 @@ def _lines(path: str) -> Iterator[Row]:
         text = line.lstrip("\ufeff")  # byte-order marks: of the file, or of files that were put together
         if text.strip():
             _check_utf8(line, path, number)
+            if not is_json and len(text) > GIANT:
+                say_once(
+                    f"{path}:{number}: the line has {len(text):,} characters, and is one document: put each document "
+                    "on a line of its own, or give .jsonl."
+                )
             yield Row(number, _json_row(path, number, text) if is_json else {"text": text.rstrip("\n")}, read)
 
 

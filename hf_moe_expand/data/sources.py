@@ -177,6 +177,10 @@ class LanguageText:
             if say and left_out:
                 say_once(f"{self.source}, language {self.language!r}: {counted(kept, 'document')} read, {left_out}")
 
+    def pairs(self) -> Iterator[dict[str, str]]:
+        """Yields the sentence pairs of the local files one by one, as `load_pairs` has them."""
+        return self._rows(True, LeftOut())
+
     def count(self, most: int) -> int:
         """The number of documents, counted up to `most`; text on the hub is taken to be enough."""
         return sum(1 for _ in islice(self.documents(), min(most, sys.maxsize))) if self.files() else most

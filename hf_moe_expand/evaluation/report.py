@@ -28,7 +28,8 @@ class Evaluation:
     """Scores of several models: `models[name][language]`.
 
     Attributes:
-        old, new: the languages of the base model, and the other languages.
+        old, new: the languages that the models know: of the base model, and those that were added.
+        unnamed: languages that are neither; a model that sends home what it does not recognise loses nothing of them.
         expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
         chats: the first and the last model's answers to the same questions, for each language of questions.
@@ -42,6 +43,7 @@ class Evaluation:
     tasks: dict[str, dict[str, TaskScore]] = field(default_factory=dict)
     chats: list[ChatCheck] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
         """Mean of a measure over languages; None without languages."""
@@ -50,12 +52,12 @@ class Evaluation:
         return sum(values) / len(values) if values else None
 
     def to_json(self, path: str | Path) -> None:
-        """Writes `evaluation.json`: the scores, and the means of `old`, of `new` and of each expansion's languages."""
+        """Writes `evaluation.json`: the scores, and the means of each group's and of each expansion's languages."""
         groups = {"old": self.old, "new": self.new, **dict(self.groups())}
         means = {n: {kind: self.mean(n, languages) for kind, languages in groups.items()} for n in self.models}
         equal = {chat.language: chat.equal for chat in self.chats}
         fields = asdict(self)
-        first = {name: fields[name] for name in ("old", "new", "expansions", "models")}
+        first = {name: fields[name] for name in ("old", "new", "unnamed", "expansions", "models")}
         write_json(path, {**first, "mean_bits_per_byte": means, **fields, "equal_answers": equal})
 
     @classmethod
@@ -68,10 +70,17 @@ class Evaluation:
         return read(cls, known, f"{path}: not an evaluation")
 
     def groups(self) -> list[tuple[str, list[str]]]:
-        """The languages as the table groups them: `old`, then `new` or the languages of each of several expansions."""
-        if len(self.expansions) < 2:
-            return [("old", self.old), ("new", self.new)]
-        return [("old", self.old), *((f"expansion {n}", new) for n, new in enumerate(self.expansions, start=1))]
+        """The languages as the table groups them: `old`, then `new` or the languages of each of several expansions,
+        then those that nobody named."""
+        added = [("new", self.new)]
+        if len(self.expansions) > 1:
+            added = [(f"expansion {n}", new) for n, new in enumerate(self.expansions, start=1)]
+        return [("old", self.old), *added, *([("unnamed", self.unnamed)] if self.unnamed else [])]
+
+    def change(self, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
+        """The change of the mean of languages from the first model to the last, as a share; None where one lacks it."""
+        first, *_, last = [self.mean(name, languages, measure) for name in (*self.models, *self.models)]
+        return last / first - 1 if first and last is not None else None
 
     def rows(self, measure: str = "bits_per_byte") -> tuple[list[str], list[list[str]]]:
         """A table of a measure: header, one row for each language, means; the last model's change from the first."""
@@ -84,9 +93,8 @@ class Evaluation:
         for label, languages in groups:
             values = [self.mean(name, languages, measure) for name in names]
             marks = [self._mark(name, languages) for name in names]
-            first, last = values[0], values[-1]
-            compared_as = marks[0] or marks[-1]
-            change = "-" if not first or last is None else f"{100 * (last / first - 1):+.1f} %{compared_as}"
+            moved = self.change(languages, measure)
+            change = "-" if moved is None else f"{100 * moved:+.1f} %{marks[0] or marks[-1]}"
             shown = ["-" if value is None else f"{value:.3f}{mark}" for value, mark in zip(values, marks, strict=True)]
             rows.append([label, *shown, change])
         return compared(["language"], names, rows)
@@ -103,7 +111,7 @@ class Evaluation:
         for name, scores in self.models.items():
             known = [f"{code} {share_in_words(score.lost)}" for code, score in scores.items() if score.lost is not None]
             lost.setdefault(", ".join(known), []).append(name)
-        lines = []
+        lines = ["unnamed languages are neither old nor new: no training named them"] if self.unnamed else []
         for shares, names in lost.items():
             of = "" if len(lost) == 1 else f" of {', '.join(names)}"
             lines += [f"bytes that the tokenizer{of} loses: {shares}"] if shares else []
@@ -174,13 +182,14 @@ def score_models(
     Args:
         models: folder or hub id and revision of each model, by its name in the results.
         sources: held-out text of each language.
-        languages: the old languages, then the languages of each expansion.
+        languages: the old languages, then the languages of each expansion; other languages of `sources` are unnamed.
         tasks: `HarnessTasks` to run as well.
     """
     if tasks is not None:
         check_decoders(models, "tasks of lm-evaluation-harness")
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
+    result.unnamed = [code for code in sources if code not in (*old, *result.new)]
     sizes = settings.model_dump(exclude={"questions"})
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():

@@ -122,6 +122,7 @@ def make_card(
         ],
         trainings=list(_trainings(history, inspection.after_join)),
         results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
+        unnamed=scores.unnamed if scores else [],
         notes=scores.notes() if scores else [],
         tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
         untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
@@ -146,9 +147,10 @@ def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os
     this = evaluation.models[called]
     old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
     expansions = [[code for code in brought if code in this] for brought in evaluation.expansions]
+    unnamed = [code for code in evaluation.unnamed if code in this]
     renamed = {name: name for name in before} | {called: THIS}
     tasks = {renamed[name]: scores for name, scores in evaluation.tasks.items() if name in renamed}
-    return Evaluation(old, new, {**before, THIS: this}, expansions, tasks)
+    return Evaluation(old, new, {**before, THIS: this}, expansions, tasks, unnamed=unnamed)
 
 
 def readable_size(size: int) -> str:

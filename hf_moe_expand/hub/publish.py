@@ -18,7 +18,7 @@ from ..checkpoint.expansion_only import base_of, save_expansion
 from ..checkpoint.local import name_in_results, own_name, run_of
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, first_line, goes_on
 from ..core.hub_access import patiently
 from ..core.hub_answers import is_quota, refusal, status_of, without_secrets
 from ..core.jsonfile import read_json
@@ -178,7 +178,7 @@ def push_to_hub(
             return Push(repo_id, branch, None, False, sizes, card)
         say("loading it in a fresh process, without this package ...")
         check_loads_alone(source)
-        with _hub_errors(repo_id, uploads=True):
+        with _hub_errors(repo_id, uploads=True), goes_on(lambda: "with the files that have not arrived"):
             commit, changed = patiently(_upload, api, repo_id, branch, private, files, commit_message)
         say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
     return Push(repo_id, branch, commit, changed, sizes, card)

@@ -26,6 +26,7 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_np
 _HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
 # The logits, their log-softmax and their gradient; the share of float32's bytes under mixed precision.
 _LOGITS, _HALF = 3, 0.55
+LESS_MEMORY = f"lower per_device_train_batch_size or block_size, or set {CHECKPOINTING}"
 # The share of a matrix product's speed that a training reaches.
 _EFFICIENCY = 0.4
 # The names that configurations have for the number of a mixture's experts that a token takes.
@@ -61,7 +62,7 @@ class Forecast:
         if self.memory is not None:
             words.append(f"memory about {gigabytes(self.memory)}" + (f" of {gigabytes(room)} here" if room else ""))
             if room and self.memory > room:
-                words[-1] += f" (lower per_device_train_batch_size, or set {CHECKPOINTING})"
+                words[-1] += f" (warning: too much: {LESS_MEMORY})"
         words.append(f"disk up to {gigabytes(self.disk)}")
         if self.hours is not None:
             words.append(f"very roughly {self.hours:,.1f} hours" if self.hours >= 0.1 else "minutes")
@@ -95,7 +96,7 @@ def forecast(
         wanted = int(sum(known) * config.num_train_epochs)
     memory = hours = None
     if not network.config.is_encoder_decoder:
-        memory = _WEIGHT * (total + trained) + _MOMENTS * trained
+        memory = _WEIGHT * (total + trained) + (_MOMENTS * trained if _keeps_moments(config) else 0)
         memory += _activations(network, at_once, dtype != torch.float32, checkpointing)
     if wanted:
         # Forward and backward: 4 operations for an active weight, 2 more if it trains; embeddings are looked up.
@@ -109,7 +110,8 @@ def forecast(
 def training_disk(config: Any, network: Any) -> int:
     """Bytes of the training checkpoints of a stage that lie on the disk at once, at most.
 
-    The Trainer removes an old checkpoint after it saved a new one, so one more than `save_total_limit` can be there.
+    The Trainer removes an old checkpoint after it saved a new one, so one more than `save_total_limit` can be there. An
+    interrupt, or the clock, may save one more than `save_steps` says.
     Where the number of steps is unknown before the text is read, they are assumed to be enough for that."""
     strategy, limit = str(getattr(config.save_strategy, "value", config.save_strategy)), config.save_total_limit
     saves = 0 if strategy == "no" else math.inf
@@ -119,10 +121,16 @@ def training_disk(config: Any, network: Any) -> int:
         saves = math.ceil(config.max_steps / config.save_steps)  # the last step is saved too
     elif strategy == "epoch" and config.max_steps <= 0:
         saves = math.ceil(config.num_train_epochs)
+    if saves:
+        saves = min(saves + 1, config.max_steps if config.max_steps > 0 else math.inf)
     saves = min(saves, limit + 1 if limit and limit > 0 else math.inf)
     total, trained = config.saved_parameters(network)
-    each = _WEIGHT * total + (_MOMENTS * trained if getattr(config.optim, "value", config.optim) in _ADAMW else 0)
+    each = _WEIGHT * total + (_MOMENTS * trained if _keeps_moments(config) else 0)
     return each * (2 if saves == math.inf else int(saves))  # without a limit, at least two
+
+
+def _keeps_moments(config: Any) -> bool:
+    return getattr(config.optim, "value", config.optim) in _ADAMW
 
 
 def _activations(network: Any, tokens: int, half: bool, checkpointing: bool) -> int:

@@ -11,6 +11,14 @@ def device_memory() -> int:
     return psutil.virtual_memory().total
 
 
+def memory_of_all() -> int | None:
+    """Bytes of memory of all devices here over which a launch may split a model; None where it is not known."""
+    if torch.accelerator.is_available() and not torch.cuda.is_available():
+        return None
+    memory = device_memory()
+    return memory and memory * max(torch.cuda.device_count(), 1)
+
+
 def has_bfloat16() -> bool:
     """Whether the device that trains here has instructions for bfloat16. Others (a CPU with AVX2 alone, GPUs before
     NVIDIA's Ampere) emulate it; a CPU then takes up to thirty times as long as in float32."""

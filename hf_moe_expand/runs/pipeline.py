@@ -14,7 +14,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from ..checkpoint.writer import check_apart, check_place
 from ..core.disk import StepOutput, check_room, free_bytes, peak
-from ..core.errors import InputError, errors_at
+from ..core.errors import InputError, errors_at, goes_on
 from ..core.jsonfile import write_json, write_text
 from ..core.recipe_paths import unset_variable, without_paths
 from ..core.schema import changed, checked
@@ -22,6 +22,7 @@ from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines
 from ..data.pairs import check_pairs, lost_of
 from ..data.sources import LanguageText, LeftOut, counted
+from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
 from ..modeling import stack_sizes
 from ..stages.config import StageConfig
@@ -85,29 +86,38 @@ def _planned(work: ExpansionRun) -> list[Step]:
 
 
 @checked
-def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
-    """Checks a recipe as far as possible without loading weights; returns one line for each check that passed.
+def validate_recipe(recipe: Recipe, offline: bool = False, here: bool = True) -> list[str]:
+    """Checks a recipe as far as possible before anything runs; returns one line for each check that passed. Loads the
+    base, if it is small, to see whether old and new languages are swapped.
 
     Reads local text until it is known to be enough; does not read text on the hub.
 
     Args:
         offline: download nothing; skip, with a line that says so, every check that needs a base that is not on this
             machine or a variable that is not set.
+        here: refuse what this machine cannot do, such as a training of far more memory than it has; with `offline`,
+            another machine is taken to be the one that trains.
 
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
     """
-    return _checked(recipe, offline)[0]
+    lines = _checked(recipe, offline, here)[0]
+    if offline:
+        return lines
+    given = dict(recipe.keyed_sources())
+    old, new = ({t.language: t for key, t in given.items() if kind in key.split(".")[:-1]} for kind in ("old", "new"))
+    config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
+    return lines + swapped(recipe.base, recipe.revision, config, old, new)
 
 
-def _checked(recipe: Recipe, offline: bool = False) -> tuple[list[str], list[StepOutput]]:
+def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[list[str], list[StepOutput]]:
     """The lines of a recipe's checks, and what its steps write to the disk."""
     if offline:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
     else:
         config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
         check_architecture(config, recipe.base)
-    outlook = Outlook(recipe.base, recipe.revision, config, offline)
+    outlook = Outlook(recipe.base, recipe.revision, config, offline, here=here and not offline)
     lines: list[str] = []
     written: list[StepOutput] = []
     if config is None:
@@ -188,7 +198,20 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     Raises:
         InputError: the recipe is wrong; the disk has too little room; or the recipe, a text or the base was changed
             after a step had run with it (inputs of the evaluation may change).
+        KeyboardInterrupt: Ctrl-C; its notes say where the same call goes on.
     """
+    with goes_on(lambda: _next_step(recipe)):
+        return _run_recipe(recipe, say)
+
+
+def _next_step(recipe: Recipe) -> str:
+    """The first step that is not done, for the message of an interrupt; empty if that is the first of all."""
+    steps, done = steps_of(recipe)[0], read_steps(Path(recipe.output) / "steps.json")[0]
+    number = next((number for number, step in enumerate(steps) if step.name not in done), len(steps) - 1)
+    return f"with step {number + 1} of {len(steps)}, {steps[number].name}" if done else ""
+
+
+def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     state = launched()
     say = say if state.is_main_process else lambda _: None
     root = Path(recipe.output)

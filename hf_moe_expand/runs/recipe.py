@@ -140,7 +140,11 @@ class Recipe(Expansion):
     output: Place = Field(description="folder for everything that `run` makes")
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
     old: Sources = Field({}, description="language: training text, of languages that the base is good at")
-    test: Sources = Field({}, description="language: held-out text; without any, nothing is evaluated")
+    test: Sources = Field(
+        {},
+        description="language: held-out text, also of languages that are neither old nor new; without any, nothing is "
+        "evaluated",
+    )
     anchors: Sources = Field(
         {},
         description="language: text of languages that are not new, for `gates`; by default the package's own sentences",
@@ -184,9 +188,6 @@ class Recipe(Expansion):
             self._check_expansion(number, expansion)
         check_named_once([*known, *(code for code in self.test if code not in known)])
         check_named_once(list(self.anchors))
-        unknown = sorted(set(self.test) - set(known))
-        if unknown and self.self_written is None and self.join is None:
-            raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
         self._check_old()
         return self
 
@@ -324,12 +325,14 @@ class Recipe(Expansion):
 
     @property
     def evaluated_languages(self) -> list[list[str]]:
-        """The base's languages, then those that each expansion adds. Where the base writes, languages of which there is
-        held-out text alone are the base's too."""
+        """The base's languages, then those that each expansion adds. Languages under `test` alone are in no group; the
+        base's where it writes, which stands for all its languages."""
         new = [list(expansion.new) for expansion in self.all_expansions]
         added = {code for codes in new for code in codes}
         named = [code for code in self.old_languages if code != UNDETERMINED or code in self.test]
-        return [list(dict.fromkeys([*named, *(code for code in self.test if code not in added)])), *new]
+        if self.self_written is not None:
+            named = list(dict.fromkeys([*named, *(code for code in self.test if code not in added)]))
+        return [named, *new]
 
     @property
     def training_sources(self) -> dict[str, LanguageText]:

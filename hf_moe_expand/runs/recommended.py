@@ -112,7 +112,7 @@ def new_recipe(
         "old": old, "new": new, "test": test,
         "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
         "blocks": blocks, "steps": steps, "tokens": tokens,
-        "save": 50 if steps is None else max(min(steps // 4, 500), 1), **_on_this_device(dense, old, new, blocks),
+        **_on_this_device(dense, old, new, blocks),
     }  # fmt: skip
     text = render("new_recipe.yaml", facts, {"yaml": _value, "count": "{:,}".format}) + "\n"
     Recipe.of_text(text, "the recipe")

@@ -15,6 +15,11 @@ from ..stages.config import StageConfig, own_fields
 from ..stages.keywords import default_of
 from .recipe import Expansion, Recipe
 
+_SAVES = (
+    "Ctrl-C and SIGTERM finish and save the step, from which the same command goes on. Without save_steps and "
+    "save_strategy in --config, a training checkpoint is saved at least every ten minutes, too."
+)
+
 
 def settings_page() -> str:
     """The whole page, in Markdown."""
@@ -59,7 +64,8 @@ def stage_help(key: str) -> str:
     width = max(map(len, fields))
     lines = [f"  {name.ljust(width)}  {_help(field)}" for name, field in fields.items()]
     # The first character keeps typer from joining the lines.
-    return f"{_docstring(key)}\n\n\b\nKeys of --config, besides all of TrainingArguments:\n" + "\n".join(lines)
+    keys = "\b\nKeys of --config, besides all of TrainingArguments:"
+    return "\n".join([f"{_docstring(key)}\n\n{_SAVES}\n\n{keys}", *lines])
 
 
 def _help(field: FieldInfo) -> str:

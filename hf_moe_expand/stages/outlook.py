@@ -28,6 +28,7 @@ class Outlook:
         base, revision: folder or hub id of the dense base.
         config: the base's configuration; None if it is not on this machine.
         offline: download nothing; skip checks that need an absent file, with a line that says so.
+        here: refuse what this machine cannot do; else another one may be the one that trains.
         plan: a plan with the sizes of the last expansion's; before the analysis the numbers of experts are right, but
             not which layers have them. None if the base is not on this machine.
         least: experts that every layer is certain to have.
@@ -41,6 +42,7 @@ class Outlook:
     plan: Plan | None = None
     least: int = 0
     network: Any = None
+    here: bool = True
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
@@ -16,8 +17,10 @@ from ..core.errors import InputError, errors_at
 from ..core.recipe_paths import unset_variable
 from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
+from ..data.packing import first_tokens
 from ..data.pairs import check_pairs, lost_of_each
 from ..data.sources import LanguageText
+from ..data.tokens import encode_documents
 from ..evaluation.validation import validation_sources
 from ..inference.forecast import Forecast, forecast, tokens_at_hand
 from ..inference.models import check_block_size, longest_block
@@ -32,6 +35,9 @@ from .mixing import is_mixed, read_curriculum
 
 # Optimizers that choose among the modules of the model, which is not there yet.
 _CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")
+# Tokens that the beginning of each long text has at least; the characters for each token of a block below which a text
+# may be less than a block.
+_OF_BEGINNINGS, _SHORT = 10_000, 50
 # Steps that are done again without much loss.
 _FEW_STEPS = 100
 
@@ -65,6 +71,26 @@ class Prepared:
         }
         check_lost(lost_of_each(loaded, tokenizer, pairs, self.config.seed), allow_lost_text)
         return self.config.pack(loaded, tokenizer, self.model)
+
+    def check_enough(self, tokenizer: Any) -> None:
+        """Refuses local text that is too little for one block, or has fewer tokens than asked for: packs the beginnings
+        of short texts as training packs the texts."""
+        pairs, config = self.model.is_encoder_decoder, copy.copy(self.config)
+        if any(isinstance(text, SelfWrittenText) or not text.files() for text in self.texts.values()):
+            return  # text that is not at hand is taken to be enough
+        beginnings = {code: list(text.beginnings(pairs)) for code, text in self.texts.items()}
+        rows = {code: [row for one in of for row in one.rows] for code, of in beginnings.items()}
+        whole = [code for code, of in beginnings.items() if all(one.read == 1 for one in of)]
+        all_whole = len(whole) == len(rows)
+        wanted, counts = getattr(config, "tokens_per_language", None), getattr(config, "old_documents", None)
+        for code in whole if wanted and not pairs else ():
+            first_tokens(code, map(len, encode_documents([row["text"] for row in rows[code]], tokenizer)), wanted)
+        short = any(sum(len(str(row)) for row in rows[code]) < _SHORT * config.block_size for code in whole)
+        if (counts and not all_whole) or not (counts or short or (wanted and wanted < config.block_size)):
+            return
+        if wanted and not all_whole:
+            vars(config)["tokens_per_language"] = min(wanted, _OF_BEGINNINGS)
+        config.pack({code: Dataset.from_list(of) for code, of in rows.items()}, tokenizer, self.model)
 
     def forecast(self, network: Any, tokenizer: Any = None) -> Forecast:
         """What the training takes, of a model without weights; without a tokenizer, the text is not counted."""

@@ -16,8 +16,9 @@ from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..core.disk import check_room, folder_bytes, full_disk_as
-from ..core.errors import DivergedError, InputError
+from ..core.errors import DivergedError, InputError, goes_on
 from ..core.schema import changed, check_seed, checked
+from ..core.scratch import last_step
 from ..data.sources import LanguageText
 from ..evaluation.validation import VALIDATION
 from ..inference.forecast import training_disk
@@ -44,9 +45,9 @@ def train_stage(
 ) -> StageRecord:
     """Trains one stage and writes the trained checkpoint.
 
-    The checkpoint names its old and new languages. An interrupted run resumes from its last training checkpoint
-    (`save_steps`), which is kept beside `out` until the stage is done. The launch may split the model over ranks
-    (docs/distributed.md); the written checkpoint is whole, in its own type.
+    The checkpoint names its old and new languages. An interrupted run resumes from its last training checkpoint, which
+    is kept beside `out` until the stage is done; SIGINT and SIGTERM save one (`stages/stopping.py`). The launch may
+    split the model over ranks (docs/distributed.md); the written checkpoint is whole, in its own type.
 
     Args:
         model: expanded checkpoint; a dense one for `DenseConfig`.
@@ -63,7 +64,21 @@ def train_stage(
         InputError: the data does not fit the languages, the tokenizer loses some of it, a setting is wrong, or the disk
             has too little room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
+        KeyboardInterrupt: Ctrl-C; its note says the step from which the same call goes on.
     """
+    with goes_on(lambda: f"from step {step}" if (step := last_step(Path(out))) else ""):
+        return _train_stage(model, out, data, config, seed, overwrite, allow_lost_text)
+
+
+def _train_stage(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    data: Mapping[str, LanguageText],
+    config: StageConfig,
+    seed: int | None,
+    overwrite: bool,
+    allow_lost_text: bool,
+) -> StageRecord:
     if not isinstance(config, StageConfig):
         raise InputError(
             f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "

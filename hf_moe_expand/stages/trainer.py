@@ -32,6 +32,7 @@ from .data_sets import by_language, check_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import prepare
 from .recording import Progress, SeenText
+from .stopping import Stops
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -144,9 +145,9 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             compute_metrics=compute_metrics, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
-        self.seen = SeenText()
-        self.add_callback(Progress(self))
-        self.add_callback(self.seen)
+        self.seen, self.stops = SeenText(), Stops(self)
+        for callback in (Progress(self), self.seen, self.stops):
+            self.add_callback(callback)
         if own_text:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
             for scoring in config.scoring(Path(str(config.output_dir)), processing_class, languages, model.config):
@@ -336,11 +337,14 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and adds the stage to the history in `model.config`."""
+        """Trains, and adds the stage to the history in `model.config`.
+
+        SIGINT, SIGTERM and SIGHUP finish the step and save it first (`stages/stopping.py`).
+        """
         if self.train_dataset is None:
             raise InputError("train_dataset is None: give the Trainer a data set to train on.")
         try:
-            with self._in_float32():
+            with self._in_float32(), self.stops.caught():
                 result = super().train(*args, **kwargs)
         finally:
             if self._use_cache_before is not None:

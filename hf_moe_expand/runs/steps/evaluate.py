@@ -10,13 +10,17 @@ from ...checkpoint.source import load_config
 from ...core.errors import errors_at
 from ...core.languages import UNDETERMINED
 from ...core.recipe_paths import unset_variable
+from ...data.held_out import check_held_out
+from ...data.pairs import SentencePair
 from ...data.sources import LanguageText, contents
 from ...evaluation.chat import QUESTIONS, check_chat
-from ...evaluation.perplexity import language_stream
+from ...evaluation.perplexity import stream_for
 from ...evaluation.report import score_models
 from ...stages.outlook import Found, Outlook, StepResult
 from ..recipe import Recipe
 from .base import Step
+
+_PAIRS = 1000  # of a held-out text, of which one must fit the model
 
 
 @dataclass
@@ -59,21 +63,33 @@ class Evaluate(Step):
         return {code: list(file.documents()) for code, file in self._files().items()}
 
     def check(self, outlook: Outlook) -> Found:
-        """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it, and
-        which languages have none."""
+        """Refuses held-out text of whose beginning nothing would be scored, and that is training text too; says if
+        `max_tokens` cuts it, and which languages have none."""
         recipe, most, found = self.recipe, self.recipe.evaluation.max_tokens, Found(outlook)
+        if codes := sorted(set(recipe.test).difference(*recipe.evaluated_languages)) if recipe.join is None else []:
+            found.lines.append(
+                f"test: {', '.join(codes)}: under neither `old` nor `new`, so scored as unnamed, to see that they lose "
+                "nothing"
+            )
         if codes := self._unmeasured():
             found.lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
         for code, file in self._files().items():
             with errors_at(f"evaluation.questions.{code}"):
                 if not outlook.offline or not unset_variable(file.source):
                     file.check()
-        if outlook.offline or most is None or outlook.config.is_encoder_decoder:
+        if outlook.config is None:
             return found
-        for code, source in recipe.test_sources.items():
+        pairs = outlook.config.is_encoder_decoder
+        sources = {key: text for key, text in recipe.keyed_sources() if not unset_variable(text.source)}
+        tests = {key: text for key, text in sources.items() if key.startswith("test.")}
+        training = {key: text for key, text in sources.items() if key not in tests}
+        found.lines += check_held_out(tests, training, pairs)
+        for key, source in tests.items() if not outlook.offline else ():
             if source.files():
-                with errors_at(f"test.{code}"):
-                    language_stream(code, {code: list(islice(source.documents(), 1))}, outlook.tokenizer, most)
+                rows = islice(source.pairs() if pairs else source.documents(), _PAIRS if pairs else 1)
+                some = [SentencePair(**row) if isinstance(row, dict) else row for row in rows]
+                with errors_at(key):
+                    stream_for(outlook.config, source.language, {source.language: some}, outlook.tokenizer, most)
         return found
 
     def _languages(self) -> list[list[str]]:
@@ -81,9 +97,7 @@ class Evaluate(Step):
         if self.recipe.join is None:
             return self.recipe.evaluated_languages
         final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
-        old, *new = History.of(load_config(final)).by_expansion
-        known = {code for codes in (old, *new) for code in codes}
-        return [[*old, *(code for code in self.recipe.test if code not in known)], *new]
+        return History.of(load_config(final)).by_expansion
 
     def work(self) -> StepResult:
         recipe = self.recipe
@@ -99,5 +113,10 @@ class Evaluate(Step):
         missing = [name for name in self.models if name not in present]
         gone = f" ({', '.join(missing)}: no longer kept)" if missing else ""
         chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
+        moved = {code: result.change([code]) or 0.0 for code in result.unnamed}
+        unnamed = ""
+        if moved and len(present) > 1:
+            worst = max(moved, key=lambda code: moved[code])
+            unnamed = f"; of unnamed languages {worst} changes most: {100 * moved[worst]:+.2f} %"
         without = f"; no held-out text in {', '.join(codes)}" if (codes := self._unmeasured()) else ""
-        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{chats}{without}")
+        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{unnamed}{chats}{without}")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...analysis.calibration import OF_CALIBRATION, check_calibrated, first_tokens, join_calibrated
+from ...analysis.gating import check_languages
+from ...analysis.settings import GateSettings
 from ...checkpoint.join import join_expansions, joined_config, load_packs
 from ...checkpoint.local import pack_and_name
 from ...checkpoint.packs import Pack, check_packs
@@ -21,6 +23,7 @@ from ...inference.models import check_decoder, load_tokenizer
 from ...inference.self_written import SelfWrittenText
 from ...modeling.expansion_only import RECORD
 from ...stages.config import languages_of
+from ...stages.kinds.gates import check_text
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep
 
@@ -54,7 +57,7 @@ class JoinPacks(RunStep):
             check_packs(packs, settings.keep_both, bytes_too=False)
             self._check_base(packs[0], contents=False)
         config = joined_config(packs)
-        self._check_text(packs, config, outlook.offline)
+        self._check_text(packs, config, outlook)
         outlook = replace(outlook, network=network_of(config))
         line = f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}"
         return Found(outlook, [line], [StepOutput(self.output, outlook.checkpoint_bytes)])
@@ -70,7 +73,7 @@ class JoinPacks(RunStep):
             if not same or (contents and not base[dense].same_bytes(pack.stored[key])):
                 raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
 
-    def _check_text(self, packs: Sequence[Pack], config: Any, offline: bool) -> None:
+    def _check_text(self, packs: Sequence[Pack], config: Any, outlook: Outlook) -> None:
         old, new = languages_of(config)
         for kind, ours, theirs in (("old", self.run.old, old), ("new", self.run.new, new)):
             if wrong := [code for code in ours if code not in theirs]:
@@ -87,7 +90,10 @@ class JoinPacks(RunStep):
             check_decoder(config, self.run.recipe.base, OF_CALIBRATION)
         with errors_at("join"):
             check_calibrated(self._given, History.of(config), self.settings.tokens)
-        tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
+            anchors = self.run.recipe.anchor_sources
+            check_languages(History.of(config).classes, self._given, anchors or None)
+            check_text(anchors, GateSettings().anchor_tokens, outlook)
+        tokenizer = None if outlook.offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
         for code in self._given:
             source = self.run.sources[code]
             if isinstance(source, SelfWrittenText):

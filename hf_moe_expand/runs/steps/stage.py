@@ -10,9 +10,12 @@ from accelerate import PartialState
 from ...checkpoint.records import History
 from ...checkpoint.source import load_config
 from ...core.disk import StepOutput
+from ...core.errors import InputError, errors_at
+from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
-from ...inference.forecast import training_disk
-from ...inference.memory import device_memory
+from ...evaluation.validation import validation_sources
+from ...inference.forecast import LESS_MEMORY, training_disk
+from ...inference.memory import device_memory, gigabytes, memory_of_all
 from ...stages.base import Stage
 from ...stages.config import StageConfig
 from ...stages.outlook import Found, Outlook, StepResult
@@ -20,6 +23,9 @@ from ...stages.prepare import prepare
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
 from .base import RunStep
+
+# Times the memory at hand: a forecast of more is no error of the forecast.
+_FAR_TOO_MUCH = 1.5
 
 
 @dataclass
@@ -72,9 +78,21 @@ class TrainStep(StageStep):
         lines = list(prepared.lines)
         if network is None:
             return self._found(outlook, lines)
+        if not outlook.offline:
+            with errors_at(key):
+                prepared.check_enough(outlook.tokenizer)
+            if validation := getattr(settings, "validation", None):
+                tests = {f"{key}.validation.texts.{c}": text for c, text in validation_sources(validation).items()}
+                lines += check_held_out(tests, self._texts(), bool(model.is_encoder_decoder))
         if not model.is_encoder_decoder:
-            words = prepared.forecast(network, outlook.tokenizer).words(device_memory())
-            lines.append(f"{self.name}: {words}")
+            found = prepared.forecast(network, outlook.tokenizer)
+            most = memory_of_all()
+            if outlook.here and found.memory and most and found.memory > _FAR_TOO_MUCH * most:
+                raise InputError(
+                    f"{key}: takes about {gigabytes(found.memory)} of memory, but {gigabytes(most)} are here: "
+                    f"{LESS_MEMORY}, or take a smaller base. To check a recipe for another machine: validate --offline."
+                )
+            lines.append(f"{self.name}: {found.words(device_memory())}")
         return self._found(outlook, lines, training_disk(settings, network))
 
     def _unknown_model(self) -> Any:

@@ -3,15 +3,17 @@
 Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...analysis.gate_fit import GateReport
+from ...analysis.gate_text import LEAST, gate_examples
 from ...analysis.gating import check_languages, fit_gates
 from ...analysis.settings import GateSettings
 from ...core.errors import errors_at
-from ...data.sources import contents
+from ...data.sources import LanguageText, contents
+from ...inference.self_written import SelfWrittenText
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 
@@ -42,6 +44,8 @@ class FitGates(Stage):
             anchors = run.recipe.anchor_sources or None
             with errors_at("gates"):
                 check_languages(run.history.classes, [*run.old, *run.new], anchors)
+            check_text({code: run.sources[code] for code in (*run.old, *run.new)}, settings.tokens, outlook)
+            check_text(anchors or {}, settings.anchor_tokens, outlook)
         share = f"{100 * settings.unseen_share:g} % of the tokens of a language that the gate has not seen"
         return [f"gates: at most {share} go to new experts"]
 
@@ -53,6 +57,15 @@ class FitGates(Stage):
             max_shard_size=run.expansion.expand.max_shard_size, overwrite=True,
         )  # fmt: skip
         return gate_result(report.gates)
+
+
+def check_text(sources: Mapping[str, LanguageText], tokens: int, outlook: Outlook) -> None:
+    """Refuses local text with fewer tokens than a gate needs to learn a language."""
+    local = {code: text for code, text in sources.items() if not isinstance(text, SelfWrittenText)}
+    for code, text in local.items() if not outlook.offline else ():
+        if text.files():
+            rows = (row["text"] for beginning in text.beginnings() for row in beginning.rows)
+            gate_examples({code: rows}, outlook.tokenizer, min(tokens, 2 * LEAST), LEAST)
 
 
 def gate_result(report: GateReport) -> StepResult:

@@ -1,0 +1,72 @@
+"""Whether held-out text is training text too."""
+
+import filecmp
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from ..core.errors import InputError
+from .sources import LanguageText, counted
+
+# The share of a text's bytes from which a score on it says nothing of held-out text.
+MOST_SHARED = 0.01
+# The bytes of each training text that are compared.
+MOST_READ = 1 << 28
+
+
+def check_held_out(
+    tests: Mapping[str, LanguageText], training: Mapping[str, LanguageText], as_pairs: bool = False
+) -> list[str]:
+    """Refuses held-out text that is training text too, by the documents' words; returns a line where some documents
+    are, or where not all of the training text was compared.
+
+    Args:
+        tests, training: texts by their keys in the recipe. Of text on the hub the names alone are compared.
+
+    Raises:
+        InputError: more than `MOST_SHARED` of a held-out text's bytes are training text too.
+    """
+    for key, test in tests.items():
+        for other, source in training.items():
+            if any(filecmp.cmp(*files, shallow=False) for files in product(test.files(), source.files())) or (
+                _on_hub(test) and _on_hub(test) == _on_hub(source)
+            ):
+                raise InputError(f"{key}: {test.source}: is training text, too ({other}: {source.source}): {_ADVICE}")
+    documents = {key: dict(_contents(test, as_pairs)) for key, test in tests.items()}
+    wanted = set().union(*documents.values())
+    lines: list[str] = []
+    for other, source in training.items() if wanted else ():
+        seen, read = set[int](), 0
+        for content, size in _contents(source, as_pairs):
+            if content in wanted:
+                seen.add(content)
+            read += size
+            if read >= MOST_READ:
+                lines.append(f"{other}: its first {read >> 20:,} MB were compared with the held-out text")
+                break
+        for key, of_test in documents.items():
+            if shared := seen & of_test.keys():
+                share = sum(of_test[content] for content in shared) / sum(of_test.values())
+                words = f"{len(shared):,} of its {counted(len(of_test), 'document')} are training text, too ({other}: "
+                words = f"{key}: {tests[key].source}: {words}{source.source})"
+                if share > MOST_SHARED:
+                    raise InputError(f"{words}: {_ADVICE}")
+                lines.append(f"warning: {words}")
+    return lines
+
+
+_ADVICE = (
+    "scores would be of text that the model has seen: hold some text out (of a folder all files are read, a test file "
+    "too)."
+)
+
+
+def _contents(text: LanguageText, as_pairs: bool) -> Iterator[tuple[int, int]]:
+    """Of each local document or pair a hash of its words, whatever the white space between them, and its bytes."""
+    rows = (f"{pair['source']}\n{pair['target']}" for pair in text.pairs()) if as_pairs else text.documents()
+    for row in rows:
+        yield hash(tuple(row.split())), len(row.encode())
+
+
+def _on_hub(text: LanguageText) -> str | None:
+    """The name of a text on the hub without a slice; None for local text."""
+    return None if text.files() else text.source.partition("[")[0]

@@ -1,0 +1,48 @@
+"""Whether a base knows the new languages better than the old ones, as where a recipe has them swapped."""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.stored import network_of
+from ..data.sources import LanguageText
+from ..inference.forecast import size_of, training_speed
+from ..inference.memory import device_memory
+from ..inference.models import load_for_inference
+from .perplexity import evaluate_model
+
+_TOKENS, _DOCUMENTS = 256, 50  # of each language
+_SECONDS = 60  # beyond which a base is not asked
+# Times the bits of the worst known new language that the best known old one has, by the byte or by the character.
+_CLEARLY = 1.25
+
+
+def swapped(
+    base: str, revision: str | None, config: Any, old: Mapping[str, LanguageText], new: Mapping[str, LanguageText]
+) -> list[str]:
+    """A warning where a base finds the first words of all new languages clearly the likelier, by the byte and, since
+    scripts have characters of 1 to 4 bytes, by the character; nothing where it does not, or was not asked: an
+    encoder-decoder, a base that takes long here, and text on the hub."""
+    texts = {code: list(islice(text.documents(), _DOCUMENTS)) for code, text in {**old, **new}.items() if text.files()}
+    old, new = ({code: text for code, text in sources.items() if code in texts} for sources in (old, new))
+    folder = resolve_checkpoint(base, revision, weights=False)
+    if not old or not new or config.is_encoder_decoder or not any(folder.glob("*.safetensors")):
+        return []
+    network, memory = network_of(config), device_memory()
+    dtype = config.dtype or network.dtype
+    seconds = 2 * size_of(network) * _TOKENS * len(texts) / training_speed(dtype)
+    if seconds > _SECONDS or (memory and size_of(network) * dtype.itemsize > memory / 2):
+        return ["skipped: whether old and new are swapped: the base takes too long here"]
+    model, tokenizer = load_for_inference(base, revision)
+    scores = evaluate_model(model, tokenizer, texts, _TOKENS, 1, _TOKENS)
+    bits = {code: score.bits_per_byte for code, score in scores.items()}
+    of_a_character = {code: bits[code] * len("".join(of).encode()) / len("".join(of)) for code, of in texts.items()}
+    times = [min(of[code] for code in old) / max(of[code] for code in new) for of in (bits, of_a_character)]
+    if min(times) < 1 or max(times) < _CLEARLY:
+        return []
+    shown = ["; ".join(f"{code} {bits[code]:.2f}" for code in codes) for codes in (old, new)]
+    return [
+        f"warning: the base knows the new languages better than the old ones, by the bits per byte of their first words"
+        f" (old: {shown[0]}; new: {shown[1]}): are `old` and `new` swapped?"
+    ]

@@ -1,0 +1,241 @@
+"""Trainings that a signal stops: the step is finished and saved, and nothing but it is done again."""
+
+import signal
+import threading
+
+import pytest
+from conftest import save_dense, start_python, write_texts
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from hf_moe_expand import (
+    LanguageText,
+    Plan,
+    PostPretrainConfig,
+    PostPretrainTrainer,
+    ReviewConfig,
+    ReviewTrainer,
+    expand_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.stages import stopping
+from hf_moe_expand.stages.trainer import StageTrainer
+
+TEXTS = ["a text that is long enough for a block " * 4] * 4
+QUICK = {"block_size": 16, "max_steps": 6, "per_device_train_batch_size": 1, "disable_tqdm": True}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stops")
+    save_dense(root / "base", tie_word_embeddings=True)
+    expand_checkpoint(root / "base", root / "expanded", Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"]))
+    write_texts(root / "el.jsonl", TEXTS)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """Those of a terminal: a process in the background ignores SIGINT."""
+    handlers = dict.fromkeys(stopping.SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield handlers
+    after = {number: signal.getsignal(number) for number in handlers}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after == handlers
+
+
+class Signals(TrainerCallback):
+    """Raises signals inside a step; notes the handlers, the first step and the saves."""
+
+    def __init__(self, *numbers, step=3):
+        self.numbers, self.step, self.first, self.handlers, self.saves = numbers, step, None, None, []
+
+    def on_train_begin(self, args, state, control, **others):
+        self.first, self.handlers = state.global_step, {n: signal.getsignal(n) for n in stopping.SIGNALS}
+
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == self.step - 1:
+            for number in self.numbers:
+                signal.raise_signal(number)
+
+    def on_save(self, args, state, control, **others):
+        self.saves.append(state.global_step)
+
+
+def stage(root, out, monkeypatch, callback, **changes):
+    make = StageTrainer.__init__
+
+    def made(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.add_callback(callback)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StageTrainer, "__init__", made)
+        text = {"el": LanguageText("el", str(root / "el.jsonl"))}
+        return train_stage(root / "expanded", out, text, PostPretrainConfig(**QUICK | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(root):
+    text = {"el": LanguageText("el", str(root / "el.jsonl"))}
+    train_stage(root / "expanded", root / "whole", text, PostPretrainConfig(**QUICK))
+    return (root / "whole" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("again", [False, True])  # as `timeout` does, which signals the process and its group
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_its_step_and_the_same_call_goes_on(root, whole, tmp_path, monkeypatch, capsys, number, again):
+    kind = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    with pytest.raises(kind) as stopped:
+        stage(root, tmp_path / "out", monkeypatch, Signals(*[number] * (1 + again)))
+    if kind is SystemExit:
+        assert stopped.value.code == 128 + number
+    else:
+        assert stopped.value.__notes__ == ["from step 3"]
+    said = capsys.readouterr()
+    assert f"{number.name}: step 3 of 6 is saved in {tmp_path / 'out'}.training; " in said.out
+    assert not (tmp_path / "out").exists()
+    goes_on = Signals()
+    stage(root, tmp_path / "out", monkeypatch, goes_on)
+    assert goes_on.first == 3
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+
+
+def test_a_second_signal_stops_at_once(root, tmp_path, monkeypatch, usual_handlers):
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM, signal.SIGINT))
+    assert not hasattr(stopped.value, "__notes__")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(stopping, "_SAME", -1)
+    signal.signal(signal.SIGTERM, usual_handlers[signal.SIGINT])  # the usual one would end this process
+    with pytest.raises(KeyboardInterrupt):
+        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM, signal.SIGTERM, step=4), save_steps=2)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert [path.name for path in (tmp_path / "out.training").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_signal_in_the_last_step_leaves_the_writing(root, whole, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit):
+        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM, step=6))
+    assert not (tmp_path / "out").exists()
+    assert stage(root, tmp_path / "out", monkeypatch, Signals()).steps == 6
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+
+
+def test_a_handler_of_the_script_is_called_once_the_step_is_saved(root, tmp_path, monkeypatch):
+    came = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(list((tmp_path / "out.training").glob("*-3"))))
+    with pytest.raises(SystemExit):  # it returned, but the training is not done
+        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert len(came) == 1
+    assert came[0]
+
+
+@pytest.mark.parametrize("place", ["ignored", "thread", "no checkpoints"])
+def test_other_handlers_stay(root, tmp_path, monkeypatch, usual_handlers, place):
+    kept = dict(usual_handlers)
+    seen, changes = Signals(), {"save_strategy": "no"} if place == "no checkpoints" else {}
+    if place == "ignored":
+        kept = {signal.SIGHUP: signal.SIG_IGN}
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    thread = threading.Thread(target=stage, args=(root, tmp_path / "out", monkeypatch, seen), kwargs=changes)
+    if place == "thread":
+        thread.start()
+        thread.join()
+    else:
+        thread.run()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert {number: seen.handlers[number] for number in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "saves"),
+    [({}, [1, 2, 3, 4, 5, 6]), ({"save_steps": 4}, [4, 6]), ({"save_strategy": "epoch"}, [6])],
+)
+def test_without_save_steps_the_clock_saves(root, tmp_path, monkeypatch, changes, saves):
+    assert stopping.SECONDS_BETWEEN_SAVES == 600
+    monkeypatch.setattr(stopping, "SECONDS_BETWEEN_SAVES", 0)
+    seen = Signals()
+    stage(root, tmp_path / "out", monkeypatch, seen, **changes)
+    assert seen.saves == saves
+
+
+def test_the_clock_begins_anew_with_each_checkpoint():
+    now = [0.0]
+    trainer_args = PostPretrainConfig()
+    stops = stopping.Stops(None, lambda: now[0])
+
+    class Control:
+        should_save = should_training_stop = False
+
+    stops.on_train_begin(trainer_args, None, None)
+    saved = []
+    for step in range(1, 31):
+        now[0] += 100.0
+        control = Control()
+        stops.on_step_end(trainer_args, None, control)
+        if control.should_save:
+            saved.append(step)
+            now[0] += 50.0  # the writing itself
+            stops.on_save(trainer_args, None, control)
+        assert not control.should_training_stop
+    assert saved == [6, 12, 18, 24, 30]
+
+
+@pytest.mark.parametrize("kind", [PostPretrainTrainer, ReviewTrainer])
+def test_a_trainer_of_ones_own_does_the_same(root, tmp_path, capsys, kind):
+    rows = {"text": TEXTS * 2, "language": ["el"] * 4 + ["en"] * 4}
+    rows = rows if kind is ReviewTrainer else {name: values[:4] for name, values in rows.items()}
+    own = {"old_documents": 4, "new_per_old": 1} if kind is ReviewTrainer else {}
+    config = (ReviewConfig if kind is ReviewTrainer else PostPretrainConfig)(str(tmp_path / "out"), **QUICK, **own)
+
+    def trainer(*callbacks):
+        model = AutoModelForCausalLM.from_pretrained(root / "expanded")
+        tokenizer = AutoTokenizer.from_pretrained(root / "expanded")
+        data = Dataset.from_dict(rows)
+        return kind(model, config, train_dataset=data, processing_class=tokenizer, callbacks=list(callbacks))
+
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    stopped = trainer(Signals(signal.SIGTERM))
+    assert {number: signal.getsignal(number) for number in stopping.SIGNALS} == before
+    with pytest.raises(SystemExit) as left:
+        stopped.train()
+    assert left.value.code == 143
+    assert stopped.record is None
+    assert f"SIGTERM: step 3 of 6 is saved in {tmp_path / 'out'}; " in capsys.readouterr().out
+    seen = Signals()
+    assert trainer(seen).train(resume_from_checkpoint=True).global_step == 6
+    assert seen.first == 3
+
+
+# Signals its whole group, workers too, as clusters do.
+WORKERS = """
+import os, signal
+from hf_moe_expand import LanguageText, PostPretrainConfig, train_stage
+from transformers import TrainerCallback
+from hf_moe_expand.stages.trainer import StageTrainer
+class Stop(TrainerCallback):
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == 2:
+            os.killpg(0, signal.SIGTERM)
+make = StageTrainer.__init__
+def made(self, *args, **kwargs):
+    make(self, *args, **kwargs)
+    self.add_callback(Stop())
+StageTrainer.__init__ = made
+os.setpgid(0, 0)
+root = sys.argv[1]
+config = PostPretrainConfig(block_size=16, max_steps=6, per_device_train_batch_size=1, dataloader_num_workers=1)
+train_stage(root + "/expanded", sys.argv[2], {"el": LanguageText("el", root + "/el.jsonl")}, config)
+"""
+
+
+def test_a_signal_to_the_whole_group_leaves_the_workers_to_their_step(root, tmp_path):
+    process = start_python(WORKERS, str(root), str(tmp_path / "out"))
+    said, errors = process.communicate()
+    assert process.returncode == 143, errors
+    assert "SIGTERM: step 3 of 6 is saved" in said
