@@ -146,6 +146,8 @@ def _plain(hint: Any) -> Any:
         return _plain(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return str
+    if get_origin(hint) is list:  # an option that is repeated
+        return list[_plain(get_args(hint)[0])]  # type: ignore[misc]
     if get_origin(hint) in (types.UnionType, Union):
         return Union[tuple(_plain(part) for part in get_args(hint))]  # noqa: UP007
     return hint
