@@ -106,20 +106,47 @@ DELTA = {
     "review.old_documents": 50_000, "graft.scale": 1.0, "sequences": (512, 512), "new": "bn hu sr",
 }  # fmt: skip
 G1, G2 = "el hu tr", "bn hi ne"
+# MoE-LPR's baselines and its one-stage ablation: 0.138 billion tokens of replay beside 24.
+ONE_STAGE = {
+    "plan.method": "moe-lpr", "post_pretrain.block_size": 1024, "post_pretrain.tokens_per_language": 8e9,
+    "post_pretrain.learning_rate": 5e-5, "review": None, "new": G1,
+}  # fmt: skip
+REPLAYED = {"post_pretrain.replay": True, "post_pretrain.replay_share": 0.0057}
+MOE = {
+    **ONE_STAGE, "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
+    "post_pretrain.everything": True,
+}  # fmt: skip
+LORA_MOE = {
+    **ONE_STAGE, "plan.experts": 9, "plan.top_k": 9, "expand.expert_kind": "lora", "expand.lora_rank": 180,
+    "post_pretrain.balance_coef": 0,
+}  # fmt: skip
 ELBAYAD = {
     "plan.method": "moe-lpr", "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
-    "post_pretrain.block_size": 1024, "post_pretrain.adam_beta1": 0.9,
+    "post_pretrain.balance_counts": "top-1", "post_pretrain.block_size": 1024, "post_pretrain.adam_beta1": 0.9,
     "post_pretrain.adam_beta2": 0.98, "post_pretrain.adam_epsilon": 1e-6,
     "post_pretrain.lr_scheduler_type": "inverse_sqrt", "post_pretrain.warmup_steps": 800,
     "post_pretrain.max_steps": 10_000, "sequences": (1024, 512), "new": "el hu ga gd",
     # Gaelic has 16,316 pairs, two documents each.
     "review.old_documents": 15_000, "review.new_per_old": 2,
 }  # fmt: skip
-SENTENCE_PAIRS = {**ELBAYAD, "post_pretrain.block_size": 256, "plan.only_layers": "encoder.1-11/2,decoder.1-11/2"}
+SENTENCE_PAIRS = {
+    **ELBAYAD, "post_pretrain.block_size": 256, "plan.only_layers": "encoder.1-11/2,decoder.1-11/2",
+    "post_pretrain.label_smoothing_factor": 0.1, "review.label_smoothing_factor": 0.1,
+}  # fmt: skip
 NUMBERS = {
     "moe-lpr-qwen1.5-1.8b": {
         **MOE_LPR_STAGES, "plan.method": "moe-lpr", "plan.experts": 6, "plan.classifier_layers": 0,
         "post_pretrain.tokens_per_language": 8e9, "sequences": (512, 512), "new": G1,
+    },
+    "moe-lpr-qwen1.5-1.8b-one-stage": {
+        **ONE_STAGE, **REPLAYED, "plan.experts": 6, "plan.top_k": 2, "post_pretrain.language_prior_coef": 0.1,
+        "post_pretrain.everything": False,
+    },
+    "moe-qwen1.5-1.8b": {**MOE, **REPLAYED},
+    "moe-qwen1.5-1.8b-no-replay": {**MOE, "post_pretrain.replay": False},
+    "loramoe-qwen1.5-1.8b": {**LORA_MOE, **REPLAYED, "post_pretrain.localized_balance_coef": 0.1},
+    "loramoe-qwen1.5-1.8b-no-replay": {
+        **LORA_MOE, "post_pretrain.replay": False, "post_pretrain.localized_balance_coef": 0,
     },
     "layermoe-qwen1.5-1.8b-g1": {**LAYER_MOE, "new": G1},
     "layermoe-qwen1.5-1.8b-g2": {**LAYER_MOE, "new": G2},
@@ -147,6 +174,11 @@ NUMBERS = {
     "cmr-nllb-600m": {
         **SENTENCE_PAIRS, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
         "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
+    },
+    "cmr-top-1-nllb-600m": {
+        **SENTENCE_PAIRS, "plan.top_k": 1, "expand.conditional_routing": True,
+        "post_pretrain.masking.conditional_routing": 0.1, "post_pretrain.budget_coef": 0.1,
+        "post_pretrain.gate_budget": 0.6,
     },
     "recommended": {
         "plan.method": "moe-lpr", "plan.experts": 2, "plan.exclusive": True,
@@ -179,6 +211,8 @@ def found_at(recipe, key):
         stages = (first.group, first.joint) if first.family == "dmoe" else (first.post_pretrain, first.review)
         gpus = 1 if "SmolLM2" in recipe.base else 8
         return tuple(sequences(stage.given, gpus) for stage in stages)
+    if key == "review":
+        return first.review
     value = first
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
