@@ -1,6 +1,5 @@
 """The verbs `evaluate` and `evaluate-translation`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +75,7 @@ def evaluate(
     if ensemble is not None and not 1 <= ensemble <= len(models):
         raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
     harness_tasks = None
-    groups = _language_groups(models, list(sources), codes(old), codes(new), benchmarks or {})
+    groups = _language_groups(models, list(sources), codes(old), codes(new), benchmarks is not None)
     if tasks:
         from ..evaluation.harness import HarnessTasks
 
@@ -179,10 +178,10 @@ def _language_groups(
     languages: list[str],
     old: list[str],
     new: list[str],
-    benchmarks: Mapping[str, Mapping[str, str]],
+    all_of_them: bool,
 ) -> list[list[str]]:
-    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history; of
-    text, and of a task list."""
+    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history; those
+    of the text, or all."""
     from ..checkpoint.records import History
     from ..checkpoint.source import load_config, resolve_checkpoint
 
@@ -194,6 +193,4 @@ def _language_groups(
         groups = max((History.of(config).by_expansion for config in configs), key=len) or [languages, []]
     if unknown := sorted(set(languages).difference(*groups)):
         raise InputError(f"{', '.join(unknown)}: not a known language of these models; name it in --old or in --new.")
-    listed = {code for of in benchmarks.values() for code in of}
-    in_list = [code for group in groups for code in group if code in listed]
-    return [[code for code in dict.fromkeys([*languages, *in_list]) if code in group] for group in groups]
+    return groups if all_of_them else [[code for code in languages if code in group] for group in groups]
