@@ -127,7 +127,7 @@ def measure_routing(
     batch_size: int = 8,
     old: Sequence[str] = (),
     new: Sequence[str] = (),
-    random_seeds: Sequence[int] = (0, 1),
+    random_seeds: Sequence[int] = (0,),
     by_direction: bool = False,
 ) -> RoutingResult:
     """Measures how an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
@@ -169,8 +169,9 @@ def measure_routing(
         raise InputError("tokens and batch_size must be at least 1, block_size at least 2; random_seeds needs a seed.")
     encoder_layers = stack_sizes(model.config).get("encoder", 0)
     sides: dict[str, Pair] = {code: (code, code) for code in texts}  # the languages of encoder and decoder
+    measured = texts
     if by_direction:
-        sides, texts = _directions(texts, encoder_layers)
+        sides, measured = _directions(texts, encoder_layers)
     of_language = language_classes(model.config, dict.fromkeys(chain(*sides.values())), old, new)
     by_side = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
     classes = {name: max(of_sides) for name, of_sides in by_side.items()}
@@ -186,9 +187,9 @@ def measure_routing(
     }
     # Tokenises every language before the first is measured, so that a lack of text is reported at once.
     batches = {
-        code: side_batches(sides[code], texts[code], tokenizer, tokens, batch_size, model)
+        code: side_batches(sides[code], measured[code], tokenizer, tokens, batch_size, model)
         if encoder_layers
-        else _bounded_batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model)
+        else _bounded_batches(code, measured[code], tokenizer, tokens, block_size, batch_size, model)
         for code in classes
     }
     drawn = list(random_seeds) if has_choice(model.config) else []  # else there is nothing to draw
@@ -244,7 +245,7 @@ def measure_routing(
 
 def _directions(
     texts: Mapping[str, Iterable[SentencePair]], encoder_layers: int
-) -> tuple[dict[str, Pair], dict[str, list[SentencePair]]]:
+) -> tuple[dict[str, Pair], dict[str, Any]]:
     """The directions of the pairs by name, and the pairs of each, once."""
     if not encoder_layers:
         raise InputError("by_direction: the model is a decoder, which reads no sentence pairs: leave it out.")

@@ -73,8 +73,8 @@ AllowLostText = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option(
-        help="YAML file with the stage's settings; without it, one epoch at 5e-5 (cosine), the papers' rate for 1.8 B: "
-        "a small base wants more (docs/recipes.md#learning-rates)."
+        help="YAML file with the stage's settings; without it, one epoch at the papers' rate (5e-5; 2e-5 in "
+        "DMoE's stages; cosine): a small base wants more (docs/recipes.md#learning-rates)."
     ),
 ]
 Layers = Annotated[

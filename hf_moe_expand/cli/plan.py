@@ -150,8 +150,10 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
         from ..report import figures
 
         layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-        drawn = figures.deviation(deviation, plan.groups, layers) if deviation else figures.similarity(similarity)
-        figures.save(drawn, figure)
+        if deviation is not None:
+            figures.save(figures.deviation(deviation, plan.groups, layers), figure)
+        elif similarity is not None:
+            figures.save(figures.similarity(similarity), figure)
     print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
     if not plan.groups:
         print(f"classifier layers  {plan.classifiers_in_words}")
