@@ -246,12 +246,16 @@ def measure_routing(
 def _directions(
     texts: Mapping[str, Iterable[SentencePair]], encoder_layers: int
 ) -> tuple[dict[str, Pair], dict[str, Any]]:
-    """The directions of the pairs by name, and the pairs of each, once."""
+    """The directions of the pairs by name, and the pairs of each, from the text of the first language that has them: a
+    pair stands in the text of both of its languages."""
     if not encoder_layers:
         raise InputError("by_direction: the model is a decoder, which reads no sentence pairs: leave it out.")
     found: dict[Pair, list[SentencePair]] = {}
-    for pair in dict.fromkeys(chain.from_iterable(texts.values())):
-        found.setdefault(pair.direction, []).append(pair)
+    of_language: dict[Pair, str] = {}
+    for code, pairs in texts.items():
+        for pair in pairs:
+            if of_language.setdefault(pair.direction, code) == code:
+                found.setdefault(pair.direction, []).append(pair)
     names = {"-".join(direction): direction for direction in found}
     return names, {name: found[direction] for name, direction in names.items()}
 
