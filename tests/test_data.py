@@ -285,6 +285,27 @@ def test_tokens_per_language_takes_whole_documents_and_refuses_more_than_there_a
         pack_texts(texts(el=["abc"]), byte_tokenizer(), 64, 0)
 
 
+@pytest.mark.parametrize("most", [None, 120])
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.6])
+def test_a_share_of_replay_is_that_of_all_tokens_and_the_same_of_each_old_language(share, most):
+    texts = {code: Dataset.from_dict({"text": ["a"] * 900}) for code in ("en", "es")}
+    texts |= {code: Dataset.from_dict({"text": ["βγ"] * 50}) for code in ("el", "tr")}
+    packed = pack_texts(texts, byte_tokenizer(), 8, 0, tokens_per_language=most, replay=(["en", "es"], share))
+    new = packed.tokens["el"] + packed.tokens["tr"]
+    assert new == (500 if most is None else 240)
+    each = share / (1 - share) * new / 2
+    assert 0 <= packed.tokens["en"] - each <= 2  # whole documents of 2 tokens
+    assert packed.tokens["es"] == packed.tokens["en"]
+    ids = [number for row in packed.dataset["language_ids"] for number in row]
+    assert sum(number < 2 for number in ids) / len(ids) == pytest.approx(share, abs=0.03)
+
+
+def test_a_share_of_replay_beyond_the_text_is_refused():
+    texts = {"en": Dataset.from_dict({"text": ["a"] * 9}), "el": Dataset.from_dict({"text": ["β"] * 500})}
+    with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has 18 tokens, but 1,500 were asked for"):
+        pack_texts(texts, byte_tokenizer(), 8, 0, replay=(["en"], 0.5))
+
+
 def test_a_tokenizer_without_an_end_is_refused():
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None

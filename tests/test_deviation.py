@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_dense
+from safetensors.torch import load_file
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
@@ -27,14 +28,14 @@ def measure(model, work_dir, texts=TEXTS, **changes):
     return measure_deviation(model, byte_tokenizer(), texts, work_dir=work_dir, **{**SETTINGS, **changes})
 
 
-def slow_change(model, text):
-    """AdamW's steps as its paper has them, on whole batches; the change of every parameter."""
+def slow_change(model, text, until=SETTINGS["steps"]):
+    """AdamW's steps as its paper has them, on whole batches; the change of every parameter after so many steps."""
     steps, rows, size = SETTINGS["steps"], SETTINGS["batch_size"], SETTINGS["block_size"]
     tokens = torch.tensor(byte_tokenizer()(text).input_ids[: steps * rows * size]).view(steps, rows, size)
     trained = copy.deepcopy(model).float().train()
     start = {name: p.detach().clone() for name, p in trained.named_parameters()}
     first, second = ({name: torch.zeros_like(p) for name, p in start.items()} for _ in range(2))
-    for step, batch in enumerate(tokens):
+    for step, batch in enumerate(tokens[:until]):
         logits = trained(input_ids=batch).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, list(trained.parameters()))
@@ -82,6 +83,60 @@ def test_any_layers_can_be_compared_and_only_they_are_stored(tmp_path):
     stored = sorted(path.name for path in (tmp_path / "work" / "language-en").iterdir())
     assert stored == ["deviation.json", "layer-0.safetensors", "layer-2.safetensors"]
     assert measure(model, tmp_path / "all", last_layers=3).layers == [0, 1, 2]
+
+
+def cosine(one, other):
+    return pytest.approx(torch.cosine_similarity(one, other, dim=0).item(), abs=1e-3)
+
+
+def test_languages_are_compared_at_earlier_steps_as_well(tmp_path):
+    model = tiny_dense("qwen2")
+    found = measure(model, tmp_path / "work", at_steps=[1, 2])
+    change = {
+        (code, step): torch.cat([ffn_change(slow_change(model, documents[0], step), layer) for layer in range(3)])
+        for code, documents in TEXTS.items()
+        for step in (1, 2, 3)
+    }
+    assert [*found.similarity_at] == ["1", "2"]
+    for step, matrix in [*found.similarity_at.items(), ("3", found.similarity)]:
+        assert matrix[0][2] == cosine(change["en", int(step)], change["hu", int(step)])
+    for code, matrix in found.likeness_of_steps.items():
+        assert [len(matrix), len(matrix[0])] == [3, 3]
+        assert matrix[0][2] == cosine(change[code, 1], change[code, 3])
+        assert matrix[1][0] == cosine(change[code, 2], change[code, 1])
+    plain = measure(model, tmp_path / "plain")
+    assert (found.similarity, found.by_language) == (plain.similarity, plain.by_language)
+    assert (plain.similarity_at, plain.likeness_of_steps) == ({}, {})
+    found.to_json(tmp_path / "found.json")
+    assert DeviationResult.from_json(tmp_path / "found.json") == found
+    curves, *maps = figures.deviation_steps(found).axes
+    assert [line.get_label() for line in curves.lines] == ["en", "el", "hu"]
+    assert [axes.get_title(loc="left") for axes in maps[:3]] == ["step 1", "step 2", "step 3"]
+
+
+def test_earlier_steps_of_an_interrupted_language_are_made_anew(tmp_path, monkeypatch):
+    model, write, failures = tiny_dense("qwen2"), deviation._write_change, [KeyboardInterrupt]
+
+    def fails_once(folder, *arguments):
+        if failures and folder.name == "language-el":
+            raise failures.pop()
+        write(folder, *arguments)
+
+    monkeypatch.setattr(deviation, "_write_change", fails_once)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, tmp_path / "work", at_steps=[2])
+    assert (tmp_path / "work" / "language-el.step-2").is_dir()
+    assert measure(model, tmp_path / "work", at_steps=[2]) == measure(model, tmp_path / "once", at_steps=[2])
+
+
+def test_a_weight_without_a_gradient_does_not_decay(tmp_path):
+    """Decay moves the weights alike for every language, and would make all languages look similar."""
+    model = tiny_dense("qwen2")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)  # hides the other two matrices from the first step's loss
+    measure(model, tmp_path / "work", steps=1)
+    change = load_file(tmp_path / "work" / "language-en" / "layer-2.safetensors")
+    assert {name for name, value in change.items() if value.any()} == {"down_proj.weight"}
 
 
 def test_pieces_of_tensors_add_up(tmp_path, monkeypatch):
@@ -153,7 +208,7 @@ def trained(monkeypatch):
         calls.append(1)
         if len(calls) == 2 and trained.interrupt:
             raise KeyboardInterrupt
-        fine_tune(*arguments)
+        return fine_tune(*arguments)
 
     def trained():
         return len(calls)
@@ -228,6 +283,9 @@ def test_too_little_text_names_every_such_language(tmp_path):
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),
         ({"block_size": 1}, "block_size is 1"),
         ({"last_layers": 4}, "this model has 3 layers"),
+        ({"at_steps": [3]}, r"at_steps is \[3\]: must be ascending steps below 3, the last one"),
+        ({"at_steps": [2, 1]}, "must be ascending steps"),
+        ({"at_steps": [0]}, "at_steps"),
         ({"layers": [0, 3]}, "layers 0 to 2"),
         ({"texts": {}}, "No language was given"),
         ({"learning_rate": 1e38}, "moved the FFN of layer 0 by"),

@@ -40,6 +40,7 @@ from typer.core import TyperCommand
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint
 from hf_moe_expand.checkpoint import gguf
 from hf_moe_expand.demo import real
+from hf_moe_expand.evaluation.benchmarks import task_list
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.hub import publish as hub
@@ -232,6 +233,9 @@ def test_the_delta_moe_guide(workplace):
     assert "frozen tensors are byte-identical" in said["train dense"]
 
 
+_no_tasks = SimpleNamespace(evaluate=lambda *_: {}, benchmarks={}, unnamed=[])
+
+
 @pytest.mark.guides
 def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
     """Every task that the guide names is one of lm_eval's. Of the long commands' tasks no more runs; what runs is a
@@ -248,7 +252,10 @@ def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
     manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)
     known = {name for place in places for name in manager(include_path=str(own / place)).all_tasks}
     text = (DOCS / "evaluation.md").read_text("utf-8")
-    named = {name for part in re.findall(r"--tasks (\S+)", text) for name in re.sub(r"@\d+", "", part).split(",")}
+    asked = [part for part in re.findall(r"--tasks (\S+)", text) if task_list(part) is None]
+    named = {name for part in asked for name in re.sub(r"@\d+", "", part).split(",")}
+    for of in (of for paper in ("moe-lpr", "layermoe") for of in task_list(paper).values()):
+        named |= {task.partition("@")[0] for task in of.values()}
     assert named | set(re.findall(r"`((?:arc|m_mmlu|hellaswag|belebele|global|cmmlu)\w*)`", text)) <= known
     assert f"lm_eval {lm_eval.__version__} has" in text
     assert not {"hellaswag_zh", "hellaswag_el", "hellaswag_tr", "arc_el", "arc_tr", "m_mmlu_el", "m_mmlu_tr"} & known
@@ -282,13 +289,13 @@ def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
     long = []
     for words in commands("evaluation.md"):
         with monkeypatch.context() as patch:
-            if words[-1] in ("g1.json", "g2.json"):
-                long.append(words[words.index("--tasks") + 1].split(","))
-                patch.setattr(harness, "HarnessTasks", lambda *_: SimpleNamespace(evaluate=lambda *_: {}))
+            if words[-1] in ("g1.json", "unnamed.json"):
+                patch.setattr(harness, "HarnessTasks", lambda *given: long.append(given[4:]) or _no_tasks)
             assert "wrote" in invoke(*words, *small_options.get(words[0], []))
-    assert [len(names) for names in long] == [20, 23]
+    assert [unnamed for _, unnamed in long] == [[], ["fr", "pt"]]
+    assert [sum(map(len, listed.values())) for listed, _ in long] == [20, 28]
     examples = {"arc": "25", "m_mmlu": "5", "global": "5", "hellaswag": "10", "belebele": "5"}
-    for name, shots in (named.split("@") for names in long for named in names):
+    for name, shots in (task.split("@") for listed, _ in long for of in listed.values() for task in of.values()):
         assert shots == next(count for start, count in examples.items() if name.startswith(start))
     (scores,) = {frozenset(found) for found in json.loads(Path("tasks.json").read_text())["tasks"].values()}
     assert scores == {"arc_hu", "belebele_ell_Grek"}

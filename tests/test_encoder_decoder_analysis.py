@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import invoke
+from conftest import byte_tokenizer, invoke, tiny_dense
 from encoder_decoders import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -140,6 +140,51 @@ def test_routing_is_that_of_single_pairs(loaded):
             assert found.experts_for_half[language][index] == experts_for_half(top1)
     assert found.colocation[1] is None  # between the stacks, whose tokens differ
     assert found.colocation[0] is not None
+
+
+def test_experts_by_direction_are_those_of_its_sources_and_targets(loaded):
+    """Elbayad et al. D.1; the same pairs stand in the text of both languages, and count once."""
+    model, tokenizer = loaded("expanded")
+    rows = pairs()["el"]
+    found = measure_routing(
+        model, tokenizer, {"el": rows, "en": list(reversed(rows))}, tokens=TOKENS, batch_size=4, by_direction=True
+    )
+    assert [*found.classes] == ["en-el", "el-en"]
+    assert set(found.classes.values()) == {1}
+    for name, index, layer in product(found.classes, range(3), [0, 2, 4]):
+        if found.layers[index] != layer:
+            continue
+        side, left, weights = int(layer >= ENCODER), TOKENS, []
+        for pair in rows:
+            if "-".join(pair.direction) != name or not left:
+                continue
+            ((source,), (target,)) = PairEncoder(tokenizer).encode([pair])
+            batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([target])}
+            inputs = with_decoder_inputs(model, batch)
+            inputs.pop("labels")
+            count = min(left, len((source, target)[side]))
+            left -= count
+            with torch.no_grad(), model.capture_routing() as routing:
+                model(**inputs)
+            weights.append(routing.layers[layer].weight_of_each_expert()[:count])
+        expected = torch.cat(weights).mean(0)
+        torch.testing.assert_close(torch.tensor(found.weight_share[name][index]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_directions_of_a_decoder_are_refused():
+    model = expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]))
+    with pytest.raises(InputError, match="by_direction: the model is a decoder"):
+        measure_routing(model, byte_tokenizer(), {"el": ["Κείμενο."]}, tokens=4, by_direction=True)
+
+
+def test_the_command_measures_directions_and_the_mean_of_two_seeds(folder, tmp_path):
+    out = tmp_path / "routing.json"
+    options = ["--data", f"el={folder / 'el.jsonl'}", "--tokens", 10, "--seed", 4]
+    said = invoke("analyze", "routing", folder / "expanded", *options, "--by-direction", "--out", out)
+    found = RoutingResult.from_json(out)
+    assert sorted(found.classes) == ["el-en", "en-el"]
+    assert found.random_seeds == [4, 5]
+    assert "en-el" in said
 
 
 def test_no_colocation_is_measured_between_the_stacks_alone(loaded):

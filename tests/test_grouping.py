@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from conftest import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from hf_moe_expand.planning import grouping
 from hf_moe_expand.planning.grouping import _grown_set, random_groups, vector_similarity
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
-from hf_moe_expand.planning.results import DeviationResult
+from hf_moe_expand.planning.results import DeviationResult, SimilarityResult
 
 
 @st.composite
@@ -285,9 +286,81 @@ def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
     assert str(tmp_path) not in json.dumps(plan.settings)
 
 
+def test_random_layers_are_as_many_as_those_that_deviate_most_and_follow_the_seed():
+    """DMoE figure 5."""
+    plans = [dmoe(groups=2, ratio=0.6, layers_by="random", seed=seed) for seed in range(8)]
+    chosen = {tuple(layer for layer, count in enumerate(plan.experts_per_layer) if count > 1) for plan in plans}
+    assert {len(layers) for layers in chosen} == {3}
+    assert len(chosen) > 1
+    assert plans[3] == dmoe(groups=2, ratio=0.6, layers_by="random", seed=3)
+    assert plans[3].groups == dmoe(groups=2, ratio=0.6).groups
+    assert (plans[3].settings["layers_by"], plans[3].settings["seed"]) == ("random", 3)
+    by_threshold = dmoe(groups=2, threshold=0.5, layers_by="random")
+    assert sorted(by_threshold.experts_per_layer) == [1, 1, 2, 2, 2]
+
+
+# En and de are alike, and el and tr; layers 1 and 3 tell languages apart best.
+ALIKE = SimilarityResult.from_pairs(
+    {
+        f"{one}-{other}": [value * of_layer for of_layer in (0.9, 0.2, 0.8, 0.3, 0.7)]
+        for one, other, value in [
+            ("en", "de", 1.0), ("en", "el", 0.1), ("en", "tr", 0.2), ("de", "el", 0.1), ("de", "tr", 0.2),
+            ("el", "tr", 0.4),
+        ]
+    },
+    [], ["en", "de", "el", "tr"], 9,
+)  # fmt: skip
+
+
+def test_one_pass_gives_groups_and_layers_in_place_of_a_training_for_each_language():
+    plan = make_plan(plan_settings("dmoe", groups=2, grouping="similarity"), 5, [], [], ALIKE)
+    assert plan.groups == [["de", "en"], ["el", "tr"]]
+    assert plan.experts_per_layer == [1, 2, 1, 2, 1]
+    assert plan.settings["similarity"] == ALIKE.similarity
+    by_hand = plan_settings("dmoe", groups=[["en", "tr"], ["de", "el"]], grouping="similarity", ratio=0.2)
+    assert make_plan(by_hand, 5, [], [], ALIKE).experts_per_layer == [1, 2, 1, 1, 1]
+    with pytest.raises(InputError, match="run `analyze similarity` first"):
+        make_plan(plan_settings("dmoe", groups=2, grouping="similarity"), 5, [], [], deviation=FOUND)
+    earlier = changed(ALIKE, pairs={name: values for name, values in ALIKE.pairs.items() if name != "en-de"})
+    with pytest.raises(InputError, match="lacks the pair en-de: run `analyze similarity` again"):
+        make_plan(plan_settings("dmoe", groups=2, grouping="similarity"), 5, [], [], earlier)
+
+
+def test_the_command_takes_one_analysis_or_the_other(tmp_path):
+    FOUND.to_json(tmp_path / "deviation.json")
+    ALIKE.to_json(tmp_path / "analysis.json")
+    ways = {
+        "deviation": ["--deviation", tmp_path / "deviation.json"],
+        "analysis": ["--analysis", tmp_path / "analysis.json"],
+    }
+    for name, way in ways.items():
+        invoke(
+            "plan",
+            "dmoe",
+            *way,
+            "--groups",
+            2,
+            "--out",
+            tmp_path / f"{name}.plan",
+            "--figure",
+            tmp_path / f"{name}.svg",
+        )
+        plan = Plan.load(tmp_path / f"{name}.plan")
+        assert (plan.groups, plan.old, plan.new) == ([["de", "en"], ["el", "tr"]], [], [])
+        assert (tmp_path / f"{name}.svg").is_file()
+    drawn = [*ways["deviation"], "--groups", 2, "--layers-by", "random", "--out", tmp_path / "drawn.json"]
+    assert "layers_by" in Plan.load(invoke("plan", "dmoe", *drawn) and tmp_path / "drawn.json").settings
+    for options in ([], ways["deviation"] + ways["analysis"]):
+        with pytest.raises(InputError, match=r"Give --deviation .*, or in its place --analysis"):
+            invoke("plan", "dmoe", *options, "--groups", 2, "--out", tmp_path / "none.json")
+    with pytest.raises(InputError, match="give only one of them"):
+        invoke("plan", "dmoe", *ways["analysis"], "--random", "--groups", 2, "--out", tmp_path / "none.json")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"groups": 2, "layers_by": "chance"}, "layers_by"),
         ({"groups": 5}, "groups is 5: must be from 1 to 4"),
         ({"groups": 1}, "at least 2 experts"),
         ({}, "`groups` is missing"),

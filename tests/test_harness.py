@@ -21,7 +21,8 @@ pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 import lm_eval.tasks
 from lm_eval.models.huggingface import HFLM
 
-from hf_moe_expand.evaluation.harness import HarnessTasks
+from hf_moe_expand.evaluation.benchmarks import benchmark_means, task_list
+from hf_moe_expand.evaluation.harness import HarnessTasks, Metric, TaskScore
 
 QUESTIONS = {
     "el": [("Η γάτα πίνει", ["γάλα", "ουρανό"], 0), ("Ο ήλιος είναι", ["κρύος", "ζεστός", "βιβλίο"], 1)] * 3,
@@ -164,6 +165,104 @@ def test_the_command_loads_each_checkpoint_once_and_the_card_says_what_came_out(
     assert "| pick_el (2-shot, 5 of 6) |" in str(card)
     results = [result for result in card.data.eval_results if result.dataset_type == "pick_hu"]
     assert [(result.metric_type, result.metric_value) for result in results] == [("acc", round(value, 4))]
+
+
+def test_a_task_list_gives_means_over_old_new_and_unnamed_languages(root, tmp_path):
+    listed = {
+        "pick": {"el": "pick_el@1", "hu": "pick_hu", "tr": "pick_tr"},
+        "again": {"en": "own_en", "fr": "own_fr"},
+    }
+    for code, like in (("en", "el"), ("fr", "hu")):
+        task = yaml.safe_load((root / "tasks" / f"{like}.yaml").read_text()) | {"task": f"own_{code}"}
+        (tmp_path / f"{code}.yaml").write_text(yaml.safe_dump(task))
+    for code in ("el", "hu"):
+        (tmp_path / f"{code}.yaml").write_text((root / "tasks" / f"{code}.yaml").read_text())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "list.yaml").write_text(yaml.safe_dump(listed))
+    out = tmp_path / "tasks.json"
+    said = invoke(
+        "evaluate", root / "base", root / "moe", "--tasks", tmp_path / "mine" / "list.yaml", "--unnamed", "fr",
+        "--include-path", tmp_path, "--out", out,
+    )  # fmt: skip
+    assert {"no task in en: pick", "no task in el: again", "no task in fr: pick"} <= set(said.splitlines())
+    found = Evaluation.from_json(out)
+    assert (found.old, found.new, found.unnamed) == (["en"], ["el", "hu"], ["fr"])
+    assert set(found.tasks["moe"]) == {
+        "own_en", "own_fr", "pick_el", "pick_hu"
+    }  # fmt: skip
+    assert found.tasks["moe"]["pick_el"].shots == 1
+    of = {name: score.metrics["acc"] for name, score in found.tasks["moe"].items()}
+    value = (of["pick_el"].value + of["pick_hu"].value) / 2
+    error = (of["pick_el"].stderr ** 2 + of["pick_hu"].stderr ** 2) ** 0.5 / 2
+    header, rows = found.benchmark_rows()
+    assert header == ["mean over languages", "base", "moe", "moe vs base"]
+    shown = {name: cells for name, *cells in rows}
+    assert list(shown) == [
+        "again (old)", "mean (old)", "pick (new)", "mean (new)", "again (unnamed)", "mean (unnamed)",
+    ]  # fmt: skip
+    assert shown["pick (new)"] == [f"{value:.4f} ± {error:.4f}"] * 2 + ["+0.0000"]
+    assert shown["again (unnamed)"][1] == f"{of['own_fr'].value:.4f} ± {of['own_fr'].stderr:.4f}"
+    assert "pick (new)" in said
+
+
+def score(value, stderr=0.0, name="acc", **more):
+    return TaskScore({name: Metric(value, stderr), **more}, 0, 9, 9, None, "0")
+
+
+def test_a_mean_is_over_languages_then_over_benchmarks():
+    listed = {"a": {"el": "a_el", "hu": "a_hu"}, "b": {"el": "b_el"}, "c": {"tr": "c_tr"}}
+    scores = {
+        "a_el": score(0.2, 0.03, acc_norm=Metric(0.4, 0.03)), "a_hu": score(0.3, 0.04, acc_norm=Metric(0.6, 0.04)),
+        "b_el": score(0.9, None, "exact_match"),
+    }  # fmt: skip
+    means = benchmark_means(scores, listed, ["el", "hu"])
+    assert means["a"].value == pytest.approx(0.5)
+    assert means["a"].stderr == pytest.approx(0.025)
+    assert (means["b"].value, means["b"].stderr, means["c"]) == (0.9, None, None)
+    assert means["mean"].value == pytest.approx(0.7)
+    assert means["mean"].stderr is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tasks", "dmoe", "--old", "en", "--new", "el", "--unnamed", "el"], "--unnamed: el is an old or a new"),
+        (["--tasks", "pick_el", "--unnamed", "fr"], "--unnamed: means of a task list have them"),
+        (["--tasks", "dmoe", "--old", "la"], "The task list has no task in la; it has ar, bg, "),
+        (["--tasks", "none.yaml"], "none.yaml: no such file"),
+        (["--tasks", "wrong.yaml"], "wrong.yaml: .*xyzzy"),
+    ],
+)
+def test_a_wrong_task_list_is_refused(root, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.yaml").write_text("arc: {xyzzy: arc_x}")
+    with pytest.raises(InputError, match=message):
+        invoke("evaluate", root / "moe", *options, "--out", tmp_path / "out.json")
+
+
+def test_each_paper_has_its_benchmarks():
+    wanted = {
+        "moe-lpr": {"arc", "mmlu", "hellaswag", "belebele"},
+        "layermoe": {"arc", "mmlu", "hellaswag", "belebele"},
+        "dmoe": {"xnli", "pawsx", "xcopa", "xstorycloze", "xwinograd"},
+        "deltamoe": {"mgsm", "mifeval", "belebele", "mmlu"},
+    }
+    for paper, names in wanted.items():
+        listed = task_list(paper)
+        assert set(listed) == names
+        tasks = [task for of in listed.values() for task in of.values()]
+        assert len(tasks) == len(set(tasks))
+    assert set(task_list("moe-lpr")["belebele"]) == {"en", "zh", "es", "el", "hu", "tr", "fr", "pt"}
+    assert task_list("arc_hu@25") is None
+
+
+@pytest.mark.guides  # the harness takes half a minute to list its tasks
+def test_the_harness_has_the_tasks_of_each_paper(monkeypatch):
+    monkeypatch.undo()
+    known = set(lm_eval.tasks.TaskManager().all_tasks)
+    for paper in ("moe-lpr", "layermoe", "dmoe", "deltamoe"):
+        for of in task_list(paper).values():
+            assert {task.partition("@")[0] for task in of.values()} <= known
 
 
 def test_tasks_alone(root):

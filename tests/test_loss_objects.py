@@ -47,6 +47,7 @@ LOSSES = [
     LocalizedBalanceLoss(0.3, 0.2),
 ]  # fmt: skip
 BY_NAME = [pytest.param(loss, id=loss.name) for loss in LOSSES]
+BY_NAME += [pytest.param(BalanceLoss(0.3, "top-1"), id="balance-top-1")]
 
 
 def masks(classes=CLASSES, padding=PADDING):
@@ -84,7 +85,7 @@ def functions(loss, routing, tokens):
     """The loss of each layer that it applies to, by its function."""
     for r in routing:
         if isinstance(loss, BalanceLoss):
-            yield load_balance_loss(r.routed_logits, r.top_k, tokens.counted_T)
+            yield load_balance_loss(r.routed_logits, 1 if loss.balance_counts == "top-1" else r.top_k, tokens.counted_T)
         elif isinstance(loss, LanguagePriorLoss):
             yield language_prior_routing_loss(r.router_logits, tokens.old_T)
         elif isinstance(loss, GroupLoss):
@@ -300,7 +301,7 @@ def test_the_published_coefficients_are_the_defaults():
         (lambda: GroupLoss(math.nan), "GroupLoss: coef is nan"),
         (lambda: GateBudgetLoss(0.1, gate_budget=80), "budget is 80: must be at least 0 and at most 1"),
         (lambda: LocalizedBalanceLoss(0.1, delta=1), "delta is 1: must be at least 0 and less than 1"),
-        (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1\): must be a list"),
+        (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1, .*\): must be a list"),
         (lambda: trainer_with([BalanceLoss]), "which is not a RouterLoss: pass objects"),
         (lambda: trainer_with([BalanceLoss(0.1), BalanceLoss(0.2)]), "two losses that log balance_loss: leave one"),
     ],
@@ -315,3 +316,28 @@ def trainer_with(losses):
         pass
 
     return Mine(router_losses=losses)
+
+
+def test_gshards_balance_counts_the_first_choice_of_each_token_on_all_ranks():
+    """Lepikhin et al. 2020: `sum_e c_e / S * m_e`, scaled to 1 under even routing; two ranks with the same tokens."""
+    (r, *_), tokens, calls = layers(), masks(), []
+
+    def of_two_ranks(tensor):
+        calls.append(tensor)
+        return 2 * tensor
+
+    batch = replace(batch_of([r], tokens), sum_over_ranks=of_two_ranks)
+    batch = replace(batch, micro_batch=TokenCounts(*(2 * n for n in batch.micro_batch)))
+    batch = replace(batch, step=batch.micro_batch)
+    counted = r.router_logits[tokens.counted_T]
+    scores = counted.softmax(-1)
+    first = [int((counted.argmax(-1) == e).sum()) for e in range(4)]
+    expected = sum(4 * first[e] / len(counted) * scores[:, e].mean() for e in range(4))
+    torch.testing.assert_close(BalanceLoss(1.0, "top-1")(batch), expected / 2)  # this rank's share
+    assert [call.tolist() for call in calls] == [first]
+
+
+@pytest.mark.parametrize("counts", ["top1", "", None, 1])
+def test_a_balance_of_other_counts_is_refused(counts):
+    with pytest.raises(InputError, match=r"balance_counts is .*: must be top-k or top-1"):
+        BalanceLoss(0.01, counts)

@@ -37,6 +37,7 @@ from hf_moe_expand.hub.files import published_files
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.plan import Plan
+from hf_moe_expand.planning.results import SimilarityResult
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.runs.pipeline import steps_of
@@ -413,6 +414,21 @@ def test_a_dmoe_recipe(recipe, root):
     models = json.loads((root / "dmoe" / "evaluation.json").read_text())["models"]
     assert list(models) == ["base", "group-trained", "trained jointly", "grafted"]
     assert models["grafted"] == models["trained jointly"]  # of a fine-tune that changed nothing
+
+
+def test_a_dmoe_recipe_without_a_training_for_each_language(recipe, root):
+    training = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    recipe = changed(
+        recipe, new={**recipe.old, **recipe.new}, old={}, test={}, output=str(root / "one-pass"),
+        plan=plan_settings("dmoe", groups=2, grouping="similarity", threshold=0.5),
+        group=GroupSettings(block_size=16, **training), joint=None, post_pretrain=PostPretrainSettings(), review=None,
+    )  # fmt: skip
+    validate_recipe(recipe)
+    final = run_recipe(recipe, lambda line: None)
+    groups = DMoEForCausalLM.from_pretrained(final).config.language_groups
+    assert sorted(code for group in groups for code in group) == sorted(recipe.new)
+    assert SimilarityResult.from_json(root / "one-pass" / "analysis.json").new_old is None
+    assert "similarity" in make_page(root / "one-pass")
 
 
 def grown(tensors, name):

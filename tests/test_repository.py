@@ -122,3 +122,25 @@ def test_the_paper_index_leads_to_code():
                 assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), f"{file}: {name}"
                 found.append(name)
     assert found
+
+
+# The numbered equations of each paper; Elbayad et al. print no 6.
+EQUATIONS = {
+    "MoE-LPR": {*range(1, 12)},
+    "LayerMoE": {*range(1, 17)},
+    "DMoE": {*range(1, 5)},
+    "Elbayad et al.": {*range(1, 10)} - {6},
+    "DeltaMoE": {*range(1, 10)},
+}
+
+
+def test_the_paper_index_has_every_equation():
+    found = {paper: set() for paper in EQUATIONS}
+    for line in (DOCS / "paper_index.md").read_text("utf-8").splitlines():
+        named = line.split("|")[1] if line.startswith("|") and "`" in line else ""
+        for paper, numbers in re.findall(
+            r"(MoE-LPR|LayerMoE|DMoE|Elbayad et al\.|DeltaMoE) ((?:\d+(?:–\d+)?(?:, )?)+)", named
+        ):
+            for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
+                found[paper] |= {*range(int(first), int(last or first) + 1)}
+    assert found == EQUATIONS

@@ -9,6 +9,7 @@ from hf_moe_expand.analysis.reading import ffn_inputs, padded_batches, token_blo
 from hf_moe_expand.analysis.similarity import MeanDirections
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.planning.results import SimilarityResult
+from hf_moe_expand.report import figures
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 4,
@@ -45,7 +46,7 @@ def slow_similarity(model, tokenizer, a, b, settings):
 def test_similarity_is_the_mean_of_all_pairs(backbone):
     model, tokenizer = tiny_dense(backbone), byte_tokenizer()
     result = measure_similarity(model, tokenizer, TEXTS, ["en"], ["el", "hu"], **SETTINGS)
-    assert sorted(result.pairs) == ["el-en", "el-hu", "hu-en"]
+    assert sorted(result.pairs) == ["el-el", "el-en", "el-hu", "en-en", "hu-en", "hu-hu"]
     for pair, values in result.pairs.items():
         a, b = pair.split("-")
         assert values == pytest.approx(slow_similarity(model, tokenizer, TEXTS[a], TEXTS[b], SETTINGS), abs=1e-6)
@@ -129,3 +130,31 @@ def test_real_text(help_text):
     )
     assert all(-1 <= value <= 1 for value in result.similarity)
     assert len(set(result.similarity)) == 3
+
+
+def test_old_languages_are_compared_with_each_other_and_the_picture_has_every_pair(tmp_path):
+    """LayerMoE's figure 1: en&en, en&es, and pairs with and of new languages."""
+    model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
+    found = measure_similarity(model, tokenizer, TEXTS, ["en", "hu"], ["el"], **SETTINGS)
+    assert [*found.pairs] == ["el-el", "el-en", "el-hu", "en-en", "en-hu", "hu-hu"]
+    for pair in ("en-hu", "en-en"):
+        a, b = pair.split("-")
+        slow = slow_similarity(model, tokenizer, TEXTS[a], TEXTS[b], SETTINGS)
+        assert found.pairs[pair] == pytest.approx(slow, abs=1e-6)
+    assert found.new_old == [(a + b) / 2 for a, b in zip(found.pairs["el-en"], found.pairs["el-hu"], strict=True)]
+    assert found.similarity == found.new_old
+    lines = {line.get_label(): line for line in figures.similarity(found).axes[0].lines}
+    assert [*lines] == [*found.pairs]
+    assert lines["en-hu"].get_linestyle() == lines["en-en"].get_linestyle() == "--"
+    assert lines["el-en"].get_linestyle() == "-"
+    assert [*lines["en-hu"].get_ydata()] == found.pairs["en-hu"]
+
+
+def test_without_an_old_language_the_new_ones_are_compared():
+    model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
+    found = measure_similarity(model, tokenizer, TEXTS, [], ["el", "hu"], **SETTINGS)
+    assert found.new_old is None
+    assert found.similarity == found.new_new == found.pairs["el-hu"]
+    assert found.between(["hu", "el"])[0][1] == pytest.approx(sum(found.pairs["el-hu"]) / 3)
+    with pytest.raises(InputError, match="Similarity needs two languages"):
+        measure_similarity(model, tokenizer, TEXTS, [], ["el"], **SETTINGS)

@@ -17,6 +17,8 @@ from transformers import Trainer
 from hf_moe_expand import (
     AdaptConfig,
     DenseConfig,
+    GroupConfig,
+    JointConfig,
     Plan,
     PostPretrainConfig,
     ReviewConfig,
@@ -151,6 +153,65 @@ def test_the_record_counts_the_text_that_was_seen(root, tmp_path, batches):
     assert min(counts.values()) > 0
     assert record.tokens_seen_by_language == counts
     assert sum(record.tokens.values()) != record.tokens_seen
+
+
+def test_replay_has_its_share_of_a_stage(root, tmp_path):
+    record = train_stage(root / "expanded", tmp_path / "out", both(root), config(replay=True, replay_share=0.2))
+    assert record.tokens["en"] / sum(record.tokens.values()) == pytest.approx(0.2, abs=0.03)
+    whole = train_stage(root / "expanded", tmp_path / "whole", both(root), config(replay=True))
+    assert whole.tokens["en"] > 2 * record.tokens["en"]
+    assert whole.tokens["el"] == record.tokens["el"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "languages", "message"),
+    [
+        (
+            {"replay_share": 0.1},
+            ["el"],
+            "replay_share: needs text of the old languages: set `replay: true` and give it",
+        ),
+        ({"replay_share": 0.1, "replay": True}, ["el"], "replay_share: needs text of the old languages"),
+        ({"replay_share": 0.1, "replay": True, "temperature": 2.0}, ["en", "el"], "a temperature draws languages"),
+    ],
+)
+def test_a_share_of_replay_that_says_nothing_is_refused(root, tmp_path, settings, languages, message):
+    texts = {code: text for code, text in both(root).items() if code in languages}
+    with pytest.raises(InputError, match=message):
+        train_stage(root / "expanded", tmp_path / "out", texts, config(**settings))
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.1, "much"])
+def test_a_share_of_replay_lies_between_0_and_1(share):
+    for stage in (PostPretrainConfig, DenseConfig):
+        with pytest.raises(InputError, match="replay_share"):
+            keywords(stage, replay_share=share)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replay": ["en"]}, "replay names the old languages, and replay_share says how much of them: give both"),
+        ({"replay_share": 0.1}, "give both"),
+        ({"replay": ["es"], "replay_share": 0.1}, "replay: es has no text"),
+        ({"replay": ["en", "el"], "replay_share": 0.1}, "replay: names every language, so that none is new"),
+    ],
+)
+def test_a_dense_baseline_refuses_replay_that_says_nothing(root, tmp_path, settings, message):
+    with pytest.raises(InputError, match=message):
+        train_stage(root / "dense", tmp_path / "out", both(root), DenseConfig(block_size=16, **QUICK, **settings))
+
+
+def test_a_dense_baseline_trains_with_a_share_of_replay(root, tmp_path):
+    settings = DenseConfig(block_size=16, max_steps=1, replay=["en"], replay_share=0.2, **QUICK)
+    record = train_stage(root / "dense", tmp_path / "out", both(root), settings)
+    assert record.tokens["en"] / sum(record.tokens.values()) == pytest.approx(0.2, abs=0.03)
+    assert (record.settings["replay"], record.settings["replay_share"]) == (["en"], 0.2)
+
+
+def test_dmoes_stages_have_its_rate():
+    assert {cls().learning_rate for cls in (GroupConfig, JointConfig, AdaptConfig)} == {2e-5}
+    assert {cls().learning_rate for cls in (PostPretrainConfig, ReviewConfig, DenseConfig)} == {5e-5}
 
 
 def test_an_epochs_last_batch_may_be_smaller(root, data, tmp_path):

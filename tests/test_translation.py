@@ -229,7 +229,8 @@ def test_the_command(tmp_path):
         "--out",
         tmp_path / "translation.json",
     ]
-    said = invoke("evaluate-translation", base, tmp_path / "el", *data, *more)
+    folder = tmp_path / "texts"
+    said = invoke("evaluate-translation", base, tmp_path / "el", *data, *more, "--texts", folder)
     assert "en-el" in said
     assert "mean" in said
     written = json.loads((tmp_path / "translation.json").read_text("utf-8"))
@@ -240,5 +241,20 @@ def test_the_command(tmp_path):
         for score in pairs.values():
             assert score["sentences"] == len(score["translations"]) == 2
             assert "nw:2" in score["signature"]
+    lines = {
+        file.relative_to(folder).as_posix(): file.read_text("utf-8").splitlines() for file in folder.rglob("*.txt")
+    }
+    pairs = ("en-el", "el-en")
+    assert set(lines) == {f"{pair}.{kind}.txt" for pair in pairs for kind in ("source", "reference")} | {
+        f"{model}/{pair}.txt" for model in ("base", "el") for pair in pairs
+    }
+    for model, scores in written["models"].items():
+        assert lines[f"{model}/en-el.txt"] == scores["en-el"]["translations"]
+    assert len(lines["en-el.source.txt"]) == 2
+    assert lines["en-el.source.txt"] == lines["el-en.reference.txt"]
+    assert lines["en-el.reference.txt"] == lines["el-en.source.txt"]
+    again = [*more[:-1], tmp_path / "again.json"]
+    with pytest.raises(InputError, match=r"source.txt: exists already"):
+        invoke("evaluate-translation", base, tmp_path / "el", *data, *again, "--texts", folder)
     # Right after expansion the model computes what the base did, greedy continuations included.
     assert written["models"]["el"] == written["models"]["base"]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import shutil
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ def measure_deviation(
     block_size: int = 512,
     micro_batch_size: int = 8,
     last_layers: int = 3,
+    at_steps: Sequence[int] = (),
     layers: Sequence[int] | None = None,
     seed: int = 0,
 ) -> DeviationResult:
@@ -72,6 +74,8 @@ def measure_deviation(
         block_size: tokens in a block.
         micro_batch_size: blocks in one forward and backward pass; affects only memory and speed.
         last_layers: number of last layers over whose FFNs the cosines are taken.
+        at_steps: earlier steps at which languages are compared as well (DMoE figures 8 and 9). Each needs as much room
+            in `work_dir` as the changes after the last step.
         layers: the layers to take instead of the last ones.
         seed: random seed of the order of documents, and of dropout.
 
@@ -82,39 +86,53 @@ def measure_deviation(
     check_decoder(model.config, model_name(model), "deviation and DMoE")
     settings = DeviationSettings(  # refuses numbers out of range
         steps=steps, learning_rate=learning_rate, batch_size=batch_size, block_size=block_size,
-        micro_batch_size=micro_batch_size, last_layers=last_layers,
+        micro_batch_size=micro_batch_size, last_layers=last_layers, at_steps=list(at_steps),
     )  # fmt: skip
+    at_steps = settings.at_steps
     ffns = decoder_ffns(model)
     chosen = _chosen_layers(len(ffns), last_layers, layers)
     if block_size > (longest := longest_block(model.config) or block_size):
         raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
-    numbers = settings.model_dump(exclude={"micro_batch_size", "last_layers"})
+    numbers = settings.model_dump(exclude={"micro_batch_size", "last_layers", "at_steps"})
     blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
     work_dir = Path(work_dir)
     folders = {language: work_dir / f"language-{quote(language, safe='')}" for language in texts}
     with _in_float32(model) as start:
-        _claim(work_dir, {**numbers, "layers": chosen, "seed": seed, "model": _digest(start)})
+        claimed = {**numbers, "layers": chosen, "seed": seed, "model": _digest(start)}
+        _claim(work_dir, {**claimed, "at_steps": at_steps} if at_steps else claimed)
         unfinished = [language for language in texts if not _finished(folders[language], language, blocks[language])]
         for language in tqdm(unfinished, desc="deviation", unit="language"):
             torch.manual_seed(seed)
+            text = _digest({"tokens": blocks[language]})
             with goes_on(lambda language=language: f"with language {language!r}"):  # type: ignore[misc]
-                _fine_tune(model, blocks[language], settings)
-                _write_change(folders[language], language, ffns, chosen, start, _digest({"tokens": blocks[language]}))
+                for step in _fine_tune(model, blocks[language], settings):
+                    if step in at_steps:
+                        shutil.rmtree(
+                            _at_step(folders[language], step), ignore_errors=True
+                        )  # of an interrupted training
+                        _write_change(_at_step(folders[language], step), language, ffns, chosen, start, text)
+                _write_change(folders[language], language, ffns, chosen, start, text)
             with torch.no_grad():
                 for name, tensor in _floating(model):
                     tensor.copy_(start[name])
     by_language = {
         language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
     }
+    at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in at_steps}
+    in_turn = [[*places, folder] for *places, folder in zip(*at_each.values(), folders.values(), strict=True)]
     return DeviationResult(
         languages=list(texts),
         deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
         by_language=by_language,
         similarity=change_cosines(list(folders.values()), chosen),
+        similarity_at={str(step): change_cosines(places, chosen) for step, places in at_each.items()},
+        likeness_of_steps={
+            language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=True)
+        } if at_steps else {},
         layers=chosen,
         seed=seed,
         **numbers,
-    )
+    )  # fmt: skip
 
 
 def change_cosines(folders: Sequence[Path], layers: Sequence[int]) -> list[list[float]]:
@@ -200,11 +218,16 @@ def _in_float32(model: Any) -> Iterator[dict[str, torch.Tensor]]:
         model.train(training)
 
 
-def _fine_tune(model: Any, blocks: torch.Tensor, settings: DeviationSettings) -> None:
+def _at_step(folder: Path, step: int) -> Path:
+    return folder.with_name(f"{folder.name}.step-{step}")
+
+
+def _fine_tune(model: Any, blocks: torch.Tensor, settings: DeviationSettings) -> Iterator[int]:
+    """Trains the model; yields each step that is done."""
     # Fused: the other implementations hold further copies of the weights for a moment.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
     schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=settings.steps)
-    for batch in blocks.split(settings.batch_size):
+    for step, batch in enumerate(blocks.split(settings.batch_size), start=1):
         for part in batch.split(settings.micro_batch_size):
             input_ids = part.long().to(model.device)
             loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
@@ -212,6 +235,7 @@ def _fine_tune(model: Any, blocks: torch.Tensor, settings: DeviationSettings) ->
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        yield step
 
 
 def _write_change(

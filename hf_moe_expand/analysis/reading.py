@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from ..core.errors import InputError
 from ..core.languages import names_language
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
+from ..data.sources import Pair
 from ..data.tokens import begin_tokens
 from ..evaluation.perplexity import pair_batch
 from ..inference.models import longest_block
@@ -134,13 +135,16 @@ def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBat
 
 
 def side_batches(
-    language: str, pairs: Iterable[SentencePair], tokenizer: Any, tokens: int, batch_size: int, model: Any
+    languages: str | Pair, pairs: Iterable[SentencePair], tokenizer: Any, tokens: int, batch_size: int, model: Any
 ) -> list[TextBatch]:
-    """Batches with `tokens` tokens of the language on each side: sentences from it, and translations into it."""
+    """Batches with `tokens` tokens of a language on each side: sentences from it, and translations into it; or of a
+    direction, with the tokens of its sources and of its targets."""
+    of_side = (languages, languages) if isinstance(languages, str) else languages
     encoder, all_pairs = PairEncoder(tokenizer), list(pairs)
     translatable = [pair for pair in all_pairs if encoder.translates(pair.direction)]
     batches: list[TextBatch] = []
     for side, name in enumerate(("source", "target")):
+        language = of_side[side]
         rows = [pair for pair in translatable if names_language(pair.direction[side], language)]
         if not rows and len(translatable) < len(all_pairs):
             raise InputError(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from ..checkpoint.records import History
 from ..core.errors import InputError
 from ..core.languages import check_old_and_new
 from ..core.schema import checked
-from ..data.pairs import IGNORED
+from ..data.pairs import IGNORED, SentencePair
+from ..data.sources import Pair
 from ..inference.models import longest_block, model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
 from ..planning.results import RoutingResult
@@ -131,6 +132,7 @@ def measure_routing(
     old: Sequence[str] = (),
     new: Sequence[str] = (),
     random_seeds: Sequence[int] = (0,),
+    by_direction: bool = False,
 ) -> RoutingResult:
     """Measures how an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
 
@@ -149,6 +151,10 @@ def measure_routing(
         model: an expanded model with a language-model head.
         texts: documents of each language; for an encoder-decoder, sentence pairs to and from it.
         old, new: languages to count as old and as new, whether or not the model's history names them.
+        random_seeds: seeds of random routing, whose perplexities are averaged.
+        by_direction: of an encoder-decoder, measure each direction of translation, such as `en-el`, in place of each
+            language (Elbayad et al. section D.1): the encoder on its sources, the decoder on its targets. A direction
+            has the later class of its two languages.
 
     Raises:
         InputError: the model has no experts, a language has fewer tokens than `tokens` or is neither old nor new.
@@ -165,23 +171,29 @@ def measure_routing(
         raise InputError("No language was given.")
     if tokens < 1 or block_size < 2 or batch_size < 1 or not random_seeds:
         raise InputError("tokens and batch_size must be at least 1, block_size at least 2; random_seeds needs a seed.")
-    classes = language_classes(model.config, texts, old, new)
+    encoder_layers = stack_sizes(model.config).get("encoder", 0)
+    sides: dict[str, Pair] = {code: (code, code) for code in texts}  # the languages of encoder and decoder
+    measured = texts
+    if by_direction:
+        sides, measured = _directions(texts, encoder_layers)
+    of_language = language_classes(model.config, dict.fromkeys(chain(*sides.values())), old, new)
+    by_side = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
+    classes = {name: max(of_sides) for name, of_sides in by_side.items()}
     model.eval()
     block_size = min(block_size, longest_block(model.config) or block_size)
     use = {
-        language: {layer: ExpertUse(len(ffn.experts), number) for layer, ffn in ffns.items()}
-        for language, number in classes.items()
+        name: {layer: ExpertUse(len(ffn.experts), of_sides[layer >= encoder_layers]) for layer, ffn in ffns.items()}
+        for name, of_sides in by_side.items()
     }
     neighbours = {
         (here, there): LargestCorrelation(len(ffns[here].experts), len(ffns[there].experts))
         for here, there in pairwise(sorted(ffns))
     }
-    encoder_layers = stack_sizes(model.config).get("encoder", 0)
     # Tokenises every language before the first is measured, so that a lack of text is reported at once.
     batches = {
-        code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
+        code: side_batches(sides[code], measured[code], tokenizer, tokens, batch_size, model)
         if encoder_layers
-        else _bounded_batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model)
+        else _bounded_batches(code, measured[code], tokenizer, tokens, block_size, batch_size, model)
         for code in classes
     }
     drawn = list(random_seeds) if has_choice(model.config) else []  # else there is nothing to draw
@@ -233,6 +245,23 @@ def measure_routing(
         has_choice=has_choice(model.config),
         encoder_layers=encoder_layers,
     )
+
+
+def _directions(
+    texts: Mapping[str, Iterable[SentencePair]], encoder_layers: int
+) -> tuple[dict[str, Pair], dict[str, Any]]:
+    """The directions of the pairs by name, and the pairs of each, from the text of the first language that has them: a
+    pair stands in the text of both of its languages."""
+    if not encoder_layers:
+        raise InputError("by_direction: the model is a decoder, which reads no sentence pairs: leave it out.")
+    found: dict[Pair, list[SentencePair]] = {}
+    of_language: dict[Pair, str] = {}
+    for code, pairs in texts.items():
+        for pair in pairs:
+            if of_language.setdefault(pair.direction, code) == code:
+                found.setdefault(pair.direction, []).append(pair)
+    names = {"-".join(direction): direction for direction in found}
+    return names, {name: found[direction] for name, direction in names.items()}
 
 
 def has_choice(config: Any) -> bool:

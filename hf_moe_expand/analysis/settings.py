@@ -1,9 +1,10 @@
 """Settings of the analyses and of the gate."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from ..core.errors import InputError
 from ..core.schema import Count, Positive, Schema, Whole
 
 
@@ -26,6 +27,15 @@ class DeviationSettings(Schema):
         8, description="blocks in one forward and backward pass; affects only memory and speed"
     )
     last_layers: Count = Field(3, description="number of last layers over whose FFNs languages are compared")
+    at_steps: list[Count] = Field(
+        [], description="earlier steps at which languages are compared as well, in order (DMoE figures 8 and 9)"
+    )
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> Self:
+        if self.at_steps != sorted({*self.at_steps}) or (self.at_steps and self.at_steps[-1] >= self.steps):
+            raise InputError(f"at_steps is {self.at_steps}: must be ascending steps below {self.steps}, the last one.")
+        return self
 
 
 class GateSettings(Schema):

@@ -1,7 +1,7 @@
 """Measures the similarity of languages in each layer, at the FFN's input (LayerMoE Eq. 8)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -79,6 +79,6 @@ def measure_similarity(
             directions = MeanDirections(count_layers(model.config), hidden_size)
             read_inputs(model, of_language, directions.add, bar)
             means[language] = directions.means()
-    names = [*combinations(new, 2), *((a, b) for a in new for b in old)]
+    names = combinations_with_replacement([*new, *old], 2)
     pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
     return SimilarityResult.from_pairs(pairs, old, new, tokens, stack_sizes(model.config).get("encoder", 0))

@@ -24,21 +24,27 @@ def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[s
 @opt.with_settings()
 def analyze_similarity(
     base: opt.Model,
-    old: opt.Old,
     new: opt.New,
     out: opt.Out,
     settings: AnalysisSettings,
+    old: Annotated[
+        list[str] | None, typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat. None for DMoE.")
+    ] = None,
+    figure: opt.Figure = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure how similar the languages are in each layer of a dense or expanded model (LayerMoE).
 
+    The file and the picture have every pair of languages, old ones too, and each language with itself.
+
     Example: hf-moe-expand analyze similarity Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out analysis.json
     """
     check_file(out, overwrite)
+    check_figure(figure, overwrite)
     check_checkpoints(base, revision=revision)
-    old_sources, new_sources = _old_and_new(old, new)
+    old_sources, new_sources = _old_and_new(old or [], new)
     from ..analysis.similarity import measure_similarity
     from ..core.layer_names import layer_name
     from ..data.pairs import texts_for
@@ -51,6 +57,10 @@ def analyze_similarity(
     print("layer  similarity")
     for layer, value in enumerate(result.similarity):
         print(f"{layer_name(layer, result.encoder_layers):>5}  {value:.4f}")
+    if figure is not None:
+        from ..report import figures
+
+        figures.save(figures.similarity(result), figure)
     print(f"wrote {out}")
 
 
@@ -159,12 +169,15 @@ def analyze_deviation(
     """Measure how far training on each language moves each layer's FFN, and how similar these changes are (DMoE).
 
     Needs memory for training in float32, 16 bytes a parameter. After an interruption, run the command again: it
-    continues with the next language.
+    continues with the next language. With --at-steps (repeat it) languages are compared at earlier steps as well, and
+    --figure writes a second picture, NAME-steps, of them.
 
     Example: hf-moe-expand analyze deviation Qwen/Qwen2.5-0.5B --data el=el.jsonl --data hu=hu.jsonl --out found.json
     """
     check_file(out, overwrite)
     check_figure(figure, overwrite)
+    steps_figure = figure.with_stem(f"{figure.stem}-steps") if figure and settings.at_steps else None
+    check_file(steps_figure, overwrite)
     check_checkpoints(base, revision=revision)
     sources = text_sources(data, look=True)
     from ..analysis.deviation import measure_deviation
@@ -187,10 +200,15 @@ def analyze_deviation(
         others = [column for column in range(len(result.languages)) if column != row]
         for nearest in sorted(others, key=lambda column: -result.similarity[row][column])[:1]:
             print(f"{language:8}  {result.languages[nearest]} {result.similarity[row][nearest]:.3f}")
+    for place, step in enumerate(settings.at_steps):
+        alike = [matrix[place][-1] for matrix in result.likeness_of_steps.values()]
+        print(f"step {step}: cosine with the last step's change {min(alike):.3f} to {max(alike):.3f}")
     if figure is not None:
         from ..report import figures
 
         figures.save(figures.deviation(result), figure)
+        if steps_figure is not None:
+            figures.save(figures.deviation_steps(result), steps_figure)
     print(f"wrote {out}")
 
 
@@ -203,6 +221,10 @@ def analyze_routing(
     settings: AnalysisSettings,
     old: opt.OldCodes = "",
     new: opt.NewCodes = "",
+    by_direction: Annotated[
+        bool,
+        typer.Option("--by-direction", help="Of an encoder-decoder, measure each direction, such as en-el."),
+    ] = False,
     figures: Annotated[Path | None, typer.Option(help="Folder for pictures as well.")] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
@@ -210,7 +232,8 @@ def analyze_routing(
 ) -> None:
     """Measure which experts each language uses in each layer of an expanded model, how clearly, and to what effect.
 
-    The checkpoint names its old and new languages; --old and --new override it.
+    The checkpoint names its old and new languages; --old and --new override it. Random routing is the mean of two
+    seeds.
 
     Example: hf-moe-expand analyze routing qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out routing.json
     """
@@ -231,8 +254,9 @@ def analyze_routing(
     network, tokenizer = load_for_inference(model, revision)
     texts = texts_for(config, sources, seed)
     result = measure_routing(
-        network, tokenizer, texts, **settings.model_dump(), old=codes(old), new=codes(new), random_seeds=(seed,)
-    )
+        network, tokenizer, texts, **settings.model_dump(), old=codes(old), new=codes(new),
+        random_seeds=(seed, (seed + 1) % 2**32), by_direction=by_direction,
+    )  # fmt: skip
     result.to_json(out)
     print_table(*result.rows())
     ways = (result.perplexity, result.random_perplexity)

@@ -92,6 +92,8 @@ def evaluate_models(
     if tasks is not None:
         print("tasks")
         print_table(*result.task_rows())
+        if result.benchmarks:
+            print_table(*result.benchmark_rows())
     return result
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..core.errors import InputError
+from ..core.languages import check_old_and_new
 from ..evaluation.settings import EvaluationSettings, TranslationSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
@@ -28,7 +29,13 @@ def evaluate(
     ] = None,
     tasks: Annotated[
         str,
-        typer.Option(help="Tasks of lm-evaluation-harness with their numbers of examples, e.g. arc_hu@25,m_mmlu_hu@5."),
+        typer.Option(
+            help="Tasks of lm-evaluation-harness with their numbers of examples, e.g. arc_hu@25,m_mmlu_hu@5; or a task "
+            "list: moe-lpr, layermoe, dmoe or deltamoe (the papers' benchmarks), or a YAML file."
+        ),
+    ] = "",
+    unnamed: Annotated[
+        str, typer.Option(help="Codes of languages of a task list that are neither old nor new, e.g. fr,pt.")
     ] = "",
     questions: Annotated[
         list[str] | None,
@@ -56,6 +63,11 @@ def evaluate(
     chat_questions = _questions(questions or [])
     if chat_questions and len(models) < 2:
         raise InputError("--questions compares answers: give the base first and the model made of it last.")
+    from ..evaluation.benchmarks import in_languages, task_list
+
+    benchmarks = task_list(tasks)
+    if unnamed and benchmarks is None:
+        raise InputError("--unnamed: means of a task list have them, but --tasks names none: leave it out.")
     if not tasks and not (num_fewshot is limit is include_path is None):
         raise InputError("--num-fewshot, --limit and --include-path belong to --tasks, which is not given.")
     if ensemble is not None and not sources:
@@ -63,11 +75,18 @@ def evaluate(
     if ensemble is not None and not 1 <= ensemble <= len(models):
         raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
     harness_tasks = None
+    groups = _language_groups(models, list(sources), codes(old), codes(new), benchmarks is not None)
     if tasks:
         from ..evaluation.harness import HarnessTasks
 
-        harness_tasks = HarnessTasks(codes(tasks), num_fewshot, limit, include_path)
-    groups = _language_groups(models, list(sources), codes(old), codes(new))
+        others, names = codes(unnamed), [] if benchmarks else codes(tasks)
+        known = [code for group in groups for code in group]
+        if both := sorted({*known} & {*others}):
+            raise InputError(f"--unnamed: {', '.join(both)} is an old or a new language; leave it out.")
+        if benchmarks is not None:
+            benchmarks, missing = in_languages(benchmarks, [*known, *others])
+            print("\n".join(missing), end="\n" * bool(missing))
+        harness_tasks = HarnessTasks(names, num_fewshot, limit, include_path, benchmarks, others)
     result = evaluate_models(models, sources, groups, settings, ensemble, harness_tasks)
     for code, lines in chat_questions.items():
         from ..evaluation.chat import check_chat
@@ -95,6 +114,10 @@ def evaluate_translation(
         list[str] | None,
         typer.Option(help="Direction such as en-el; repeat. By default, the first language to and from each other."),
     ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Folder for sources, references and translations as text files as well, for COMET."),
+    ] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Compare models by the chrF++ of their translations of parallel text, such as FLORES.
@@ -111,21 +134,29 @@ def evaluate_translation(
         evaluate_translation,
         load_parallel,
         parse_pairs,
+        text_files,
+        write_texts,
     )
     from ..inference.models import load_for_inference
 
     pairs = parse_pairs(pair or [], list(sources))
     chrf_plus_plus()  # fails now, before any work, if it is not installed
-    texts = load_parallel(sources)
-    scores: dict = {}
+    sentences = load_parallel(sources)
+    labels: dict[str, str] = {}
     for name in models:
-        label = model_label(name, scores)
+        labels[model_label(name, labels)] = name
+    for file in [] if texts is None else text_files(texts, list(labels), pairs):
+        check_file(file, overwrite)
+    scores: dict = {}
+    for label, name in labels.items():
         model, tokenizer = load_for_inference(name)
-        scores[label] = evaluate_translation(model, tokenizer, texts, pairs, settings)
+        scores[label] = evaluate_translation(model, tokenizer, sentences, pairs, settings)
     result = TranslationScores(settings.shots, settings.max_new_tokens, settings.beams, scores)
     print("chrF++")
     print_table(*result.rows())
     result.to_json(out)
+    if texts is not None:
+        write_texts(texts, result, sentences, pairs)
     print(f"wrote {out}")
 
 
@@ -142,12 +173,13 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
     return ours | {code: list(source.documents(say=True)) for code, source in sources.items()}
 
 
-def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
-    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history; the
-    others are in none."""
+def _language_groups(
+    models: list[str], languages: list[str], old: list[str], new: list[str], all_of_them: bool
+) -> list[list[str]]:
+    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history; those
+    of the text, or all. The others are in none."""
     from ..checkpoint.records import History
     from ..checkpoint.source import load_config, resolve_checkpoint
-    from ..core.languages import check_old_and_new
 
     if old or new:
         check_old_and_new(old, new)
@@ -155,4 +187,4 @@ def _language_groups(models: list[str], languages: list[str], old: list[str], ne
     else:
         configs = [load_config(resolve_checkpoint(name, weights=False)) for name in models]
         groups = max((History.of(config).by_expansion for config in configs), key=len) or [languages, []]
-    return [[code for code in languages if code in group] for group in groups]
+    return groups if all_of_them else [[code for code in languages if code in group] for group in groups]

@@ -73,8 +73,8 @@ AllowLostText = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option(
-        help="YAML file with the stage's settings; without it, one epoch at 5e-5 (cosine), the papers' rate for 1.8 B: "
-        "a small base wants more (docs/recipes.md#learning-rates)."
+        help="YAML file with the stage's settings; without it, one epoch at the papers' rate (5e-5; 2e-5 in "
+        "DMoE's stages; cosine): a small base wants more (docs/recipes.md#learning-rates)."
     ),
 ]
 Layers = Annotated[
@@ -146,6 +146,8 @@ def _plain(hint: Any) -> Any:
         return _plain(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return str
+    if get_origin(hint) is list:  # an option that is repeated
+        return list[_plain(get_args(hint)[0])]  # type: ignore[misc]
     if get_origin(hint) in (types.UnionType, Union):
         return Union[tuple(_plain(part) for part in get_args(hint))]  # noqa: UP007
     return hint

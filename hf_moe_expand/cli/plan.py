@@ -39,7 +39,9 @@ def _parameters(method: type[PlanSettings]) -> opt.Parameters:
     if method.analysis:
         file = _ANALYSES[method.analysis]
         help_ = f"{file}.json of `analyze {method.analysis}`."
-        parameters[file] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
+        others = [option.flag for key in method.own_keys().values() for option in _options(key)]
+        kind, unset = (Path | None, None) if "--analysis" in others else (Path, _EMPTY)  # which may take its place
+        parameters[file] = (Annotated[kind, typer.Option(help=help_)], unset)
     for name, key in method.own_keys().items():
         parameters |= _key_options(name, key)
     parameters["out"] = (opt.Out, _EMPTY)
@@ -112,8 +114,13 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
 
     similarity = SimilarityResult.from_json(arguments["analysis"]) if arguments.get("analysis") else None
     deviation = DeviationResult.from_json(arguments["deviation"]) if arguments.get("deviation") else None
+    if method.analysis == "deviation" and (similarity is None) == (deviation is None):
+        raise InputError(
+            "Give --deviation (the file of `analyze deviation`), or in its place --analysis (that of `analyze "
+            "similarity`)."
+        )
     old, new = codes(arguments.get("old", "")), codes(arguments.get("new", ""))
-    if similarity is not None:
+    if similarity is not None and not method.makes_groups:
         old, new = old or similarity.old, new or similarity.new
     counts: list[int] = []
     encoder = similarity.encoder_layers if similarity is not None else 0
@@ -139,11 +146,14 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
-    if figure is not None and deviation is not None:
+    if figure is not None:
         from ..report import figures
 
         layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-        figures.save(figures.deviation(deviation, plan.groups, layers), figure)
+        if deviation is not None:
+            figures.save(figures.deviation(deviation, plan.groups, layers), figure)
+        elif similarity is not None:
+            figures.save(figures.similarity(similarity), figure)
     print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
     if not plan.groups:
         without = "" if plan.classifier_layers else settings.without_classifiers

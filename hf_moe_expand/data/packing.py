@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ..core.errors import InputError
+from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.schema import checked
 from .lost import LostText, lost_text
@@ -91,6 +91,7 @@ def pack_texts(
     languages: Sequence[str] | None = None,
     groups: Sequence[Sequence[str]] | None = None,
     sides: Sequence[Sequence[str]] | None = None,
+    replay: tuple[Sequence[str], float] | None = None,
 ) -> PackedText:
     """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
@@ -104,6 +105,8 @@ def pack_texts(
         languages: the order of the language ids; that of `texts` by default.
         groups: languages that may share a block; all by default.
         sides: languages whose documents are taken until each side has equally many tokens, as many as the text allows.
+        replay: languages, and their share of all tokens: whole documents are taken until each of them has an equal part
+            of it. `tokens_per_language` then counts for the other languages.
 
     Raises:
         InputError: a language has fewer tokens than asked for, or the text of a group is less than one block.
@@ -112,6 +115,7 @@ def pack_texts(
 
     check_named_once(list(texts))
     order, begin = tuple(languages or texts), begin_tokens(tokenizer)
+    replayed, share = replay or ((), 0.0)
     encoded_texts, tokens, lost = {}, {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
@@ -120,7 +124,14 @@ def pack_texts(
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
         say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
-        encoded_texts[language], tokens[language] = take_tokens(encoded, tokens_per_language, language)
+        most = None if language in replayed else tokens_per_language
+        encoded_texts[language], tokens[language] = take_tokens(encoded, most, language)
+    if replayed:
+        others = sum(count for language, count in tokens.items() if language not in replayed)
+        each = round(share / (1 - share) * others / len(replayed))
+        with errors_at(f"replay_share is {share:g}"):
+            for language in replayed:
+                encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], each, language)
     if sides is not None:
         for language, wanted in balanced_tokens(tokens, sides).items():
             encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], wanted, language)

@@ -56,6 +56,8 @@ class HarnessTasks:
         num_fewshot: examples in a prompt, for tasks without a number; by default the task's own.
         limit: maximum of documents for each task.
         include_path: folder with your own tasks, as YAML files of the harness.
+        benchmarks: by benchmark, the task in each language, as in `tasks`; means are of these.
+        unnamed: languages among them that are neither old nor new.
 
     Raises:
         InputError: lm_eval is not installed, a task is unknown, given twice or lacks its data, or a number is wrong.
@@ -67,7 +69,14 @@ class HarnessTasks:
         num_fewshot: int | None = None,
         limit: int | None = None,
         include_path: str | Path | None = None,
+        benchmarks: Mapping[str, Mapping[str, str]] | None = None,
+        unnamed: Sequence[str] = (),
     ) -> None:
+        listed = [task for of in (benchmarks or {}).values() for task in of.values()]
+        self.benchmarks = {
+            name: {code: _parse(task, None)[0] for code, task in of.items()} for name, of in (benchmarks or {}).items()
+        }
+        self.unnamed = list(unnamed)
         self.harness = import_extra("lm_eval").__version__
         if (num_fewshot or 0) < 0 or (limit is not None and limit < 1):
             raise InputError(f"num_fewshot is {num_fewshot}, limit is {limit}: must be at least 0 and 1.")
@@ -76,7 +85,7 @@ class HarnessTasks:
         self.limit = limit
         self.manager = import_extra("lm_eval.tasks").TaskManager(include_path=include_path and str(include_path))
         self.by_shots: dict[int | None, list[Any]] = {}
-        for argument in tasks:
+        for argument in (*tasks, *listed):
             name, shots = _parse(argument, num_fewshot)
             self.by_shots.setdefault(shots, []).extend(self._load(name))
         leaves = [

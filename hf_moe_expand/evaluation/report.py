@@ -14,6 +14,7 @@ from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..inference.asking import ChatModel
 from ..inference.models import check_decoder, load_for_inference
+from .benchmarks import benchmark_means
 from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
@@ -32,6 +33,7 @@ class Evaluation:
         unnamed: languages that are neither; a model that sends home what it does not recognise loses nothing of them.
         expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
+        benchmarks: of a task list, each benchmark's task in each language.
         chats: the first and the last model's answers to the same questions, for each language of questions.
         samples: how the models continue held-out text, in an old and in a new language.
     """
@@ -41,6 +43,7 @@ class Evaluation:
     models: dict[str, dict[str, LanguageScore]] = field(default_factory=dict)
     expansions: list[list[str]] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskScore]] = field(default_factory=dict)
+    benchmarks: dict[str, dict[str, str]] = field(default_factory=dict)
     chats: list[ChatCheck] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
@@ -86,7 +89,9 @@ class Evaluation:
         """A table of a measure: header, one row for each language, means; the last model's change from the first."""
         names = list(self.models)
         groups = []
+        scored = {code for scores in self.models.values() for code in scores}
         for kind, languages in self.groups():
+            languages = [code for code in languages if code in scored]
             groups += [(f"{code} ({kind})", [code]) for code in languages]
             groups += [(f"mean of {kind}", languages)] if len(languages) > 1 else []
         rows = []
@@ -134,10 +139,20 @@ class Evaluation:
             values = [None if score is None else score.metrics.get(metric) for score in scores]
             one = next(score for score in scores if score)
             part = "" if one.samples == one.total else f", {one.samples} of {one.total}"
-            first, last = values[0], values[-1]
-            change = "-" if first is None or last is None else f"{last.value - first.value:+.4f}"
-            rows.append([f"{task} ({one.shots}-shot{part})", metric, *map(_with_error, values), change])
+            rows.append([f"{task} ({one.shots}-shot{part})", metric, *map(_with_error, values), _change(values)])
         return compared(["task", "metric"], names, rows)
+
+    def benchmark_rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table of a task list: header, one row for each benchmark's mean over the languages of a group, and one for
+        the mean of the group's benchmarks; the last model's change from the first."""
+        names, rows = list(self.tasks), []
+        for kind, languages in self.groups():
+            of_models = [benchmark_means(self.tasks[name], self.benchmarks, languages) for name in names]
+            for benchmark in of_models[0] if of_models else ():
+                values = [means[benchmark] for means in of_models]
+                if any(value is not None for value in values):
+                    rows.append([f"{benchmark} ({kind})", *map(_with_error, values), _change(values)])
+        return compared(["mean over languages"], names, rows)
 
     def sample_rows(self) -> tuple[list[str], list[list[str]]]:
         """A table of the samples: header, and one row for each language, with the first and the last model."""
@@ -156,6 +171,11 @@ def compared(header: list[str], names: Sequence[str], rows: list[list[str]]) -> 
     if len(names) > 1:
         return [*header, *names, f"{names[-1]} vs {names[0]}"], rows
     return [*header, *names], [row[:-1] for row in rows]
+
+
+def _change(values: Sequence[Metric | None]) -> str:
+    first, last = values[0], values[-1]
+    return "-" if first is None or last is None else f"{last.value - first.value:+.4f}"
 
 
 def _with_error(metric: Metric | None) -> str:
@@ -189,7 +209,10 @@ def score_models(
         check_decoders(models, "tasks of lm-evaluation-harness")
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
-    result.unnamed = [code for code in sources if code not in (*old, *result.new)]
+    named = [] if tasks is None else tasks.unnamed
+    result.unnamed = list(dict.fromkeys([*(code for code in sources if code not in (*old, *result.new)), *named]))
+    if tasks is not None:
+        result.benchmarks = tasks.benchmarks
     sizes = settings.model_dump(exclude={"questions"})
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from ..core.errors import InputError
 from ..core.extra import import_extra
-from ..core.jsonfile import write_json
+from ..core.jsonfile import write_json, write_text
 from ..data.files import count_lines
 from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
@@ -257,3 +257,23 @@ def evaluate_translation(
             chrf, str(metric.get_signature()), len(translations), cut, translations
         )
     return scores
+
+
+def text_files(folder: Path, models: Sequence[str], pairs: Sequence[Pair]) -> list[Path]:
+    """The files that `write_texts` writes: of each pair the sources, the references, and each model's translations."""
+    names = [pair_name(pair) for pair in pairs]
+    given = [folder / f"{name}.{kind}.txt" for name in names for kind in ("source", "reference")]
+    return [*given, *(folder / model / f"{name}.txt" for model in models for name in names)]
+
+
+def write_texts(
+    folder: Path, scores: TranslationScores, texts: Mapping[str, Sequence[str]], pairs: Sequence[Pair]
+) -> None:
+    """Writes the scored sentences, a line each, as COMET and other metrics read them."""
+    contents: list[Sequence[str]] = []
+    for pair in pairs:
+        number = next(iter(scores.models.values()))[pair_name(pair)].sentences
+        contents += [texts[code][scores.shots : scores.shots + number] for code in pair]
+    contents += [of[pair_name(pair)].translations for of in scores.models.values() for pair in pairs]
+    for file, lines in zip(text_files(folder, list(scores.models), pairs), contents, strict=True):
+        write_text(file, "".join(f"{line}\n" for line in lines))

@@ -5,10 +5,14 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from pydantic import Field
+
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
 from ..core.layer_names import layer_name
 from ..core.schema import Flag, Number, Schema, Share, Text, Whole, changed, read
+
+_SELDOM = ("encoder_layers", "exclusive", "similarity_at", "likeness_of_steps")
 
 
 class JsonFile(Schema):
@@ -23,9 +27,9 @@ class JsonFile(Schema):
     gone: ClassVar[tuple[str, ...]] = ()
 
     def save(self, path: str | Path) -> None:
-        """Writes the file, without fields of encoders and of exclusive experts where there are none."""
+        """Writes the file, without fields of encoders, exclusive experts and earlier steps where there are none."""
         fields = self.model_dump()
-        unset = [name for name in ("encoder_layers", "exclusive") if not fields.get(name)]
+        unset = [name for name in _SELDOM if not fields.get(name)]
         write_json(path, {name: value for name, value in fields.items() if name not in unset})
 
     @classmethod
@@ -77,11 +81,12 @@ class SimilarityResult(Result):
     """Similarities of languages in each layer; every list has one entry a layer.
 
     Attributes:
-        pairs: for each pair of languages (key such as `"el-en"`), two new ones or a new and an old one, the mean
-            cosine over all pairs of their hidden states.
+        pairs: for each pair of languages (key such as `"el-en"`, new ones first), the mean cosine over all pairs of
+            their hidden states; a language with itself too (`"en-en"`). Files of earlier releases lack pairs of old
+            languages.
         new_new: mean over pairs of new languages; None with a single new language.
-        new_old: mean over pairs of a new and an old language.
-        similarity: `(new_old + new_new) / 2`, or `new_old` if new_new is None.
+        new_old: mean over pairs of a new and an old language; None without an old language.
+        similarity: `(new_old + new_new) / 2`, or that of the two which is there.
         encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
     """
 
@@ -93,7 +98,7 @@ class SimilarityResult(Result):
     tokens: Whole
     pairs: dict[Text, list[Number]]
     new_new: list[Number] | None
-    new_old: list[Number]
+    new_old: list[Number] | None
     similarity: list[Number]
     encoder_layers: Whole = 0
 
@@ -108,12 +113,14 @@ class SimilarityResult(Result):
     ) -> "SimilarityResult":
         """Layer similarities from the pairs' similarities (LayerMoE Eq. 9; plain means, as the authors computed)."""
 
-        def mean(names: list[str]) -> list[float]:
-            return [sum(values) / len(names) for values in zip(*(pairs[name] for name in names), strict=True)]
+        def mean(lists: Sequence[Sequence[float]]) -> list[float] | None:
+            return [sum(values) / len(lists) for values in zip(*lists, strict=True)] if lists else None
 
-        new_old = mean([f"{a}-{b}" for a in new for b in old])
-        new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
-        both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
+        new_old = mean([pairs[f"{a}-{b}"] for a in new for b in old])
+        new_new = mean([pairs[f"{a}-{b}"] for a, b in combinations(new, 2)])
+        both = mean([values for values in (new_old, new_new) if values is not None])
+        if both is None:
+            raise InputError("Similarity needs two languages: name an old and a new one, or two new ones.")
         return cls(
             old=list(old),
             new=list(new),
@@ -124,6 +131,17 @@ class SimilarityResult(Result):
             similarity=both,
             encoder_layers=encoder_layers,
         )
+
+    def between(self, languages: Sequence[str]) -> list[list[float]]:
+        """`[languages, languages]`: the similarity of two languages, mean over layers; 1 with itself."""
+
+        def mean(one: str, other: str) -> float:
+            values = self.pairs.get(f"{one}-{other}") or self.pairs.get(f"{other}-{one}")
+            if values is None:
+                raise InputError(f"The analysis lacks the pair {one}-{other}: run `analyze similarity` again.")
+            return sum(values) / len(values)
+
+        return [[1.0 if a == b else mean(a, b) for b in languages] for a in languages]
 
 
 class SeparabilityResult(Result):
@@ -188,6 +206,9 @@ class DeviationResult(Result):
         similarity: `[languages, languages]`, cosine between two languages' changes of the FFN weights of `layers`.
         layers: layers over which `similarity` was taken.
         steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
+        similarity_at: for each earlier step that was compared as well (text in JSON), `similarity` of that step.
+        likeness_of_steps: for each language `[steps, steps]`, cosine between its changes after two of these steps, the
+            last step of all included; empty without earlier steps.
     """
 
     kind = "a deviation analysis"
@@ -203,6 +224,8 @@ class DeviationResult(Result):
     batch_size: Whole
     block_size: Whole
     seed: Whole
+    similarity_at: dict[Text, list[list[Number]]] = Field({})
+    likeness_of_steps: dict[Text, list[list[Number]]] = Field({})
 
 
 NO_CHOICE = (
@@ -218,7 +241,9 @@ class RoutingResult(Result):
     Lists by layer have one entry for each of `layers`.
 
     Attributes:
-        classes: class of each language: 0 for the base model's languages, g for those that expansion g added.
+        classes: class of each language: 0 for the base model's languages, g for those that expansion g added. Where
+            directions of translation were measured, such as `en-el`, they stand in the place of languages, here and
+            below.
         tokens: tokens measured of each language.
         layers: the expanded layers.
         top1_share: `[language][layer][expert]`, share of the tokens whose largest weight is the expert's.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from ..core.layer_names import axis_label
-from ..planning.results import DeviationResult, RoutingResult, SeparabilityResult
+from ..planning.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,6 +103,17 @@ def allocation(
     return figure
 
 
+def similarity(result: SimilarityResult) -> "Figure":
+    """The similarity of each pair of languages by layer, as in LayerMoE's figure 1; pairs of old ones dashed."""
+    layers = range(len(result.similarity))
+    lines = [Line(name, layers, values, _is_old(name, result.old)) for name, values in result.pairs.items()]
+    return curves(lines, axis_label(result.encoder_layers))
+
+
+def _is_old(pair: str, old: Sequence[str]) -> bool:
+    return any(pair == f"{a}-{b}" for a in old for b in old)
+
+
 def separability(result: SeparabilityResult) -> "Figure":
     """How well each layer tells old text from new, by one token and by many together."""
     layers = range(len(result.token))
@@ -126,6 +137,26 @@ def deviation(result: DeviationResult, groups: Sequence[Sequence[str]] = (), lay
     right.plot(layers, [result.deviation[layer] for layer in layers], "o", color="C0")
     right.set(xlabel="layer (filled: becomes a mixture)" if layers else "layer", ylabel="L2 norm of the FFN's change")
     right.locator_params(axis="x", integer=True)
+    return figure
+
+
+@_style()
+def deviation_steps(result: DeviationResult) -> "Figure":
+    """How like the last step's change each earlier one is, and the languages' similarity at each step, as in DMoE's
+    figures 8 and 9."""
+    steps = [*map(int, result.similarity_at), result.steps]
+    names, side = result.languages, max(2.2, 0.3 * len(result.languages) + 0.8)
+    figure = _new(4 + side * len(steps), side + 0.4)
+    left, *maps = figure.subplots(1, 1 + len(steps), width_ratios=[4, *[side] * len(steps)])
+    for name, matrix in result.likeness_of_steps.items():
+        left.plot(steps, matrix[-1], ".-", label=name)
+    left.set(xlabel="step", ylabel=f"cosine with the change after step {result.steps}")
+    if len(names) <= 20:
+        left.legend(ncols=1 + len(names) // 8, fontsize=7)
+    for step, matrix, axes in zip(steps, [*result.similarity_at.values(), result.similarity], maps, strict=True):
+        values = [[math.nan if i == j else matrix[i][j] for j in range(len(names))] for i in range(len(names))]
+        cells = _cells(axes, names, names, values, f"step {step}")
+        cells.autoscale()
     return figure
 
 

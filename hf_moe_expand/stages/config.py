@@ -27,7 +27,7 @@ from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Place
-from ..core.schema import MOST, Coefficient, Count, Positive, Schema, Text, Whole, check_seed, check_types, read
+from ..core.schema import MOST, Coefficient, Count, Number, Positive, Schema, Text, Whole, check_seed, check_types, read
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
@@ -61,6 +61,8 @@ NO_BFLOAT16 = (
     "leave `bf16: true` out here, or give `fp16: true` on a GPU."
 )
 BlockSize = Annotated[Whole, Field(ge=2)]
+ReplayShare = Annotated[Number, Field(gt=0, lt=1)] | None
+REPLAY_SHARE = "share of all tokens that the old languages have, each the same; all of their text by default"
 
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 # What a run sets itself, with the arguments on which the losses rely.

@@ -5,12 +5,15 @@ Shape suffixes: T tokens, N experts of a layer, K active experts of a token.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from ...core.errors import InputError
 from ...core.schema import checked
 from .base import LayerLoss, LossBatch, where_counted
+
+BalanceCounts = Literal["top-k", "top-1"]
 
 
 def expert_selections(router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,7 +36,7 @@ def load_balance_loss(
 
     Args:
         router_logits_TN: router logits, float32.
-        top_k: K.
+        top_k: K; 1 counts each token's first expert alone, as GShard does.
         mask_T: bool, the counted tokens (without padding); all by default.
         selections_N, tokens: the counts and T over all ranks of a distributed run. The result is then this rank's
             share, and the ranks' results sum to the loss of all their tokens.
@@ -52,17 +55,34 @@ def load_balance_loss(
 @checked
 @dataclass(frozen=True)
 class BalanceLoss(LayerLoss):
-    """`load_balance_loss` of each micro-batch (alpha of MoE-LPR and LayerMoE; lambda_MoE of Elbayad et al.)."""
+    """`load_balance_loss` of each micro-batch (alpha of MoE-LPR and LayerMoE; lambda_MoE of Elbayad et al.).
+
+    Args:
+        balance_counts: the choices of a token that count: `top-k`, all K experts, or `top-1`, the first one alone (the
+            loss of GShard, which Elbayad et al. use).
+
+    Raises:
+        InputError: `balance_counts` is another word.
+    """
 
     name = "balance"
     metrics = ("balance_loss",)
     per_micro_batch = True
 
     coef: float = 0.01
+    balance_counts: BalanceCounts = "top-k"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.balance_counts not in get_args(BalanceCounts):
+            raise InputError(f"BalanceLoss: balance_counts is {self.balance_counts!r}: must be top-k or top-1.")
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
-        routing, selections_N = batch.routing[layer], batch.selections[layer]
-        return load_balance_loss(routing.routed_logits, routing.top_k, batch.tokens.counted_T, selections_N, count)
+        logits_TN, counted_T = batch.routing[layer].routed_logits, batch.tokens.counted_T
+        top_k, selections_N = batch.routing[layer].top_k, batch.selections[layer]
+        if self.balance_counts == "top-1" and top_k > 1:
+            top_k, selections_N = 1, batch.sum_over_ranks(expert_selections(logits_TN, 1, counted_T))
+        return load_balance_loss(logits_TN, top_k, counted_T, selections_N, count)
 
 
 def language_importance(router_logits_TN: torch.Tensor, old_T: torch.Tensor, new_T: torch.Tensor) -> torch.Tensor:

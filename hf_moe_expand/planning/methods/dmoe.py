@@ -1,7 +1,8 @@
 """DMoE: one expert for each group of similar languages, in the layers that deviate most."""
 
+import random
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,7 +11,7 @@ from ...core.languages import LanguageCode
 from ...core.schema import Count, Number, Text
 from ..grouping import check_groups, group_languages, random_groups, vector_similarity
 from ..layers import select_layers
-from .base import Allocation, Option, PlanSettings, Target
+from .base import Allocation, Needs, Option, PlanSettings, Target
 
 DEFAULT_RATIO = 0.4
 
@@ -24,6 +25,9 @@ class DMoEPlan(PlanSettings):
     """One expert for each group of similar languages, in the layers that deviate most (DMoE).
 
     Example: hf-moe-expand plan dmoe --deviation deviation.json --groups 6 --ratio 0.4 --out plan.json
+
+    Where a training for each language costs too much, one pass over text takes its place (--analysis in place of
+    --deviation): groups of languages with similar hidden states, in the layers where languages are least similar.
     """
 
     title = "DMoE"
@@ -42,7 +46,17 @@ class DMoEPlan(PlanSettings):
     ]
     grouping: Annotated[
         Text,
-        Field(description="Similarity for the groups: `deviation`, `random`, or a file of linguistic vectors."),
+        Field(
+            description="Similarity for the groups: `deviation`; `similarity`, that of hidden states, by which layers "
+            "are chosen too (one pass over text in place of a training for each language); `random`; or a file of "
+            "linguistic vectors."
+        ),
+        Option(
+            "--analysis",
+            Path,
+            "analysis.json of `analyze similarity`, in place of --deviation.",
+            lambda _: "similarity",
+        ),
         Option("--random", bool, "Random groups of equal size (ablation).", lambda _: "random"),
         Option("--vectors", Path, "Groups by linguistic vectors (ablation): a .json or .csv file.", str),
     ] = "deviation"
@@ -52,16 +66,24 @@ class DMoEPlan(PlanSettings):
     threshold: Number | None = Field(
         None, description="Least deviation of layers to expand, scaled to 0..1, instead of a ratio."
     )
+    layers_by: Literal["deviation", "random"] = Field(
+        "deviation", description="Choice of the layers: `deviation`, or `random` ones, as many (ablation)."
+    )
+
+    @property
+    def needs(self) -> Needs | None:
+        return "similarity" if self.grouping == "similarity" else self.analysis
 
     def allocate(self, target: Target) -> Allocation:
-        deviation = target.deviation
-        languages, by_deviation = deviation.languages, self.grouping == "deviation"
+        languages, alike, moves, measured = _measured(target, self.needs)
+        by_analysis = self.grouping in ("deviation", "similarity")
         if isinstance(self.groups, int) and self.grouping == "random":
             made = random_groups(languages, self.groups, target.seed)
         elif isinstance(self.groups, int):
-            similarity = deviation.similarity if by_deviation else vector_similarity(self.grouping, languages)
-            made = group_languages(similarity, languages, self.groups)
-        elif by_deviation:
+            made = group_languages(
+                alike if by_analysis else vector_similarity(self.grouping, languages), languages, self.groups
+            )
+        elif by_analysis:
             made = _given_groups(self.groups, languages)
         else:
             name = Path(self.grouping).name
@@ -69,14 +91,28 @@ class DMoEPlan(PlanSettings):
         if len(made) < 2:
             raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
         share = DEFAULT_RATIO if self.ratio is None and self.threshold is None else self.ratio
-        chosen = select_layers(deviation.deviation, share, self.threshold)
+        chosen = select_layers(moves, share, self.threshold)
+        if self.layers_by == "random":
+            chosen = random.Random(target.seed).sample(range(len(moves)), len(chosen))
         details = {
-            "ratio": share, "threshold": self.threshold, "deviation": deviation.deviation,
+            "ratio": share, "threshold": self.threshold, **measured, "layers_by": self.layers_by,
             # Only the file's name: a plan may be published.
             "grouping": "by hand" if isinstance(self.groups, list) else Path(self.grouping).name,
         }  # fmt: skip
-        counts = [len(made) if layer in chosen else 1 for layer in range(len(deviation.deviation))]
-        return Allocation(counts, details, made, drawn=self.grouping == "random")
+        counts = [len(made) if layer in chosen else 1 for layer in range(len(moves))]
+        return Allocation(counts, details, made, drawn="random" in (self.grouping, self.layers_by))
+
+
+def _measured(target: Target, needs: Needs | None) -> tuple[list[str], list[list[float]], list[float], dict[str, Any]]:
+    """The languages, how similar they are, how much each layer is their own, and the analysis for the plan's details:
+    by their deviation or, with `similarity`, by their hidden states."""
+    if needs == "similarity":
+        similarity = target.similarity
+        languages = [*similarity.old, *similarity.new]
+        own = [-value for value in similarity.similarity]
+        return languages, similarity.between(languages), own, {"similarity": similarity.similarity}
+    deviation = target.deviation
+    return deviation.languages, deviation.similarity, deviation.deviation, {"deviation": deviation.deviation}
 
 
 def _given_groups(groups: list[list[str]], languages: list[str]) -> list[list[str]]:

@@ -32,11 +32,12 @@ class MakePlan(RunStep):
         layers, codes, settings = count_layers(outlook.config), self.run.new, self.run.expansion.planned
         same = [1.0] * layers
         encoder = _encoder_layers(outlook.config)
-        similarity = SimilarityResult(
-            old=recipe.old_languages, new=codes, tokens=0, pairs={}, new_new=None, new_old=same,
-            similarity=same, encoder_layers=encoder,
-        )  # fmt: skip
         falling = [1 - layer / layers for layer in range(layers)]
+        named = [*codes, *recipe.old_languages]
+        similarity = SimilarityResult(
+            old=recipe.old_languages, new=codes, tokens=0, pairs={f"{a}-{b}": same for a in named for b in named},
+            new_new=None, new_old=same, similarity=falling if settings.makes_groups else same, encoder_layers=encoder,
+        )  # fmt: skip
         alike = [[float(a == b) for b in codes] for a in codes]
         deviation = DeviationResult(
             languages=codes, deviation=falling, by_language=dict.fromkeys(codes, falling), similarity=alike, layers=[],

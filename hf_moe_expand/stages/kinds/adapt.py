@@ -20,7 +20,7 @@ from ...checkpoint.stored import built_whole
 from ...checkpoint.writer import check_output
 from ...core.errors import InputError, named_as
 from ...core.languages import check_language_code, same_language
-from ...core.schema import Count, Whole, checked
+from ...core.schema import Count, Positive, Whole, checked
 from ...core.scratch import scratch_folder, sibling
 from ...data.sources import LanguageText
 from ...evaluation.perplexity import evaluate_model
@@ -45,6 +45,7 @@ class AdaptConfig(StageConfig):
     trains = Trained(experts="last", last_router_row=True)
 
     block_size: BlockSize = setting(2048, "tokens in a block")
+    learning_rate: Positive = setting(2e-5, "highest learning rate")
     tokens_per_language: Count | None = setting(None, "tokens of the language to train on; all of its text by default")
     sample_tokens: Annotated[Whole, Field(ge=2)] = setting(
         100_000, "tokens of its text with which the expert to copy is chosen"

@@ -19,10 +19,11 @@ from ...checkpoint.compare import compare_checkpoints
 from ...checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ...checkpoint.stored import layer_list, network_of
 from ...core.errors import InputError
+from ...core.languages import LanguageCode
 from ...core.schema import Count, Number, Schema, Text
 from ...data.packing import PackedText, collate_without_languages, pack_texts
 from ...trainers.freezing import EVERYTHING, Trained
-from ..config import StageConfig
+from ..config import REPLAY_SHARE, ReplayShare, StageConfig
 from ..keywords import mapping, setting
 from ..trainer import StageTrainer
 
@@ -50,6 +51,8 @@ class DenseConfig(StageConfig):
     companions = TOKENIZER_FILES
 
     tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
+    replay: list[LanguageCode] = setting(list, "the old languages of the text, for `replay_share`")
+    replay_share: ReplayShare = setting(None, REPLAY_SHARE)
     method: Literal["full", "lora", "new-blocks"] = setting(
         "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
     )
@@ -88,11 +91,18 @@ class DenseConfig(StageConfig):
             raise InputError(f"lora: the method is {self.method}, but lora has settings; set `method: lora`.")
         if self.method == "new-blocks" and not getattr(model, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
+        if bool(self.replay) != (self.replay_share is not None):
+            raise InputError("replay names the old languages, and replay_share says how much of them: give both.")
+        if missing := [code for code in self.replay if code not in texts]:
+            raise InputError(f"replay: {', '.join(missing)} has no text; give some with --data, or leave it out.")
+        if texts and not set(texts) - set(self.replay):
+            raise InputError("replay: names every language, so that none is new: leave the new ones out.")
         return super().check(model, texts)
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, whole: bool = False) -> PackedText:
         tokens = None if whole else self.tokens_per_language
-        return pack_texts(texts, tokenizer, self.block_size, self.seed, tokens_per_language=tokens)
+        replay = None if whole or self.replay_share is None else (self.replay, self.replay_share)
+        return pack_texts(texts, tokenizer, self.block_size, self.seed, tokens_per_language=tokens, replay=replay)
 
     def saved_parameters(self, network: Any) -> tuple[int, int]:
         if self.method == "lora":  # the adapters alone, which are small

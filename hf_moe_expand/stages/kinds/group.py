@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from torch.utils.data import Sampler
 
 from ...core.errors import InputError
-from ...core.schema import Coefficient
+from ...core.schema import Coefficient, Positive
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss, GroupLoss
 from ...trainers.samplers import GroupedSampler
@@ -34,6 +34,7 @@ class GroupConfig(MixedConfig):
     trains = EVERYTHING
 
     block_size: BlockSize = setting(2048, "tokens in a block")
+    learning_rate: Positive = setting(2e-5, "highest learning rate")
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.0, "weight of the load-balancing loss")
     group_coef: Annotated[Coefficient, GroupLoss] = setting(1.28, "lambda: weight of the language-group loss")
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")

@@ -6,9 +6,10 @@ Example: hf-moe-expand train joint qwen-dmoe-1 qwen-dmoe-2 --data el=el.jsonl --
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ...core.schema import Coefficient
+from ...core.schema import Coefficient, Positive
 from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss
+from ...trainers.losses.balance import BalanceCounts
 from ...trainers.masking import Masking
 from ..config import BlockSize, Validation, ValidationSettings
 from ..keywords import mapping, setting
@@ -30,7 +31,11 @@ class JointConfig(MixedConfig):
     trains = EVERYTHING
 
     block_size: BlockSize = setting(2048, "tokens in a block")
+    learning_rate: Positive = setting(2e-5, "highest learning rate")
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.02, "weight of the load-balancing loss")
+    balance_counts: BalanceCounts = setting(
+        "top-k", "choices of a token that the balance loss counts: `top-k`, all of them, or `top-1` (GShard's loss)"
+    )
     masking: Annotated[Masking | str | None, mapping(Masking)] = setting(Masking, "masking during training")
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 

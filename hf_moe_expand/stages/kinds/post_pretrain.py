@@ -11,8 +11,9 @@ from ...core.errors import InputError
 from ...core.schema import Coefficient, Flag, Share
 from ...trainers.freezing import EVERYTHING, Trained
 from ...trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
+from ...trainers.losses.balance import BalanceCounts
 from ...trainers.masking import Masking
-from ..config import Validation, ValidationSettings, languages_of
+from ..config import REPLAY_SHARE, ReplayShare, Validation, ValidationSettings, languages_of
 from ..keywords import mapping, setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
@@ -30,10 +31,14 @@ class PostPretrainConfig(MixedConfig):
     trains = Trained(experts="new")
 
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.01, "weight of the load-balancing loss")
+    balance_counts: BalanceCounts = setting(
+        "top-k", "choices of a token that the balance loss counts: `top-k`, all of them, or `top-1` (GShard's loss)"
+    )
     language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = setting(
         0.0, "weight of the LPR loss, for one-stage training; needs `replay`"
     )
     replay: Flag = setting(False, "train on text of the old languages too")
+    replay_share: ReplayShare = setting(None, f"with `replay`: {REPLAY_SHARE}")
     everything: Flag = setting(False, "train all parameters, the plain mixture of experts as a baseline")
     masking: Annotated[Masking | str | None, mapping(Masking)] = setting(Masking, "masking during training")
     budget_coef: Annotated[Coefficient, GateBudgetLoss] = setting(
@@ -71,7 +76,23 @@ class PostPretrainConfig(MixedConfig):
             raise InputError(
                 "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
             )
+        if self.replay_share is not None:
+            if not old_with_text:
+                raise InputError("replay_share: needs text of the old languages: set `replay: true` and give it.")
+            if model.is_encoder_decoder:
+                raise InputError(
+                    "replay_share: counts the tokens of a language's text, but a sentence pair has two languages: "
+                    "leave it out, and give fewer pairs of the old languages."
+                )
+            if self.temperature != 1:
+                raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
         return []
+
+    def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
+        if self.replay_share is None:
+            return super().amounts(texts, model_config)
+        replayed = [code for code in languages_of(model_config)[0] if code in texts]
+        return {**super().amounts(texts, model_config), "replay": (replayed, self.replay_share)}
 
 
 class PostPretrainTrainer(StageTrainer):

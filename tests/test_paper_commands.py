@@ -1,0 +1,95 @@
+"""The page of the papers' commands: each runs, in the order of the page, on a tiny model."""
+
+import gc
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import invoke, save_dense, write_texts
+from encoder_decoders import SENTENCES, save_tiny
+from guides import DOCS, EXTRA
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import Plan
+from hf_moe_expand.core.yamlfile import parse_mapping
+from hf_moe_expand.evaluation import harness
+from hf_moe_expand.planning.results import DeviationResult, RoutingResult
+
+SMALL = {
+    "block_size": 16, "per_device_train_batch_size": 2, "max_steps": 1, "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+OPTIONS = EXTRA | {
+    "analyze similarity": ["--tokens", "40", "--block-size", "16"],
+    "analyze routing": ["--tokens", "24", "--block-size", "16"],
+    "evaluate-translation base": ["--max-new-tokens", "3"],
+    "evaluate-translation nllb": ["--max-new-tokens", "3"],
+    "evaluate dense-1": ["--block-size", "16", "--max-tokens", "40"],
+}
+TEXTS = {
+    "en": "The cat {} sits in the sun.", "es": "El gato {} duerme al sol.", "el": "Η γάτα {} κάθεται.",
+    "hu": "A macska {} a napon ül.", "tr": "Kedi {} güneşte oturuyor.",
+}  # fmt: skip
+
+
+def rows() -> list[tuple[str, str, list[list[str]]]]:
+    """What, settings and commands of each row."""
+    found = []
+    for line in (DOCS / "paper_commands.md").read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line[1:-1].split("|")] if line.startswith("| ") else []
+        if len(cells) == 3 and cells[0] not in ("what", "---"):
+            commands = [shlex.split(command)[1:] for command in re.findall(r"`(hf-moe-expand [^`]+)`", cells[2])]
+            found.append((cells[0], cells[1].strip("` "), commands))
+    return found
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_hidden_layers": 4, "max_position_embeddings": 256}
+    save_dense(tmp_path / "base", **sizes)
+    save_dense(tmp_path / "chat", **sizes)
+    chat = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in chat.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    chat.save_pretrained(tmp_path / "chat")
+    save_tiny(tmp_path / "nllb")
+    for code, sentence in TEXTS.items():
+        write_texts(tmp_path / f"{code}.jsonl", [sentence.format(number) for number in range(12)])
+    for code in ("es", "el"):
+        pairs = [{"translation": {"en": b, code: a}} for a, b in zip(SENTENCES[code], SENTENCES["en"], strict=True)]
+        text = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
+        (tmp_path / f"en-{code}.jsonl").write_text(text * 2, "utf-8")
+    for code in ("en", "el"):
+        (tmp_path / f"{code}.txt").write_text("\n".join(SENTENCES[code][:2]) + "\n", "utf-8")
+    vectors = {"en": [1, 0], "tr": [1, 0.1], "el": [0, 1], "hu": [0.2, 1]}
+    (tmp_path / "vectors.json").write_text(json.dumps(vectors))
+    # The tasks' data are on the hub.
+    no_tasks = SimpleNamespace(evaluate=lambda *_: {}, benchmarks={}, unnamed=[])
+    monkeypatch.setattr(harness, "HarnessTasks", lambda *given: no_tasks)
+
+
+def test_every_command_of_the_papers_runs(workplace):
+    made = rows()
+    assert len(made) > 60
+    for what, settings, commands in made:
+        if settings:
+            stage = parse_mapping(settings, what)
+            small = SMALL if "curriculum" not in stage else {k: v for k, v in SMALL.items() if k != "max_steps"}
+            size = 64 if Path("pairs").is_dir() else 16  # a sentence pair is not cut
+            Path("s.yaml").write_text(yaml.safe_dump({**small, **stage, "block_size": size}))
+        for words in commands:
+            assert ("s.yaml" in words) <= bool(settings), what
+            invoke(*words, *OPTIONS.get(" ".join(words[:2]), []))
+        gc.freeze()  # accelerate collects after each training: a third of its time
+    assert Plan.load("random.json").classifier_layers == Plan.load("layer-moe.json").classifier_layers
+    assert len(DeviationResult.from_json("deviation.json").similarity_at) == 1
+    assert [*RoutingResult.from_json("directions.json").classes] == ["en-el", "el-en"]
+    assert len(RoutingResult.from_json("pairs-routing.json").random_seeds) == 2
+    assert Path("deviation-steps.svg").is_file()
+    assert Path("comet/lpr-2/en-el.txt").is_file()
