@@ -22,18 +22,26 @@ def card(
     repo_id: Annotated[str | None, typer.Option(help="Repository of the published checkpoint: namespace/name.")] = None,
     license: opt.License = None,
     base: opt.BaseId = None,
+    expansion_only: Annotated[
+        bool, typer.Option("--expansion-only", help="The card of a repository that holds only the added tensors.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="File to write, such as README.md in the checkpoint.")] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Print the model card that `push` would write.
+    """Print the model card that `push` writes with the same options; its notes go to the error stream.
 
-    Example: hf-moe-expand card qwen-el-2 --evaluation evaluation.json
+    Example: hf-moe-expand card qwen-el-2 --repo-id me/qwen-el
     """
     check_file(out, overwrite)
     check_checkpoints(model, expanded=True)
-    from ..hub.card import make_card
+    from ..core.saying import say_once
+    from ..hub.publish import card_to_push
 
-    print_or_write(str(make_card(model, repo_id, evaluation, evaluated_as, license, base)), out, overwrite)
+    text = card_to_push(
+        model, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
+        expansion_only=expansion_only, say=say_once,
+    )  # fmt: skip
+    print_or_write(text, out, overwrite)
 
 
 @opt.app.command()
