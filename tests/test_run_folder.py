@@ -78,8 +78,9 @@ def test_a_run_s_folder_stands_for_its_last_checkpoint(ran, tmp_path):
     last, data = run / "post_pretrain", f"el={run.parent / 'el.jsonl'}"
     for verb in (
         ["inspect", run], ["card", run], ["push", run, "me/x", "--dry-run"], ["generate", run, "The"],
-        ["diff", run / "expanded", run], ["evaluate", run, "--data", data, "--max-tokens", "20"],
-        ["analyze", "routing", run, "--data", data, "--out", tmp_path / "routing.json", "--overwrite"],
+        ["diff", run / "expanded", run],
+        ["evaluate", run, "--data", data, "--max-tokens", "20", "--out", tmp_path / "e.json", "--overwrite"],
+        ["analyze", "routing", run, "--data", data, "--out", tmp_path / "r.json", "--tokens", "100", "--overwrite"],
     ):  # fmt: skip
         say_once.cache_clear()
         by_run, by_stage = (
@@ -88,7 +89,7 @@ def test_a_run_s_folder_stands_for_its_last_checkpoint(ran, tmp_path):
         assert "is the folder of a run" in by_run.stderr, verb
         assert str(last) in by_run.stderr
         assert "is the folder of a run" not in by_stage.stderr
-        assert by_run.exit_code == 0
+        assert by_run.exit_code == by_stage.exit_code == (verb[0] == "diff"), verb
         assert by_run.stdout == by_stage.stdout, verb
     assert name_in_results(run) == name_in_results(last) == "qwen el/post_pretrain"
 
