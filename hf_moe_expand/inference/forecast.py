@@ -66,7 +66,8 @@ class Forecast:
                 words[-1] += f" (lower per_device_train_batch_size, or set {CHECKPOINTING})"
         words.append(f"disk up to {readable_size(self.disk)}")
         if self.hours is not None:
-            words.append(f"very roughly {self.hours:,.1f} hours" if self.hours >= 0.1 else "minutes")
+            minutes = math.ceil(60 * self.hours)
+            words.append(f"very roughly {f'{self.hours:,.1f} hours' if minutes > 90 else f'{minutes} minutes'}")
         return "; ".join(words)
 
 
