@@ -19,8 +19,9 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=
     `seconds` and which logs `every` so many."""
     now = [0.0]
     trainer = SimpleNamespace(
-        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None
-    )
+        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None,
+        router_losses=(None,),
+    )  # fmt: skip
     callback = Progress(trainer, lambda: now[0], shows)
     arguments = SimpleNamespace(
         block_size=50, disable_tqdm=disable_tqdm, lr_scheduler_type="cosine", learning_rate=0.01
@@ -92,6 +93,22 @@ def test_a_log_has_the_step_and_the_time_left_on_every_line(capsys):
         "step 600 of 1,000, 27 min left: loss 5.432, grad_norm 0.5, learning_rate 0.01, balance_loss 1.25"
     )
     assert len(lines) == 6  # a row every 400 seconds: nothing more need be said
+
+
+def test_a_loss_without_others_beside_it_is_shown_once(capsys):
+    table = Progress(SimpleNamespace(
+        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=False, trained_as="x", packed=None,
+        router_losses=(),
+    ))  # fmt: skip
+    state = SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True)
+    arguments = SimpleNamespace(disable_tqdm=True, learning_rate=0.1, lr_scheduler_type="linear")
+    for losses in ((), ("balance",)):
+        table.trainer.router_losses, table.not_shown = losses, LogTable.not_shown
+        table.on_train_begin(arguments, state, None)
+        table.on_log(arguments, state, None, logs={"loss": 1.5, "next_token_loss": 1.5})
+    assert capsys.readouterr().out.splitlines()[1::2] == [
+        "step 0 of 10, ? left: loss 1.5", "step 0 of 10, ? left: loss 1.5, next_token_loss 1.5",
+    ]  # fmt: skip
 
 
 def test_a_notebook_shows_its_own_table(capsys):

@@ -1,6 +1,7 @@
 """`recipes new`: the recipe it writes is the recommended one, its steps and batches follow from text and memory."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ from conftest import invoke, save_dense, write_texts
 from encoder_decoders import save_tiny
 from typer.testing import CliRunner
 
-from hf_moe_expand import cli
+from hf_moe_expand import PostPretrainConfig, cli
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.cli import run
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.demo import real
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import find_recipe
@@ -64,7 +66,7 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     assert recipe.post_pretrain.given["num_train_epochs"] == 1
     assert recipe.post_pretrain.given["per_device_train_batch_size"] == 1
     for wanted in (
-        r"post_pretrain: about \d+ steps.* tokens at hand, about: hu [\d,]+.* memory about .* MB of .* GB here; disk up ",
+        r"post_pretrain: about \d+ steps.* tokens at hand, about: hu [\d,]+.* memory about .* MB of .* GB here; disk ",
     ):
         assert re.search(wanted, said), wanted
     assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
@@ -96,6 +98,16 @@ def test_rates_name_their_source():
     for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
         rates = rates_for(parameters)
         assert recipe["post_pretrain"]["learning_rate"] == rates.stage
+
+
+def test_readme_defaults_demo_and_notebook_have_the_rates_of_their_sizes():
+    root = Path(__file__).parents[1]
+    readme, notebook = ((root / name).read_text("utf-8") for name in ("README.md", "examples/quickstart.ipynb"))
+    qwen, smollm2 = rates_for(494_000_000).stage, rates_for(135_000_000, 512).stage
+    assert set(re.findall(r"learning_rate[=:] ?([\de.-]+)", readme)) == {qwen}
+    assert f"RATE = 40, 256, {smollm2}" in notebook
+    assert yaml.safe_load(re.sub(r"\$\w+", "x", real.RECIPE))["post_pretrain"]["learning_rate"] == smollm2
+    assert PostPretrainConfig("x").learning_rate == float(rates_for(1_800_000_000).stage)
 
 
 def test_a_small_step_takes_the_rate_measured_for_small_steps(base, texts):

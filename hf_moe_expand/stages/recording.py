@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from ..data.lost import lost_lines
 from ..data.packing import small_shares
@@ -29,6 +29,8 @@ class LogTable(ProgressCallback):
         clock: seconds.
         shows: False where another callback shows it, such as a notebook's.
     """
+
+    not_shown: tuple[str, ...] = _NOT_SHOWN
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, shows: bool = True) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class LogTable(ProgressCallback):
             took, loss = duration(logs["train_runtime"]), logs.get("train_loss", math.nan)
             self.say(f"trained {state.global_step - self.first:,} steps in {took}, mean loss {loss:.4g}")
             return
-        shown = {name: value for name, value in logs.items() if name not in _NOT_SHOWN}
+        shown = {name: value for name, value in logs.items() if name not in self.not_shown}
         values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values()]
         step, left = f"{state.global_step:,} of {state.max_steps:,}", self.left(state)
         if not self.has_bar:
@@ -91,6 +93,15 @@ class LogTable(ProgressCallback):
         sys.stdout.flush()
 
 
+def took_away_usual(trainer: Any) -> bool:
+    """Removes the library's callbacks that show what is logged; False where a notebook's or a user's own do, which
+    stay."""
+    usual = [one for one in trainer.callback_handler.callbacks if type(one) in (PrinterCallback, ProgressCallback)]
+    for callback in usual:
+        trainer.remove_callback(callback)
+    return bool(usual)
+
+
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
@@ -107,6 +118,8 @@ class Progress(LogTable):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.printed, self.wait = 0.0, float(_FIRST)
         trainer = self.trainer
+        if not getattr(trainer, "router_losses", ()):
+            self.not_shown = (*_NOT_SHOWN, "next_token_loss")  # it is the loss
         rows, size = trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
         pairs = trainer._is_encoder_decoder  # whose lengths differ
         self.amount: int = rows if pairs else rows * (size or 1)  # of a step

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from pyarrow import types
 from torch.utils.data import Sampler
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers import Trainer
 
 from ..checkpoint.local import EXPANDED
 from ..checkpoint.records import History, StageRecord, add_stage, without_folders
@@ -28,7 +28,7 @@ from ..trainers.samplers import CurriculumSampler, LanguageMix
 from .config import StageConfig, languages_of
 from .mixing import is_mixed
 from .prepare import prepare
-from .recording import Progress, SeenText
+from .recording import Progress, SeenText, took_away_usual
 
 
 class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
@@ -122,11 +122,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             router_losses=router_losses, language_classes=language_classes, **kwargs,
         )  # fmt: skip
         self.seen = SeenText()
-        # A notebook's own table stays, and what a user brought.
-        usual = [one for one in self.callback_handler.callbacks if type(one) in (PrinterCallback, ProgressCallback)]
-        for callback in usual:
-            self.remove_callback(callback)
-        self.add_callback(Progress(self, shows=bool(usual)))
+        self.add_callback(Progress(self, shows=took_away_usual(self)))
         self.add_callback(self.seen)
         if config is not None and own_text:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
