@@ -49,9 +49,11 @@ class LogTable(ProgressCallback):
         if self.has_bar:
             super().on_step_end(args, state, control, **kwargs)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         if self.has_bar:
-            super().on_prediction_step(args, state, control, **kwargs)
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.has_bar:
@@ -149,8 +151,8 @@ class Progress(LogTable):
         )
         self.printed, self.wait = now, math.inf if self.has_bar or not self.shows else _LATER
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_log(args, state, control, **kwargs)
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, logs, **kwargs)
         if self.wait == _LATER:
             self.printed = self.clock() - self.begun
 
