@@ -14,6 +14,7 @@ from hf_moe_expand import ClassifierLoss, LanguagePriorLoss, LanguageText, Route
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
 
 
+# Any Trainer of transformers, with the router losses in front.
 class MyTrainer(RouterLossMixin, Trainer):
     """Trainer, with the router losses."""
 
@@ -30,10 +31,13 @@ asked = parser.parse_args()
 # float32, whatever type the checkpoint stores: in bfloat16 a step of 5e-5 would round away.
 model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True)
+# Routers and classifiers train, nothing else.
 print(freeze(model, "review"))
 
+# The text of each language, in blocks that carry its id.
 sources = [LanguageText.parse(argument) for argument in asked.old + asked.new]
 packed = pack_texts({s.language: s.load() for s in sources}, tokenizer, asked.block_size, seed=0)
+# The losses that send old languages to expert 0, each with its weight.
 trainer = MyTrainer(
     model,
     TrainingArguments(asked.out, max_steps=asked.steps, learning_rate=5e-5, logging_steps=1, report_to="none"),
@@ -42,6 +46,7 @@ trainer = MyTrainer(
     router_losses=[LanguagePriorLoss(0.1), ClassifierLoss(0.1)],
     language_classes=[0] * len(asked.old) + [1] * len(asked.new),  # class of each language id: 0 is old
 )
+# The checkpoint, with its code, and the tokenizer beside it.
 trainer.train()
 trainer.save_model()
 tokenizer.save_pretrained(asked.out)

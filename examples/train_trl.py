@@ -21,6 +21,7 @@ parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--max-length", type=int, default=1024)
 asked = parser.parse_args()
 
+# TRL's SFTTrainer, with the router losses and the column `language`.
 trainer = MoESFTTrainer(
     asked.model,  # its config.json names old and new languages
     SFTConfig(
@@ -35,5 +36,6 @@ trainer = MoESFTTrainer(
     train_dataset=load_dataset("json", data_files=asked.data, split="train"),
     router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)],
 )
+# The training, and the checkpoint with its code and tokenizer.
 trainer.train()
 trainer.save_model()

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, make_card
 from hf_moe_expand.checkpoint.gate_file import Gate
+from hf_moe_expand.core.disk import readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.hub.card import readable_size, scores_of_this
+from hf_moe_expand.hub.card import scores_of_this
 from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
@@ -284,10 +285,14 @@ def test_sizes_and_plan(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(999, "999 bytes"), (93_600, "93.6 kB"), (2.4e6, "2.4 MB"), (1.234e12, "1.23e+03 GB")]
-)
+    ("size", "text"),
+    [
+        (0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (93_600, "93.6 kB"), (999_400, "999 kB"), (999_600, "1 MB"),
+        (2.4e6, "2.4 MB"), (99.96e9, "100 GB"), (538e6, "538 MB"), (1.234e12, "1.23 TB"), (1.2e16, "12,000 TB"),
+    ],
+)  # fmt: skip
 def test_readable_sizes(size, text):
-    assert readable_size(int(size)) == text
+    assert readable_size(size) == text
 
 
 def test_layers_that_are_alike_share_a_row(saved):
@@ -360,10 +365,10 @@ def test_an_expansion_only_card_names_the_base_that_is_fetched(checkpoint):
 def test_the_command_prints_or_writes_it(checkpoint, tmp_path):
     run = CliRunner()
     printed = run.invoke(cli.app, ["card", str(checkpoint), "--repo-id", "me/x", "--license", "mit"])
-    assert printed.output.startswith("---\nlanguage:")
+    assert printed.stdout.startswith("---\nlanguage:")
     assert 'from_pretrained("me/x", trust_remote_code=True)' in printed.output
     out = tmp_path / "README.md"
     run.invoke(cli.app, ["card", str(checkpoint), "--repo-id", "me/x", "--license", "mit", "--out", str(out)])
-    assert out.read_text() == printed.output.rstrip("\n") + "\n"
+    assert out.read_text() == printed.stdout.rstrip("\n") + "\n"
     again = run.invoke(cli.app, ["card", str(checkpoint), "--out", str(out)])
     assert "exists already" in str(again.exception)

@@ -239,7 +239,7 @@ def tensors_of(content, tmp_path):
 def test_a_full_disk_leaves_nothing_behind(base, tmp_path, monkeypatch):
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(InputError, match="the disk has 100 bytes free"):
+    with pytest.raises(InputError, match=r"needs .* kB, .* kB more than the disk has free: choose another disk"):
         expand_checkpoint(base, tmp_path / "out", PLAN)
     monkeypatch.setattr(shutil, "disk_usage", real)
     opened = builtins.open
@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_nothing_behind(base, tmp_path, monkeypatch):
         return file
 
     monkeypatch.setattr(builtins, "open", full)
-    with pytest.raises(InputError, match=r"the disk is full; at least .* bytes are needed"):
+    with pytest.raises(InputError, match=r"the disk is full; at least .* kB are needed"):
         expand_checkpoint(base, tmp_path / "out", PLAN)
     monkeypatch.undo()
     assert_nothing_left(tmp_path, "base")

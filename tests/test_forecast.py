@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,11 +27,12 @@ from hf_moe_expand import (
     validate_recipe,
 )  # fmt: skip
 from hf_moe_expand.checkpoint.stored import network_of
-from hf_moe_expand.core.disk import StepOutput, peak
+from hf_moe_expand.core.disk import StepOutput, peak, readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.forecast import forecast, size_of, tokens_at_hand, training_disk
 from hf_moe_expand.inference.models import load_config
+from hf_moe_expand.runs import pipeline
 from hf_moe_expand.runs.recipe import Recipe
 
 QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
@@ -101,7 +101,9 @@ def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, 
     disk_with(monkeypatch, needed - 1)
     with monkeypatch.context() as patch:
         patch.setattr(LanguageText, "load", lambda *_: pytest.fail("read text in vain"))
-        with pytest.raises(InputError, match=rf"out: needs {needed:,} bytes for .* disk has {needed - 1:,} bytes free"):
+        with pytest.raises(
+            InputError, match=rf"out: needs {readable_size(needed)} for .*, 1 byte more than the disk has free"
+        ):
             train_stage(root / "expanded", tmp_path / "out", text, config)
     disk_with(monkeypatch, needed)
 
@@ -109,7 +111,7 @@ def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Trainer, "save_model", full)
-    with pytest.raises(InputError, match=rf"out\.training: the disk is full; up to {needed:,} bytes are needed"):
+    with pytest.raises(InputError, match=rf"out\.training: the disk is full; up to {readable_size(needed)} are needed"):
         train_stage(root / "expanded", tmp_path / "out", text, config)
 
 
@@ -119,11 +121,13 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     def most():
         said = "\n".join(validate_recipe(recipe))
         assert "post_pretrain: about 3 steps of 32 tokens; tokens at hand, about: el " in said
-        return int(re.search(r"disk: up to ([\d,]+) bytes for checkpoints", said)[1].replace(",", ""))
+        needed = peak(pipeline._checked(recipe)[1])
+        assert f"disk: up to {readable_size(needed)} for checkpoints" in said
+        return needed
 
     needed = most()
     disk_with(monkeypatch, needed - 1)
-    with pytest.raises(InputError, match=rf"run: needs {needed:,} bytes for checkpoints.* has {needed - 1:,} bytes"):
+    with pytest.raises(InputError, match=rf"run: needs {readable_size(needed)} for checkpoints.*, 1 byte more than"):
         run_recipe(recipe)
     assert not (tmp_path / "run").exists()
     disk_with(monkeypatch, needed)

@@ -284,14 +284,14 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_converted", full)
-        with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
+        with pytest.raises(InputError, match=r"the disk is full; at least [\d.]+ kB are needed"):
             invoke("export", model, tmp_path / "other.gguf", "--gguf", "--modelfile")
         assert not (tmp_path / "Modelfile").exists()
-        with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
+        with pytest.raises(InputError, match=r"the disk is full; at least [\d.]+ kB are needed"):
             export_gguf(model, out, kind="q8_0", overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr("hf_moe_expand.checkpoint.writer.free_bytes", lambda _: 1000)
-        with pytest.raises(InputError, match=r"needs [\d,]+ bytes, but the disk has 1,000 bytes free"):
+        patch.setattr("hf_moe_expand.core.disk.free_bytes", lambda _: 1000)
+        with pytest.raises(InputError, match=r"needs [\d.]+ kB, [\d.]+ kB more than the disk has free"):
             export_gguf(model, out, overwrite=True)
     assert out.read_bytes() == before
     assert not list(tmp_path.glob(".*partial*"))

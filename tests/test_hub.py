@@ -16,6 +16,7 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.core.disk import readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.hub import publish as hub
 
@@ -256,7 +257,7 @@ def test_a_dry_run_prints_files_and_card_and_asks_the_hub_for_nothing(server, cl
     asked = len(server.requests)
     done = client.push(checkpoint, "me/dry", token="", dry_run=True)
     assert len(server.requests) == asked
-    assert f"{(checkpoint / WEIGHTS).stat().st_size:>15,}  {WEIGHTS}\n" in done["said"]
+    assert f"{readable_size((checkpoint / WEIGHTS).stat().st_size):>10}  {WEIGHTS}\n" in done["said"]
     assert "# mine" in done["said"]
     assert "no evaluation" in done["said"]  # this folder lies in no run
     assert done["value"]["commit"] is None

@@ -18,6 +18,7 @@ from conftest import invoke, save_dense, start_python, write_texts
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.checkpoint.writer import check_output, foreign_file, new_folder
+from hf_moe_expand.core.disk import readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.scratch import MARKER, remove_work_folder, work_folder
 
@@ -177,7 +178,7 @@ def test_a_full_disk_says_how_much_was_needed(tmp_path, needed):
             (partial / "x").write_bytes(bytes(10))
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(InputError, match=f"at least {max(needed, 10):,} bytes"):
+    with pytest.raises(InputError, match=f"at least {readable_size(max(needed, 10))} are needed"):
         write()
     assert not list(tmp_path.iterdir())
 
@@ -187,7 +188,7 @@ def test_an_output_that_the_disk_has_no_room_for_is_refused_before_it_is_written
     with new_folder(tmp_path / "fits", needed_bytes=1000):
         pass
     with (
-        pytest.raises(InputError, match="out: needs 1,001 bytes, but the disk has 1,000 bytes free"),
+        pytest.raises(InputError, match="out: needs 1 kB, 1 byte more than the disk has free"),
         new_folder(tmp_path / "out", needed_bytes=1001),
     ):
         pass

@@ -403,7 +403,7 @@ def test_a_dmoe_recipe(recipe, root):
     with pytest.raises(InputError, match=r"^expand: conditional_routing shares expert 0, which in DMoE belongs to a"):
         validate_recipe(changed(recipe, expand=ExpandSettings(conditional_routing=True)))
     more = changed(recipe, deviation=changed(recipe.deviation, steps=10**6))
-    with pytest.raises(InputError, match=r"Language '..' has [\d,]+ bytes of text, but the .* reads 32,000,000 tokens"):
+    with pytest.raises(InputError, match=r"Language '..' has [\d.]+ kB of text, but the .* reads 32,000,000 tokens"):
         validate_recipe(more)
     validate_recipe(changed(more, new=dict.fromkeys(more.new, "hub:no/such:text:train")))  # not read
     final = run_recipe(recipe, lambda line: None)

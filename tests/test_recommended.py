@@ -1,15 +1,21 @@
 """`recipes new`: the recipe it writes is the recommended one, its steps and batches follow from text and memory."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from conftest import invoke, save_dense, write_texts
 from encoder_decoders import save_tiny
+from typer.testing import CliRunner
 
+from hf_moe_expand import PostPretrainConfig, cli
 from hf_moe_expand.analysis.settings import GateSettings
+from hf_moe_expand.cli import run
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.demo import real
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe
@@ -51,7 +57,7 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     assert recommended.plan.exclusive
     ours, theirs = recipe.post_pretrain, recommended.post_pretrain
     assert ours.block_size == theirs.block_size
-    for name in ("learning_rate", "lr_scheduler_type", "warmup_steps"):
+    for name in ("lr_scheduler_type", "warmup_steps"):
         assert ours.given[name] == theirs.given[name]
     # The byte tokenizer: a byte is a token, and one more ends each document.
     tokens = sum(len(doc.encode()) for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents())
@@ -60,7 +66,7 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     assert recipe.post_pretrain.given["num_train_epochs"] == 1
     assert recipe.post_pretrain.given["per_device_train_batch_size"] == 1
     for wanted in (
-        r"post_pretrain: about \d+ steps.* tokens at hand, about: hu [\d,]+.* memory about .* GB.* disk up to .* GB; ",
+        r"post_pretrain: about \d+ steps.* tokens at hand, about: hu [\d,]+.* memory about .* MB of .* GB here; disk ",
     ):
         assert re.search(wanted, said), wanted
     assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
@@ -92,6 +98,70 @@ def test_rates_name_their_source():
     for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
         rates = rates_for(parameters)
         assert recipe["post_pretrain"]["learning_rate"] == rates.stage
+
+
+def test_readme_defaults_demo_and_notebook_have_the_rates_of_their_sizes():
+    root = Path(__file__).parents[1]
+    readme, notebook = ((root / name).read_text("utf-8") for name in ("README.md", "examples/quickstart.ipynb"))
+    qwen, smollm2 = rates_for(494_000_000).stage, rates_for(135_000_000, 512).stage
+    assert set(re.findall(r"learning_rate[=:] ?([\de.-]+)", readme)) == {qwen}
+    assert f"RATE = 40, 256, {smollm2}" in notebook
+    assert yaml.safe_load(re.sub(r"\$\w+", "x", real.RECIPE))["post_pretrain"]["learning_rate"] == smollm2
+    assert PostPretrainConfig("x").learning_rate == float(rates_for(1_800_000_000).stage)
+
+
+def test_a_small_step_takes_the_rate_measured_for_small_steps(base, texts):
+    assert rates_for(135_000_000, 512).stage == "1e-3"
+    assert "512 tokens" in rates_for(135_000_000, 2048).source
+    assert rates_for(135_000_000, 4096) == rates_for(135_000_000)
+    assert [rates_for(n, 512) for n in (5 * 10**8, 2 * 10**9)] == [rates_for(n) for n in (5 * 10**8, 2 * 10**9)]
+    short = new_recipe(str(base), {}, {"hu": str(texts["hu"])}, {})
+    assert "learning_rate: 1e-3  # measured on SmolLM2, 135 million parameters, with steps of 512 tokens" in short
+    assert "per_device_train_batch_size: 1  # blocks at a time: all of a step" in short
+
+
+@pytest.mark.parametrize(("here", "gpu", "half", "cpu"), [
+    (False, None, False, False), (False, True, True, False), (False, False, False, False),
+    (True, None, True, False), (True, True, True, False), (True, False, False, True),
+])  # fmt: skip
+def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
+    monkeypatch.setattr(recommended.torch.cuda, "is_available", lambda: here)
+    monkeypatch.setattr(recommended, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(recommended, "device_memory", lambda: 10**12)
+    text = new_recipe(str(base), {}, {"hu": "hub:some/text"}, {}, gpu=gpu)
+    given = Recipe.of_text(text, "x").post_pretrain.given
+    assert (given.get("bf16", False), given.get("use_cpu", False)) == (half, cpu)
+    elsewhere = gpu and not here
+    assert given["per_device_train_batch_size"] == (1 if elsewhere else 16)
+    assert ("a GPU that this machine does not know" in text) == bool(elsewhere)
+
+
+def test_on_a_terminal_it_asks_four_questions(base, texts, tmp_path, monkeypatch):
+    """Wrong answers are refused, and asked for again."""
+    monkeypatch.chdir(tmp_path)
+    blank = write_texts(tmp_path / "a text.jsonl", ["egy szöveg a városról"] * 40)
+    answers = [
+        "no such folder at all", base, "", "hu=missing.jsonl", "hu='", f"hu='{blank}' tr={texts['tr']}", "", "n",
+    ]  # fmt: skip
+    monkeypatch.setattr(run, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    done = CliRunner().invoke(cli.app, ["recipes", "new"], input="\n".join(map(str, answers)) + "\n")
+    assert done.exit_code == 0, done.output
+    recipe = Recipe.load(tmp_path / "recipe.yaml")
+    assert dict(recipe.new) == {"hu": str(blank), "tr": str(texts["tr"])}
+    assert recipe.self_written is not None
+    assert done.output.count("Base model") == 2
+    assert done.output.count("Text of a new language") == 4
+    assert re.search(r"missing\.jsonl: no such", done.output)
+    assert re.search(r"post_pretrain: about .* steps.*memory about.*disk up to.*very roughly \d+ minutes", done.output)
+    again = CliRunner().invoke(cli.app, ["recipes", "new"])
+    assert "exists already" in str(again.exception)
+
+
+def test_without_a_terminal_it_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["--base", "x/y"], ["--new", "hu=hub:some/text"]):
+        with pytest.raises(InputError, match="give --base and --new, or run it on a terminal"):
+            invoke("recipes", "new", *arguments)
 
 
 def test_the_batch_fits_the_memory(base, texts, monkeypatch):

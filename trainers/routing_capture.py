@@ -58,15 +58,15 @@ class Metrics:
 
 
 def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:
-    """Records the share of the selections that each expert gets, expert 0's mean score for old and for new tokens, and
-    the mean openness of the gates.
+    """Records the share of the selections that each expert gets (where tokens do not take all), expert 0's mean score
+    for old and for new tokens, and the mean openness of the gates.
 
     Args:
         expert_0_is_old: whether expert 0 belongs to the old languages; with the group loss it belongs to one group.
     """
     record, tokens, local = batch.record, batch.tokens, batch.local
     for layer, selections_N in zip(batch.routing, batch.selections, strict=True):
-        for expert, count in enumerate(selections_N, start=int(layer.conditional)):
+        for expert, count in enumerate(selections_N if batch.has_choice else (), start=int(layer.conditional)):
             record(f"expert_{expert}_share", count, selections_N.sum())
         score_T = layer.router_logits.detach().softmax(-1)[:, 0]
         if layer.conditional:

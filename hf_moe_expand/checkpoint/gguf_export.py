@@ -18,7 +18,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..core.disk import full_disk_as
+from ..core.disk import check_room, full_disk_as
 from ..core.errors import InputError
 from ..core.extra import import_extra
 from ..core.jsonfile import write_text
@@ -31,7 +31,7 @@ from .records import History
 from .routed import active_experts, check_routing, interleaved, needs_bias, other_tensors, stacked, stored_ffns
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
-from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
+from .writer import OutputTensor, check_apart, check_place, full_disk, in_memory, zeros
 
 # The types that this package writes, and the number of each in `general.file_type`.
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -316,7 +316,7 @@ def _write(
     types = [gguf.GGMLQuantizationType[kind.upper()] for kind in kinds]
     shapes = [gguf.quant_shape_to_byte_shape(t.shape, type_) for t, type_ in zip(tensors, types, strict=True)]
     check_file(out, overwrite)
-    check_free(out, needed := sum(map(prod, shapes)))
+    check_room(out, needed := sum(map(prod, shapes)))
     with new_file(out) as partial, full_disk_as(full_disk(out, needed)):
         writer = gguf.GGUFWriter(partial, architecture)
         for name, *values in fields:

@@ -8,6 +8,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json
+from ..core.saying import say_once
 from ..core.scratch import leftovers, restore
 
 MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
@@ -28,6 +29,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     except (OSError, ValueError) as error:
         raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
     if folder.is_dir():
+        folder = last_checkpoint(folder)
         if revision is not None:
             raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
         refuse_adapter(folder, folder)
@@ -68,6 +70,25 @@ def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     )
 
 
+def last_checkpoint(folder: Path) -> Path:
+    """For the folder of a run, the checkpoint of its last finished step, which is said; any other folder as it is."""
+    file = folder / "steps.json"
+    if (folder / "config.json").is_file() or not file.is_file():
+        return folder
+    outputs = [step.get("output") for step in read_json(file, "the record of a run").values() if isinstance(step, dict)]
+    made = [folder / output for output in outputs if isinstance(output, str)]
+    for checkpoint in reversed(made):
+        if (checkpoint / "config.json").is_file():
+            say_once(
+                f"{folder} is the folder of a run: the checkpoint of its last finished step is taken, {checkpoint}"
+            )
+            return checkpoint
+    raise InputError(
+        f"{folder}: the folder of a run that has no finished checkpoint: run its recipe again, or give a checkpoint's "
+        "folder."
+    )
+
+
 def run_of(folder: Path) -> Path | None:
     """The folder of the run that made this checkpoint; None for a checkpoint outside of it."""
     return next((parent for parent in folder.resolve().parents[:2] if (parent / "steps.json").is_file()), None)
@@ -85,6 +106,7 @@ def name_in_results(name: str | os.PathLike) -> str:
     folder = Path(name)
     if not folder.is_dir():
         return str(name)
+    folder = last_checkpoint(folder)
     run = run_of(folder)
     return folder.resolve().relative_to(run.parent).as_posix() if run else folder.resolve().name
 
@@ -92,7 +114,7 @@ def name_in_results(name: str | os.PathLike) -> str:
 def name_and_commit(name: str | os.PathLike, folder: Path) -> tuple[str, str | None]:
     """The name of a model for histories, and its commit: of a folder, its last part and None; of a hub id, the id and
     the name of its `folder` in the hub's cache."""
-    return (Path(name).resolve().name, None) if Path(name).is_dir() else (str(name), folder.name)
+    return (folder.resolve().name, None) if Path(name).is_dir() else (str(name), folder.name)
 
 
 def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import nn
 
-from ..core.disk import gigabytes
+from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..modeling import DecoderFFN, decoder_ffns, layer_names
 from ..modeling.expanded_config import KINDS, AddedKind, ExpertKind, LoraKind
@@ -110,7 +110,7 @@ def _check_width(network: Any, plan: Plan, width: int | None) -> None:
     if 3 * 4 * hidden * width * most > memory:
         raise InputError(
             f"expert_width is {width:,}: the new experts of one layer ({most} of 3 x {hidden:,} x {width:,} weights in "
-            f"float32) would not fit into this machine's memory of {gigabytes(memory)}."
+            f"float32) would not fit into this machine's memory of {readable_size(memory)}."
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 
+from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
@@ -254,7 +255,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
         if "not fully covered" in reason:
             raise InputError(
-                f"{file}: has {file.stat().st_size:,} bytes, fewer than its header says: the file is incomplete."
+                f"{file}: has {readable_size(file.stat().st_size)}, less than its header says: the file is incomplete."
             ) from None
         raise InputError(f"{file}: not a safetensors file ({reason}).") from None
     except (OSError, ValueError, RecursionError, struct.error) as error:

@@ -19,7 +19,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..core.disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
-from ..core.disk import free_bytes
+from ..core.disk import check_room, readable_size
 from ..core.errors import InputError, first_line, is_full_disk, named_as
 from ..core.jsonfile import read_json, write_json
 from ..core.scratch import named, remove_leftovers, sibling
@@ -265,7 +265,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     partial, replaced = sibling(out, "partial"), sibling(out, "replaced")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        check_free(out, needed_bytes)
+        check_room(out, needed_bytes)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:
@@ -290,18 +290,10 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         raise
 
 
-def check_free(out: Path, needed_bytes: int) -> None:
-    """Refuses an output for which the disk has too little room."""
-    if needed_bytes > (free := free_bytes(out.parent)):
-        raise InputError(
-            f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
-        )
-
-
 def full_disk(out: Path, needed_bytes: int) -> InputError:
     """The error of an output that filled the disk."""
     return InputError(
-        f"{out}: the disk is full; at least {needed_bytes:,} bytes are needed. The partial output was removed."
+        f"{out}: the disk is full; at least {readable_size(needed_bytes)} are needed. The partial output was removed."
     )
 
 

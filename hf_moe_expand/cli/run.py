@@ -1,8 +1,11 @@
 """Verbs for recipes: validate, run, demo, `recipes ...`, and `sample`, which writes old text for one. And verbs that
 show a run or a checkpoint to others: its card, its repository and its report."""
 
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +14,7 @@ from ..inference.writing import SampleSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 
+_BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
 
 
@@ -22,18 +26,26 @@ def card(
     repo_id: Annotated[str | None, typer.Option(help="Repository of the published checkpoint: namespace/name.")] = None,
     license: opt.License = None,
     base: opt.BaseId = None,
+    expansion_only: Annotated[
+        bool, typer.Option("--expansion-only", help="The card of a repository that holds only the added tensors.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="File to write, such as README.md in the checkpoint.")] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Print the model card that `push` would write.
+    """Print the model card that `push` writes with the same options; its notes go to the error stream.
 
-    Example: hf-moe-expand card qwen-el-2 --evaluation evaluation.json
+    Example: hf-moe-expand card qwen-el-2 --repo-id me/qwen-el
     """
     check_file(out, overwrite)
     check_checkpoints(model, expanded=True)
-    from ..hub.card import make_card
+    from ..core.saying import say_once
+    from ..hub.publish import card_to_push
 
-    print_or_write(str(make_card(model, repo_id, evaluation, evaluated_as, license, base)), out, overwrite)
+    text = card_to_push(
+        model, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
+        expansion_only=expansion_only, say=say_once,
+    )  # fmt: skip
+    print_or_write(text, out, overwrite)
 
 
 @opt.app.command()
@@ -170,9 +182,9 @@ def recipes_show(name: RecipeName) -> None:
 
 @opt.recipes_app.command("new")
 def recipes_new(
-    base: Annotated[str, typer.Option("--base", help="Folder or hub id of the dense model.")],
-    new: opt.New,
-    out: Annotated[Path, typer.Option("--out", help="Recipe to write (YAML).")],
+    base: Annotated[str | None, typer.Option("--base", help="Folder or hub id of the dense model.")] = None,
+    new: Annotated[list[str] | None, typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Recipe to write (YAML).")] = Path("recipe.yaml"),
     old: Annotated[
         list[str] | None,
         typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat. Without any, the base writes old text."),
@@ -186,6 +198,10 @@ def recipes_new(
     output: Annotated[
         str | None, typer.Option(help="Folder of the run; by default runs/, the base and the new languages.")
     ] = None,
+    gpu: Annotated[
+        bool | None,
+        typer.Option("--gpu/--no-gpu", help="Whether it will train on a GPU; by default, whether there is one here."),
+    ] = None,
     revision: opt.Revision = None,
     seed: opt.Seed = 0,
     overwrite: opt.Overwrite = False,
@@ -193,10 +209,25 @@ def recipes_new(
 ) -> None:
     """Write the recommended recipe for a base and your text, with the steps of one epoch, and say what it costs here.
 
+    On a terminal it asks for what is not given: the base, the text, and whether there is a GPU.
+
+    Example: hf-moe-expand recipes new
+
     Example: hf-moe-expand recipes new --base Qwen/Qwen2.5-0.5B --new hu=hu.jsonl --old en=en.jsonl --out recipe.yaml
     """
-    check_checkpoints(base, revision=revision)
     check_file(out, overwrite)
+    if base is None or not new:
+        if not sys.stdin.isatty():
+            raise InputError("recipes new: give --base and --new, or run it on a terminal, where it asks for them.")
+        base = base or _asked("Base model, a folder or hub id", _checked_base, _BASE)
+        new = new or _asked("Text of a new language, as LANGUAGE=FILE; several with blanks between", _checked_texts)
+        if old is None:
+            old = _asked("Text of an old language likewise; none: the base writes it", _checked_texts, "")
+        if gpu is None:
+            import torch
+
+            gpu = typer.confirm("Will it train on a GPU?", default=torch.cuda.is_available())
+    check_checkpoints(base, revision=revision)
     sources = {
         key: {code: text.source for code, text in text_sources(arguments or []).items()}
         for key, arguments in (("old", old), ("new", new), ("test", test))
@@ -206,12 +237,40 @@ def recipes_new(
     from ..runs.recipe import Recipe
     from ..runs.recommended import new_recipe
 
-    text = new_recipe(base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text)
+    text = new_recipe(
+        base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text, gpu=gpu
+    )
     lines = validate_recipe(Recipe.of_text(text, out), here=False)
     write_text(out, text)
     for line in lines:
         print(line)
     print(f"wrote {out}: read it, then `hf-moe-expand run {out}`")
+
+
+def _asked(question: str, read: Callable[[str], Any], default: str | None = None) -> Any:
+    """What `read` makes of the answer to a question on the terminal, which is asked again where it refuses."""
+
+    def read_or_ask_again(answer: str) -> Any:
+        try:
+            return read(answer.strip())
+        except InputError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.prompt(question, default=default, value_proc=read_or_ask_again, show_default=bool(default))
+
+
+def _checked_base(answer: str) -> str:
+    check_checkpoints(answer)
+    return answer
+
+
+def _checked_texts(answer: str) -> list[str]:
+    try:
+        arguments = shlex.split(answer)
+    except ValueError as error:
+        raise InputError(f"{answer}: {error}.") from None
+    text_sources(arguments, look=True)
+    return arguments
 
 
 @opt.recipes_app.command("schema")

@@ -1,5 +1,6 @@
 """The bytes that a training or a run will write, against the room on its disk."""
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,15 +38,19 @@ def peak(steps: Sequence[StepOutput]) -> int:
     return most
 
 
-def gigabytes(size: float) -> str:
-    """A number of bytes in GB."""
-    return f"{size / 1e9:,.1f} GB"
+def readable_size(size: float) -> str:
+    """A number of bytes in a suitable unit, with three digits: `93.4 MB`."""
+    units = ["TB", "GB", "MB", "kB", "byte" if size == 1 else "bytes"]
+    while size >= 999.5 and len(units) > 1:
+        units.pop()
+        size /= 1000
+    return f"{size:,.0f} {units[-1]}" if size >= 99.95 else f"{size:.3g} {units[-1]}"
 
 
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk on which `path` is, or will be."""
     try:
-        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
         return shutil.disk_usage(place).free
     except OSError as error:
         raise InputError(f"{path}: the disk cannot be read ({error.strerror}).") from None
@@ -56,18 +61,19 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def check_room(path: Path, needed: int, purpose: str) -> None:
+def check_room(path: Path, needed: int, training: str = "") -> None:
     """Refuses work that would fill the disk.
 
     Args:
         path: where the work writes.
         needed: bytes that it needs there.
-        purpose: what needs them, for the message.
+        training: what a training needs them for, for the message.
     """
     if needed > (free := free_bytes(path)):
+        fewer = ', or keep fewer training checkpoints (`save_total_limit: 1`, or `save_strategy: "no"`)'
         raise InputError(
-            f"{path}: needs {needed:,} bytes for {purpose}, but the disk has {free:,} bytes free: choose another disk, "
-            'or keep fewer training checkpoints (`save_total_limit: 1`, or `save_strategy: "no"`).'
+            f"{path}: needs {readable_size(needed)}{training and f' for {training}'}, {readable_size(needed - free)} "
+            f"more than the disk has free: choose another disk{training and fewer}."
         )
 
 

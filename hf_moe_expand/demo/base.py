@@ -23,6 +23,7 @@ from transformers import (
 from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
 from ..inference.memory import has_bfloat16
+from ..stages.recording import LogTable, took_away_usual
 
 END = "<|endoftext|>"
 
@@ -122,7 +123,9 @@ def make_base(
             save_strategy="no",
             report_to="none",
         )
-        Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages).train()
+        trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages)
+        trainer.add_callback(LogTable(shows=took_away_usual(trainer)))
+        trainer.train()
         if "output_router_logits" in settings.fields:
             model.config.output_router_logits = False  # with them comes the loss that balances the experts
         model.save_pretrained(partial)

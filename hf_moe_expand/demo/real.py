@@ -6,11 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from ..core.jsonfile import write_text
 from ..evaluation.report import Evaluation
 from ..inference.asking import Answering, ChatModel
-from ..report.page import make_page
-from .run import run_in
+from .run import run_in, write_page
 from .smollm2 import MEGABYTES, NAME, make_smollm2
 
 MINUTES = 12
@@ -41,9 +39,7 @@ def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> No
     recipe = Template(RECIPE).substitute(seed=seed, **{key: json.dumps(value) for key, value in paths.items()})
     print(f"{out / 'recipe.yaml'}:\n{recipe}")
     final = run_in(out, recipe)
-    page = out / "run" / "report.html"
-    write_text(page, make_page(out / "run"))
-    print(f"page: {page}")
+    write_page(out / "run")
     for chat in Evaluation.from_json(out / "run" / "evaluation.json").chats:
         print("\n".join(chat.lines()))
     before, after = continuations(base or fetched), continuations(final)

@@ -14,8 +14,7 @@ from ..core.jsonfile import write_text
 from ..core.yamlfile import parse_yaml
 from ..data.sources import LanguageText
 from ..inference.memory import has_bfloat16
-from ..planning.plan import Plan
-from ..report import figures
+from ..report.page import make_page
 from ..runs.pipeline import run_recipe
 from ..runs.recipe import Recipe
 from .base import BaseSettings, make_base
@@ -72,13 +71,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
         test=_yaml(sources["test"]),
     )
     final = run_in(out, text)
-    plan = Plan.load(out / "run" / "plan.json")
-    picture = out / "plan.png"
-    drawn = figures.allocation(
-        plan.experts_per_layer, plan.settings["similarity"], "similarity of languages", plan.classifier_layers
-    )
-    figures.save(drawn, picture)
-    print(f"picture: {picture}")
+    write_page(out / "run")
     model: Any = AutoModelForCausalLM.from_pretrained(final, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(final)
     print(f"loaded as {type(model).__name__}; it continues four prompts:")
@@ -103,6 +96,13 @@ def documents(language: str, count: int, seed: int) -> list[str]:
             sentences.append(template.format(name=name, name2=name2, good=good, good2=good2, time=time, **words))
         texts.append(" ".join(sentences))
     return texts
+
+
+def write_page(run: Path) -> None:
+    """Writes the page of a demo's run."""
+    page = run / "report.html"
+    write_text(page, make_page(run))
+    print(f"page: {page}")
 
 
 def run_in(out: Path, text: str) -> Path:

@@ -20,6 +20,7 @@ from ..checkpoint.expansion_only import BaseModel, base_of
 from ..checkpoint.local import name_in_results, own_name
 from ..checkpoint.records import ExpansionRecord, History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..core.hub_access import hub_problem, patiently
 from ..core.languages import in_words, is_language_code
@@ -151,15 +152,6 @@ def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os
     renamed = {name: name for name in before} | {called: THIS}
     tasks = {renamed[name]: scores for name, scores in evaluation.tasks.items() if name in renamed}
     return Evaluation(old, new, {**before, THIS: this}, expansions, tasks, unnamed=unnamed)
-
-
-def readable_size(size: int) -> str:
-    """A number of bytes with a suitable unit."""
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    return f"{size:.3g} GB"
 
 
 def _read(name: str) -> str:

@@ -9,15 +9,24 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, hf_hub_download, metadata_load
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    get_token,
+    hf_hub_download,
+    metadata_load,
+)
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
-from ..checkpoint.expansion_only import base_of, save_expansion
+from ..checkpoint.expansion_only import BaseModel, base_of, save_expansion
 from ..checkpoint.local import name_in_results, own_name, run_of
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..core.disk import readable_size
 from ..core.errors import InputError, first_line, goes_on
 from ..core.hub_access import patiently
 from ..core.hub_answers import is_quota, refusal, status_of, without_secrets
@@ -132,23 +141,17 @@ def push_to_hub(
         if not dry_run:
             with _hub_errors(repo_id):
                 repo_id = patiently(_check_repository, api, repo_id, private)
-        origin = base_of(config) if base is None else base_on_hub(config, base, token)
-        if base is not None and origin.revision is None:
-            say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
-        if origin.hub_id is None:
-            if expansion_only:
-                raise InputError(
-                    f"{folder}: was expanded from {origin.name}, a local folder, but loading the added tensors alone "
-                    "fetches the base from the hub: name its published copy with --base HUB_ID, or leave out "
-                    "--expansion-only."
-                )
-            say(f"base: {origin.name}, a local folder; if it is published too, name it with --base HUB_ID")
+        origin = _origin(config, base, token, say)
+        if origin.hub_id is None and expansion_only:
+            raise InputError(
+                f"{folder}: was expanded from {origin.name}, a local folder, but loading the added tensors alone "
+                "fetches the base from the hub: name its published copy with --base HUB_ID, or leave out "
+                "--expansion-only."
+            )
         files: dict[str, Path | bytes] = {**published_files(folder, include, say if leave_others else None)}
         files.pop(EVALUATION, None)
-        chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id)
-        if chosen is None:
-            say("no evaluation: the card will show no results (make one with `hf-moe-expand evaluate`)")
-        else:
+        chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id, say)
+        if chosen is not None:
             files[EVALUATION] = chosen
         source = folder
         if expansion_only:
@@ -158,12 +161,13 @@ def push_to_hub(
             source = saved.out
             files = {name: content for name, content in files.items() if not is_weights(name)}
             files |= published_files(source)
-        if CARD in files and not _made_by_a_trainer(folder / CARD):
-            say(f"card: {CARD} of {folder}")
+        if _own_card(folder):
+            say(f"card: {CARD} of {folder}, as it stands")
             card = (folder / CARD).read_text(encoding="utf-8")
         else:
             card = str(make_card(folder, repo_id, chosen, called, license, origin, expansion_only))
             files[CARD] = card.encode()
+        _warn_of_no_license(card, say)
         if base is not None:
             files["config.json"] = config_with_base(source / "config.json", origin)
         if isinstance(recipe := files.get(RECIPE), Path):
@@ -173,7 +177,7 @@ def push_to_hub(
         branch = revision or "main"
         if dry_run:
             for name, size in sizes.items():
-                say(f"{size:>15,}  {name}")
+                say(f"{readable_size(size):>10}  {name}")
             say(f"\n{card}")
             return Push(repo_id, branch, None, False, sizes, card)
         say("loading it in a fresh process, without this package ...")
@@ -184,20 +188,76 @@ def push_to_hub(
     return Push(repo_id, branch, commit, changed, sizes, card)
 
 
-def _made_by_a_trainer(card: Path) -> bool:
-    """Whether a trainer of transformers or TRL wrote the card: their cards have a tag of their own."""
+def card_to_push(
+    model: str | os.PathLike,
+    repo_id: str | None = None,
+    *,
+    evaluation: str | os.PathLike | None = None,
+    evaluated_as: str | None = None,
+    license: str | None = None,
+    base: str | None = None,
+    expansion_only: bool = False,
+    say: Callable[[str], None] = print,
+) -> str:
+    """The card that `push_to_hub` writes with the same arguments.
+
+    Args:
+        repo_id: repository of the published model; by default the card names the checkpoint's own folder.
+
+    Raises:
+        InputError: as `push_to_hub`.
+    """
+    folder = resolve_checkpoint(model, weights=False)
+    origin = _origin(load_expanded_config(folder), base, None, say)
+    location = repo_id or own_name(model)
+    chosen, called = _evaluation(folder, evaluation, evaluated_as, location, say)
+    card = str(make_card(folder, location, chosen, called, license, origin, expansion_only))
+    if _own_card(folder):
+        say(f"card: {folder} has a {CARD} already, which `push` publishes as it stands: move it away for this one")
+    _warn_of_no_license(card, say)
+    return card
+
+
+def _origin(config: Any, base: str | None, token: str | None, say: Callable[[str], None]) -> BaseModel:
+    """The base to name, which may be known as a local folder alone; says what is not known of it."""
+    origin = base_of(config) if base is None else base_on_hub(config, base, token)
+    if base is not None and origin.revision is None:
+        say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
+    if origin.hub_id is None:
+        say(f"base: {origin.name}, a local folder; if it is published too, name it with --base HUB_ID")
+    return origin
+
+
+def _warn_of_no_license(card: str, say: Callable[[str], None]) -> None:
+    if not ModelCard(card, ignore_metadata_errors=True).data.license:
+        say(
+            f"warning: the card names no license, nor does the base's card, or it could not be read: give one with "
+            f"--license, such as apache-2.0, or in the metadata of your own {CARD}"
+        )
+
+
+def _own_card(folder: Path) -> bool:
+    """Whether the folder has a card that no trainer of transformers or TRL wrote: theirs have a tag of their own."""
+    card = folder / CARD
+    if not card.is_file():
+        return False
     try:
         data: Any = metadata_load(card) or {}
     except Exception as error:  # broken metadata raises many types
         raise InputError(f"{card}: its metadata cannot be read ({first_line(error)}).") from error
-    return isinstance(data, dict) and "generated_from_trainer" in (data.get("tags") or [])
+    return not isinstance(data, dict) or "generated_from_trainer" not in (data.get("tags") or [])
 
 
 def _evaluation(
-    folder: Path, evaluation: str | os.PathLike | None, called: str | None, repo_id: str
+    folder: Path,
+    evaluation: str | os.PathLike | None,
+    called: str | None,
+    repo_id: str,
+    say: Callable[[str], None],
 ) -> tuple[Path | None, str | None]:
     """The evaluation to publish, and this model's name in it. An evaluation that was not given but found is used only
-    if it has scores of this model; a run's evaluation has none of the run's first checkpoint."""
+    if it has scores of this model; a run's evaluation has none of the run's first checkpoint. Says where there is
+    none."""
     run = run_of(folder)
     ours = [folder.resolve().name, name_in_results(folder), own_name(folder)]
     candidates = [(folder / EVALUATION, [*ours, repo_id])]
@@ -215,6 +275,7 @@ def _evaluation(
             scores_of_this(scores, names, file)
         if name := next((name for name in names if name in scores.models), None):
             return file, name
+    say("no evaluation: the card will show no results (make one with `hf-moe-expand evaluate`)")
     return None, None
 
 

@@ -47,8 +47,8 @@ class ChatModel:
     def __init__(self, model: Any, tokenizer: Any, name: str, inside: bool = False) -> None:
         check_decoder(model.config, name, "prompts")
         self.model, self.tokenizer, self.name, self.inside = model.eval(), tokenizer, name, inside
-        if inside:
-            _check_base_inside(model.config, name)
+        if inside and (why := why_no_base_inside(model.config)):
+            raise InputError(f"{name}: {why}.")
 
     @classmethod
     def load(cls, name: str | os.PathLike, revision: str | None = None) -> "ChatModel":
@@ -195,10 +195,11 @@ def ask(
     return answers
 
 
-def _check_base_inside(config: Any, name: str) -> None:
+def why_no_base_inside(config: Any) -> str | None:
+    """Why there is no base inside a model to ask; None if there is one."""
     if not isinstance(config, ExpandedConfig):
-        raise InputError(f"{name}: is a dense model, which has no base inside: give an expanded one.")
+        return "is a dense model, which has no base inside: give an expanded one"
     if config.model_type == "dmoe":
-        raise InputError(f"{name}: all experts of a DMoE train, so its base is not inside: give the base's folder.")
-    if stage := next((s.stage for s in History.of(config).stages if s.changes_everything), None):
-        raise InputError(f"{name}: `{stage}` changed the base inside: give the base's own folder or hub id.")
+        return "all experts of a DMoE train, so its base is not inside: give the base's folder"
+    stage = next((s.stage for s in History.of(config).stages if s.changes_everything), None)
+    return stage and f"`{stage}` changed the base inside: give the base's own folder or hub id"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.disk import gigabytes
+from ..core.disk import readable_size
 from ..core.schema import MOST
 from ..data.sources import LanguageText
 from ..modeling import decoder_ffns
@@ -60,12 +60,15 @@ class Forecast:
         if known := [f"{code} {count:,}" for code, count in self.tokens.items() if count is not None]:
             words.append(f"tokens at hand, about: {', '.join(known)}")
         if self.memory is not None:
-            words.append(f"memory about {gigabytes(self.memory)}" + (f" of {gigabytes(room)} here" if room else ""))
+            words.append(
+                f"memory about {readable_size(self.memory)}" + (f" of {readable_size(room)} here" if room else "")
+            )
             if room and self.memory > room:
                 words[-1] += f" (warning: too much: {LESS_MEMORY})"
-        words.append(f"disk up to {gigabytes(self.disk)}")
+        words.append(f"disk up to {readable_size(self.disk)}")
         if self.hours is not None:
-            words.append(f"very roughly {self.hours:,.1f} hours" if self.hours >= 0.1 else "minutes")
+            minutes = math.ceil(60 * self.hours)
+            words.append(f"very roughly {f'{self.hours:,.1f} hours' if minutes > 90 else f'{minutes} minutes'}")
         return "; ".join(words)
 
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,9 +13,10 @@ from typing import Any
 from ..checkpoint.local import pack_and_name
 from ..checkpoint.promises import check_architecture
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
+from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, resolve_checkpoint
+from ..checkpoint.tokenizer import load_tokenizer
 from ..checkpoint.writer import check_apart, check_place
-from ..core.disk import StepOutput, check_room, free_bytes, peak
+from ..core.disk import StepOutput, check_room, free_bytes, peak, readable_size
 from ..core.errors import InputError, errors_at, goes_on
 from ..core.jsonfile import write_json, write_text
 from ..core.recipe_paths import unset_variable, without_paths
@@ -24,6 +27,7 @@ from ..data.pairs import check_pairs, lost_of
 from ..data.sources import LanguageText, LeftOut, counted
 from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
+from ..inference.asking import why_no_base_inside
 from ..modeling import stack_sizes
 from ..stages.config import StageConfig
 from ..stages.distributed import launched
@@ -152,7 +156,8 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
         outlook, lines, written = found.outlook, lines + found.lines, written + found.written
     if written:
         output = Path(recipe.output)
-        lines.append(f"disk: up to {peak(written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}")
+        needed, free = readable_size(peak(written)), readable_size(free_bytes(output))
+        lines.append(f"disk: up to {needed} for {_WRITTEN}; {free} are free at {output}")
     return lines + needs_of_a_push(recipe), written
 
 
@@ -237,7 +242,22 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
         say("bits per byte of held-out text, lower is better:")
         say(Evaluation.from_json(root / "evaluation.json").markdown())
     say(f"final checkpoint: {final}")
+    if state.is_main_process:
+        say("\n".join(["what follows:", *(f"  {command}" for command in _what_follows(root, final))]))
     return final
+
+
+def _what_follows(root: Path, final: Path) -> list[str]:
+    """The commands that show, ask and publish the model of a finished run."""
+    config: Any = load_config(final)
+    asks = ["inspect", str(final)]
+    if not config.is_encoder_decoder:
+        inside = [] if why_no_base_inside(config) else ["--base", "inside"]
+        talks = bool(load_tokenizer(final, final).chat_template)
+        asks = ["chat", str(final), *inside] if talks else ["generate", str(final), "PROMPT", *inside]
+    name = "-".join(re.findall(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", root.resolve().name)) or "model"
+    commands = [["report", str(root)], asks, ["push", str(final), f"me/{name}", "--dry-run"]]
+    return [shlex.join(["hf-moe-expand", *command]) for command in commands]
 
 
 def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]) -> None:
@@ -358,8 +378,9 @@ class _Record:
         seconds, attempts = self.begun.seconds, self.begun.attempts
         several = {"attempts": attempts} if attempts > 1 else {}
         self.done[step.name] = StepDone(
-            seconds=seconds, summary=done.summary, **several, facts=done.facts, made_from=self.inputs_of[step.name]
-        )
+            seconds=seconds, summary=done.summary, **several, output=step.output.relative_to(self.root).as_posix(),
+            facts=done.facts, made_from=self.inputs_of[step.name],
+        )  # fmt: skip
         self._write(None)
         return seconds
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..checkpoint.expand import planned_config
@@ -14,6 +15,7 @@ from ..checkpoint.local import own_name
 from ..checkpoint.promises import check_architecture
 from ..checkpoint.source import load_base_config, resolve_checkpoint
 from ..checkpoint.stored import network_of
+from ..core.disk import readable_size
 from ..core.errors import InputError, errors_at
 from ..core.languages import UNDETERMINED, check_old_and_new
 from ..core.recipe_paths import filled_in
@@ -46,11 +48,12 @@ class Rates:
     source: str
 
 
-def rates_for(parameters: int) -> Rates:
-    """The rates to start from, by the size of the base. Two sizes are measured: SmolLM2's 135 million parameters, here,
-    and 1.8 billion, in the paper."""
+def rates_for(parameters: int, of_step: int = _BLOCKS_A_STEP * BLOCK) -> Rates:
+    """The rates to start from, by the size of the base and the tokens of a step. Two sizes are measured: SmolLM2's 135
+    million parameters, here, with steps of 8,192 and of 512 tokens, and 1.8 billion, in the paper."""
     if parameters < 300_000_000:
-        return Rates("2e-3", "measured on SmolLM2, 135 million parameters")
+        measured = "measured on SmolLM2, 135 million parameters, with steps of"
+        return Rates("2e-3", f"{measured} 8,192 tokens") if of_step >= 4096 else Rates("1e-3", f"{measured} 512 tokens")
     if parameters < 1_000_000_000:
         return Rates("2e-4", "not measured for this size: between SmolLM2's and the paper's for 1.8 billion")
     return Rates("5e-5", "the paper's, for 1.8 billion parameters and 524,288 tokens a step")
@@ -75,6 +78,7 @@ def new_recipe(
     revision: str | None = None,
     seed: int = 0,
     allow_lost_text: bool = False,
+    gpu: bool | None = None,
 ) -> str:
     """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
 
@@ -82,6 +86,7 @@ def new_recipe(
         old, new, test: the source of each language's text, as in a recipe. Without `old`, the base writes old text.
         allow_lost_text: the recipe's `allow_lost_text`.
         output: folder of the run; by default `runs/`, the base's name and the new languages.
+        gpu: whether it will train on a GPU; by default, whether this machine has one.
     """
     if not new:
         raise InputError("No new language is given: name its text with --new LANGUAGE=FILE.")
@@ -106,28 +111,34 @@ def new_recipe(
     tokens = sum(known) if len(known) == len(counts) else None
     blocks = blocks_a_step(tokens)
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
-    rates = rates_for(size_of(network_of(dense)))
+    rates = rates_for(size_of(network_of(dense)), blocks * BLOCK)
     facts = {
         "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text,
         "old": old, "new": new, "test": test,
         "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
         "blocks": blocks, "steps": steps, "tokens": tokens,
-        **_on_this_device(dense, old, new, blocks),
+        **_on_the_device(dense, old, new, blocks, gpu),
     }  # fmt: skip
     text = render("new_recipe.yaml", facts, {"yaml": _value, "count": "{:,}".format}) + "\n"
     Recipe.of_text(text, "the recipe")
     return text
 
 
-def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> dict[str, Any]:
-    """What fits this machine: blocks at a time, mixed precision, and gradient checkpointing by its name, if needed."""
+def _on_the_device(
+    dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int, gpu: bool | None
+) -> dict[str, Any]:
+    """What fits this machine, or a GPU elsewhere: blocks at a time and why so many, mixed precision, and gradient
+    checkpointing by its name, if needed."""
+    here = torch.cuda.is_available()
+    if gpu and not here:
+        why = "safe on a GPU that this machine does not know; with more memory take more, and fewer of the next line"
+        return {"at_once": 1, "why": why, "half": True, "cpu": False, "checkpointing": None}
     plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new), exclusive=True)
     network = network_of(planned_config(dense, plan))
-    half = torch.cuda.is_available() and has_bfloat16()
+    cpu = here and gpu is False
+    half = here and not cpu and has_bfloat16()
     dtype = torch.bfloat16 if half else torch.float32
-    memory = device_memory()
-    if memory is None:
-        return {"at_once": 1, "half": half, "checkpointing": None}
+    memory = psutil.virtual_memory().total if cpu else device_memory()
     stage: Any = all_stages()["post_pretrain"]
     config = stage(per_device_train_batch_size=most, block_size=BLOCK)
 
@@ -136,8 +147,10 @@ def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], 
 
     while config.per_device_train_batch_size > 1 and not fits():
         config.per_device_train_batch_size //= 2
-    checkpointing = None if fits() else CHECKPOINTING
-    return {"at_once": config.per_device_train_batch_size, "half": half, "checkpointing": checkpointing}
+    checkpointing, at_once = None if fits() else CHECKPOINTING, config.per_device_train_batch_size
+    room = f"what fits into {readable_size(memory)} of memory"
+    why = "all of a step" if at_once == most and checkpointing is None else room
+    return {"at_once": at_once, "why": why, "half": half, "cpu": cpu, "checkpointing": checkpointing}
 
 
 def _value(text: str | os.PathLike) -> str:

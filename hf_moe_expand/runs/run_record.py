@@ -21,12 +21,13 @@ def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
 
 
 class StepDone(Schema):
-    """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
-    page, hashes of its inputs."""
+    """A step that is done: seconds that its attempts took together, their number, a line for the user, what it wrote
+    (in the run's folder), facts for the page, hashes of its inputs."""
 
     seconds: Coefficient
     summary: Text
     attempts: Count = 1
+    output: Text | None = None
     facts: Annotated[dict[Text, Any], AfterValidator(_facts)] = Field(default_factory=dict)
     made_from: dict[Text, Text] = Field(default_factory=dict)
 

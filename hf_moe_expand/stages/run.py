@@ -15,7 +15,7 @@ from ..checkpoint.records import StageRecord, add_stage
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
-from ..core.disk import check_room, folder_bytes, full_disk_as
+from ..core.disk import check_room, folder_bytes, full_disk_as, readable_size
 from ..core.errors import DivergedError, InputError, goes_on
 from ..core.schema import changed, check_seed, checked
 from ..core.scratch import last_step
@@ -125,7 +125,7 @@ def _train_stage(
         trainer = config.make_trainer(network, packed, callbacks)
         trainer.settings = settings
         check_deepspeed(trainer, before)
-        full = f"the disk is full; up to {needed:,} bytes are needed. Make room, and run the same command again."
+        full = f"the disk is full; up to {readable_size(needed)} are needed. Make room, and run the same command again."
         with full_disk_as(InputError(f"{work.path}: {full}")):
             trainer.train(resume_from_checkpoint=resume)
     if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:

@@ -31,7 +31,7 @@ from .config import StageConfig, languages_of
 from .data_sets import by_language, check_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import prepare
-from .recording import Progress, SeenText
+from .recording import Progress, SeenText, took_away_usual
 from .stopping import Stops
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -146,7 +146,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         self.seen, self.stops = SeenText(), Stops(self)
-        for callback in (Progress(self), self.seen, self.stops):
+        for callback in (Progress(self, shows=took_away_usual(self)), self.seen, self.stops):
             self.add_callback(callback)
         if own_text:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)

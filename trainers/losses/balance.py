@@ -68,6 +68,7 @@ class BalanceLoss(LayerLoss):
     name = "balance"
     metrics = ("balance_loss",)
     per_micro_batch = True
+    of_choice = True
 
     coef: float = 0.01
     balance_counts: BalanceCounts = "top-k"

@@ -98,6 +98,11 @@ class LossBatch:
     outputs: Any = None
     others: Sequence[LayerRouting] = ()
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether some layer has more experts than a token takes; else shares and balance cannot change."""
+        return any(r.routed_logits.shape[-1] > r.top_k for r in (*self.routing, *self.others))
+
 
 @dataclass(frozen=True)
 class RouterLoss(ABC):
@@ -159,10 +164,12 @@ class LayerLoss(RouterLoss):
         over: the tokens over which the loss is a mean, a field of `TokenCounts`.
         per_micro_batch: whether the loss is computed for each micro-batch (over all ranks), since it is not linear in
             the tokens. An optimizer step is then the mean of its micro-batches, weighted by tokens.
+        of_choice: whether it is constant, and then not logged, where a token takes all experts of its layer.
     """
 
     over: ClassVar[Literal["counted", "old", "tagged"]] = "counted"
     per_micro_batch: ClassVar[bool] = False
+    of_choice: ClassVar[bool] = False
 
     @abstractmethod
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
@@ -193,7 +200,8 @@ class LayerLoss(RouterLoss):
             loss = self.layer_loss(batch, layer, count)
             # The coefficient is inside the sum: the order of the factors determines the gradient's rounding.
             total = total + coef * loss * share / number
-            batch.record(f"{self.name}_loss", loss * count, getattr(batch.local, self.over))
+            if batch.has_choice or not self.of_choice:
+                batch.record(f"{self.name}_loss", loss * count, getattr(batch.local, self.over))
         return total
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from ...analysis.deviation import measure_deviation
 from ...analysis.reading import token_blocks
 from ...analysis.similarity import measure_similarity
+from ...core.disk import readable_size
 from ...core.errors import InputError
 from ...inference.models import load_for_inference
 from ...inference.self_written import SelfWrittenText
@@ -64,8 +65,8 @@ class AnalyzeDeviation(RunStep):
                     break
             else:
                 raise InputError(
-                    f"Language {code!r} has {size:,} bytes of text, but the deviation analysis reads {needed:,} tokens "
-                    "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., "
+                    f"Language {code!r} has {readable_size(size)} of text, but the deviation analysis reads "
+                    f"{needed:,} tokens (steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., "
                     "batch_size: ...}`."
                 )
         return Found(outlook)

@@ -89,7 +89,8 @@ class MakePlan(RunStep):
         summary = f"experts per layer {plan.counts_in_words}"
         if plan.groups:
             return StepResult(f"{summary}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
-        return StepResult(f"{summary}; classifiers in layers {plan.classifiers_in_words}")
+        classifiers = f"; classifiers in layers {plan.classifiers_in_words}" if plan.classifier_layers else ""
+        return StepResult(f"{summary}{classifiers}")
 
 
 def _encoder_layers(config: Any) -> int:

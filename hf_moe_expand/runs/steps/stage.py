@@ -15,7 +15,7 @@ from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
 from ...evaluation.validation import validation_sources
 from ...inference.forecast import LESS_MEMORY, training_disk
-from ...inference.memory import device_memory, gigabytes, memory_of_all
+from ...inference.memory import device_memory, memory_of_all, readable_size
 from ...stages.base import Stage
 from ...stages.config import StageConfig
 from ...stages.outlook import Found, Outlook, StepResult
@@ -89,7 +89,7 @@ class TrainStep(StageStep):
             most = memory_of_all()
             if outlook.here and found.memory and most and found.memory > _FAR_TOO_MUCH * most:
                 raise InputError(
-                    f"{key}: takes about {gigabytes(found.memory)} of memory, but {gigabytes(most)} are here: "
+                    f"{key}: takes about {readable_size(found.memory)} of memory, but {readable_size(most)} are here: "
                     f"{LESS_MEMORY}, or take a smaller base. To check a recipe for another machine: validate --offline."
                 )
             lines.append(f"{self.name}: {found.words(device_memory())}")
