@@ -66,8 +66,8 @@ class AnalyzeDeviation(RunStep):
             else:
                 raise InputError(
                     f"Language {code!r} has {readable_size(size)} of text, but the deviation analysis reads "
-                    f"{needed:,} tokens (steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., "
-                    "batch_size: ...}`."
+                    f"{needed:,} tokens (steps x batch_size x block_size): give more text, or smaller `deviation: "
+                    "{steps: ..., batch_size: ...}`."
                 )
         return Found(outlook)
 

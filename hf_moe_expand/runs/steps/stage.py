@@ -9,13 +9,13 @@ from accelerate import PartialState
 
 from ...checkpoint.records import History
 from ...checkpoint.source import load_config
-from ...core.disk import StepOutput
+from ...core.disk import StepOutput, readable_size
 from ...core.errors import InputError, errors_at
 from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
 from ...evaluation.validation import validation_sources
 from ...inference.forecast import LESS_MEMORY, training_disk
-from ...inference.memory import device_memory, memory_of_all, readable_size
+from ...inference.memory import device_memory, memory_of_all
 from ...stages.base import Stage
 from ...stages.config import StageConfig
 from ...stages.outlook import Found, Outlook, StepResult
