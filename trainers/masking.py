@@ -5,7 +5,7 @@ Shape suffixes as in `modeling/routing.py`.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -65,8 +65,9 @@ def mask_routing(model: nn.Module, masking: Masking | None) -> AbstractContextMa
     if masking is None or masking == Masking():
         return nullcontext()
     check_expanded(model)
-    check_conditional_gate(masking, model.config.conditional_routing)  # type: ignore[union-attr]
-    return model.routing_control.asking(change_choice=_MaskedChoice(masking, min(model.expanded_ffns())))
+    expanded: Any = model
+    check_conditional_gate(masking, expanded.config.conditional_routing)
+    return expanded.routing_control.asking(change_choice=_MaskedChoice(masking, min(expanded.expanded_ffns())))
 
 
 class _MaskedChoice:

@@ -70,11 +70,16 @@ class PublishingMixin(TrainerBase):
             return None
         if left := [name for name in card if name != "license"]:
             print(f"push_to_hub: the card is made of config.json, without {', '.join(left)}")
-        options = {"token": token, "revision": revision, "private": private, "license": card.get("license")}
+        options: dict[str, Any] = {
+            "token": token,
+            "revision": revision,
+            "private": private,
+            "license": card.get("license"),
+        }
         if blocking:
             return self._publish(self.args.output_dir, commit_message, **options)
         future = HfApi().run_as_future(self._publish, self.args.output_dir, commit_message, **options)
-        self.push_in_progress = PushInProgress([future])
+        self.push_in_progress = PushInProgress([future])  # type: ignore[arg-type]  # a list, as the library gives it
         return future
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -100,8 +105,8 @@ class PublishingMixin(TrainerBase):
             finally:
                 shutil.rmtree(place, ignore_errors=True)
 
-        jobs = self.push_in_progress.jobs if busy and self.push_in_progress else []
-        self.push_in_progress = PushInProgress([*jobs, HfApi().run_as_future(work)])
+        jobs: Any = self.push_in_progress.jobs if busy and self.push_in_progress else []
+        self.push_in_progress = PushInProgress([*jobs, HfApi().run_as_future(work)])  # type: ignore[arg-type]
 
     @property
     def _is_published(self) -> bool:

@@ -101,13 +101,15 @@ def fit_gates(
             "texts is None: give documents of every new language, and of old ones as far as there is text."
         )
     is_loaded = isinstance(model, PreTrainedModel)
+    given: Any = model
+    place: Any = out
     if is_loaded and processing_class is None:
         raise InputError("processing_class is None: give the tokenizer of the loaded model.")
-    check_place(model, out, overwrite, *([] if is_loaded else [resolve_checkpoint(model)]))
-    with nullcontext(model) if is_loaded else gated(model, out) as source:
+    check_place(model, out, overwrite, *([] if is_loaded else [resolve_checkpoint(given)]))
+    with nullcontext(given) if is_loaded else gated(given, place) as source:
         classes = History.of(check_takes_gate(source)).classes
         chosen = check_languages(classes, texts, anchors)
-        loaded, tokenizer = (model, processing_class) if is_loaded else load_for_inference(source)
+        loaded, tokenizer = (given, processing_class) if is_loaded else load_for_inference(source)
         with evaluating(loaded):
             gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
         del loaded
@@ -247,7 +249,7 @@ def gate_of(gate: FittedGate, classes: Mapping[str, int], bias: float, settings:
 
 
 def check_languages(
-    classes: Mapping[str, int], texts: Iterable[str], anchors: Mapping[str, Iterable[str]] | None
+    classes: Mapping[str, int], texts: Iterable[str], anchors: Mapping[str, Any] | None
 ) -> dict[str, Iterable[str]]:
     """The anchors to fit on, after checking that every language has its text.
 

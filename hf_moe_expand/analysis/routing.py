@@ -159,7 +159,7 @@ def measure_routing(
     Raises:
         InputError: the model has no experts, a language has fewer tokens than `tokens` or is neither old nor new.
     """
-    ffns: dict[int, ExpandedFFN] = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}
+    ffns: dict[int, ExpandedFFN] = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}  # type: ignore[operator]
     if not ffns:
         raise InputError(f"{type(model).__name__}: no layer has experts; give an expanded model.")
     if getattr(model.config, "exclusive_experts", False):

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -164,7 +165,8 @@ def measure_separability(
             )
     check_decoder(model.config, model_name(model), "separability and prefix gates")
     model.eval()
-    layers, hidden_size = count_layers(model.config), model.config.get_text_config(decoder=True).hidden_size
+    config: Any = model.config
+    layers, hidden_size = count_layers(config), config.get_text_config(decoder=True).hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
     parts = {

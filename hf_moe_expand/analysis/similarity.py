@@ -63,11 +63,12 @@ def measure_similarity(
     """
     AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
     model.eval()
-    block_size = min(block_size, longest_block(model.config) or block_size)
+    config: Any = model.config
+    block_size = min(block_size, longest_block(config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
     batches = {
         code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
-        if model.config.is_encoder_decoder
+        if config.is_encoder_decoder
         else padded_batches(token_blocks(code, texts[code], tokenizer, tokens, block_size), batch_size)
         for code in (*old, *new)
     }
@@ -75,7 +76,7 @@ def measure_similarity(
     with progress(model, len(batches), tokens) as bar:
         for language, of_language in batches.items():
             bar.set_description(f"similarity in {model_name(model)}: {language}")
-            hidden_size = model.config.get_text_config(decoder=True).hidden_size
+            hidden_size = config.get_text_config(decoder=True).hidden_size
             directions = MeanDirections(count_layers(model.config), hidden_size)
             read_inputs(model, of_language, directions.add, bar)
             means[language] = directions.means()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
 
 @checked
 def evaluate_ensemble(
-    models: Sequence[nn.Module],
+    models: Sequence[str | os.PathLike | nn.Module],
     tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Iterable[str]],
     top_m: int = 2,
@@ -66,7 +67,7 @@ def evaluate_ensemble(
     if not 1 <= top_m <= len(models):
         raise InputError(f"top_m is {top_m}; an ensemble of {len(models)} models mixes 1 to {len(models)} of them.")
     for model in models:
-        config = load_config(resolve_checkpoint(model)) if isinstance(model, (str, os.PathLike)) else model.config
+        config: Any = load_config(resolve_checkpoint(model)) if isinstance(model, str | os.PathLike) else model.config
         check_decoder(config, getattr(config, "name_or_path", "") or config.model_type, "ensembles")
         block_size = min(block_size, longest_block(config) or block_size)
     texts = {language: list(documents) for language, documents in texts.items()}

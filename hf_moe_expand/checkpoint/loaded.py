@@ -46,7 +46,7 @@ class LoadedModel:
     def _as_stored(self, key: str) -> StoredTensor:
         value = self.values[key]
         dtype = DTYPE_NAMES.get(value.dtype, str(value.dtype))
-        return StoredTensor(key, dtype, self.shapes[key], self.folder / key, made=lambda: value.detach().cpu())
+        return StoredTensor(key, dtype, self.shapes[key], self.folder / key, compute=lambda: value.detach().cpu())
 
     def __getitem__(self, key: str) -> StoredTensor:
         return self._stored[key]

@@ -229,7 +229,8 @@ def _origin(config: Any, base: str | None, token: str | None, say: Callable[[str
 
 
 def _warn_of_no_license(card: str, say: Callable[[str], None]) -> None:
-    if not ModelCard(card, ignore_metadata_errors=True).data.license:
+    data: Any = ModelCard(card, ignore_metadata_errors=True).data
+    if not data.license:
         say(
             f"warning: the card names no license, nor does the base's card, or it could not be read: give one with "
             f"--license, such as apache-2.0, or in the metadata of your own {CARD}"

@@ -146,7 +146,7 @@ class StageConfig(TrainingArguments, Stage):
 
     def __post_init__(self) -> None:
         checked = {name: getattr(self, name) for name in (*own_fields(type(self)), *BOUNDED)}
-        hints = {name: hint for name, hint in _hints(type(self)).items() if name not in (*checked, *_LOOSE)}
+        hints = {name: hint for name, hint in _hints(type(self)).items() if name not in (*checked, *_LOOSE)}  # type: ignore[arg-type]
         check_types({name: from_json(self.given[name]) for name in hints if name in self.given}, hints)
         read_values = read(type(self), {name: plain(value) for name, value in checked.items()})
         for name in checked:

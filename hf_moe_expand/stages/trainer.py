@@ -182,7 +182,8 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         self, data: Any, mix: LanguageMix | None, classes: Sequence[int] | None
     ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
         """The data set in blocks, the languages' weights and schedule, and their classes."""
-        config, name = self.args, "train_dataset"
+        config: Any = self.args
+        name = "train_dataset"
         if isinstance(data, PackedText):
             self.packed = data
         elif is_text(columns := columns_of(data, name, self._own_collator)):
@@ -222,7 +223,8 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         if isinstance(data, Mapping):
             return {key: self._scored(one, classes, f"{name}[{key!r}]", key) for key, one in data.items()}
         if not isinstance(data, PackedText) and is_text(columns_of(data, name, self._own_collator)):
-            texts, config, tokenizer = self._texts(data, name, key), self.args, self.processing_class
+            config: Any = self.args
+            texts, tokenizer = self._texts(data, name, key), self.processing_class
             with errors_at(name), config.main_process_first(desc="pack"):
                 lost = lost_of_each(texts, tokenizer, self.model_config.is_encoder_decoder, config.seed)
                 check_lost(lost, self.allow_lost_text)

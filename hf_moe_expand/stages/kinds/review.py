@@ -151,7 +151,7 @@ class ReviewConfig(StageConfig):
             measured = measure_similarity(network, tokenizer, documents, old, new, tokens, self.block_size)
             similarity = measured.new_old
         expanded = [layer for layer, count in enumerate(config.num_experts_per_layer) if count > 1]
-        return classifier_layers(self.classifier_choice, self.classifier_layers, expanded, similarity, self.seed)
+        return classifier_layers(self.classifier_choice, self.classifier_layers or 0, expanded, similarity, self.seed)
 
     def _fewer_documents(self, texts: Mapping[str, Any], old: list[str], new: list[str]) -> list[str]:
         """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
