@@ -3,16 +3,17 @@
     python benchmarks/study_bases.py --out runs/bases
     python benchmarks/study.py run smollm2 --base runs/bases/smollm2 --data DIR --out runs/study --workers 5
     python benchmarks/study.py left smollm2 --out runs/study
-    python benchmarks/study.py report --csv docs/study.csv --table table.md --figure docs/study.svg
+    python benchmarks/study.py report --csv docs/study.csv --figure docs/study.svg
 
 DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAGE.dev.jsonl (objects with `text`).
-`study.yaml` has the rows, each a recipe's fragment, and the bases. `run` trains and scores what is left and writes
-OUT/study.csv after each row, a line a model; stop it with Ctrl-C, and the same command goes on. `--workers N` runs N
-rows side by side on one device. `--add FILE` appends the lines to a CSV of earlier runs.
+`study.yaml` has the rows, each a recipe's fragment, the bases, and the claims that `report` judges. `run` trains and
+scores what is left and writes OUT/study.csv after each row, a line a model; stop it with Ctrl-C, and the same command
+goes on; other settings take another OUT. py3langid, if installed, judges the language of answers. `--workers N` runs N
+rows side by side on one device. `report` takes several CSVs, such as docs/study.csv and one of further seeds.
 
 Text is scored in float32 (on a GPU with products of 19 bits, TF32): bits per byte token by token, judged by the
 text's end where a model has a gate, and told the language where it is a new one; and the share of tokens that go to
-new experts. Seconds a step and tokens a second mean something where a row ran alone (`workers` is 1).
+new experts. Seconds a step of rows that ran side by side are upper bounds (`workers` says how many ran).
 """
 
 import argparse
@@ -37,11 +38,12 @@ import torch
 import torch.nn.functional as F
 import yaml
 from filelock import FileLock, Timeout
-from tables import markdown_table
+from study_report import report
 from timing import reset_peak, resident_bytes
 from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 LONGEST = 512  # tokens of a text that is scored
@@ -58,8 +60,11 @@ class Study:
     def __init__(self, options: argparse.Namespace) -> None:
         settings = yaml.safe_load(options.settings.read_text("utf-8"))
         self.options, self.out = options, options.out.resolve()
-        self.rows: dict[str, dict[str, Any]] = settings["rows"]
-        self.settings = settings | settings["bases"][options.name]
+        if options.name not in settings["bases"]:
+            sys.exit(f"{options.name}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
+        own = settings["bases"][options.name]
+        self.settings = settings | own
+        self.rows: dict[str, dict[str, Any]] = settings["rows"] | own.get("rows", {})
         self.languages: dict[str, list[str]] = self.settings["languages"]
         self.new = self.languages["new"]
 
@@ -127,9 +132,10 @@ class Study:
         yield 1.0, trained, cost
         for weight in row.get("averages", []):
             averaged = folder / f"averaged-{weight}"
-            models = [trained, base] if "dense" in row else [trained]
-            words = ["merge", "average", *models, "--weight", weight, "--out", averaged]
-            subprocess.run([sys.executable, "-m", "hf_moe_expand", *map(str, words)], check=True)
+            if "dense" in row:
+                average_checkpoints([trained, base], averaged, [weight, 1 - weight])
+            else:
+                average_experts(trained, averaged, weight)
             yield weight, averaged, cost
 
     def train_dense(self, row: Mapping[str, Any], tokens: int, seed: int, folder: Path) -> Path:
@@ -212,8 +218,6 @@ class Study:
             "base": self.options.name, "row": name, "weight": weight, "tokens": tokens, "seed": seed, "device": device,
             "workers": self.options.beside, **cost,
         }  # fmt: skip
-        if self.options.unscored:
-            return line
         free()
         model, tokenizer = moe.load_for_inference(model_folder)
         model.float().eval()
@@ -340,14 +344,18 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
     return found
 
 
+def in_template(tokenizer: Any, asked: Sequence[str]) -> list[str]:
+    """Questions as prompts of the chat template, where there is one."""
+    if not tokenizer.chat_template:
+        return list(asked)
+    messages = [[{"role": "user", "content": question}] for question in asked]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
 @torch.no_grad()
 def chat(model: Any, tokenizer: Any, asked: Sequence[str], tokens: int = 24) -> list[str]:
     """Greedy answers to questions; without a chat template, how the model goes on."""
-    if tokenizer.chat_template:
-        asked = [
-            tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
-            for q in asked
-        ]
+    asked = in_template(tokenizer, asked)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -380,94 +388,22 @@ def generation_speed(model: Any, batch: int = 8, tokens: int = 48) -> float:
     return round(batch * tokens / (time.perf_counter() - begun), 1)
 
 
-KINDS = ("documents", "sentences")  # general text
-FORMS = {
-    "chat en": "{:.0%}", "chat hu": "{:.0%}", "s a step": "{:.3f}", "GB": "{:.1f}", "M parameters": "{:.1f}",
-    "tokens/s": "{:,.0f}", "lines": "{:.0f}",
-}  # fmt: skip
-
-
-def summary(file: Path, languages: Mapping[str, Sequence[str]]) -> pandas.DataFrame:
-    """A line for each base, number of tokens, row and weight: means over the seeds, changes against the base in %."""
-    frame = pandas.read_csv(file)
-    on = frame["base"] + (frame["device"] == "cpu").astype(str)
-    bases = frame[frame["row"] == "base"].set_index(on[frame["row"] == "base"])
-    if missing := sorted({*frame["base"][~on.isin(bases.index)]}):
-        sys.exit(f"{file}: has no line of the base itself: {', '.join(missing)}.")
-
-    def change(way: str, kind: str, code: str) -> pandas.Series:
-        """NaN where a line lacks the text or the way."""
-        read = f"read.{kind}.{code}"
-        own = frame.get(f"{way}.{kind}.{code}", frame.get(read) * math.nan if read in frame else math.nan)
-        return 100 * (own / on.map(bases[read]) - 1) if read in frame else own
-
-    def changes(codes: Sequence[str], kinds: Sequence[str] = KINDS, way: str = "read") -> pandas.DataFrame:
-        return pandas.DataFrame({(kind, code): change(way, kind, code) for kind in kinds for code in codes})
-
-    new = languages["new"]
-    found = frame[["base", "tokens", "row", "weight"]].assign(lines=1.0)
-    for kind in ("pages", *KINDS):
-        read = changes(new, [kind]).mean(axis=1)
-        found[f"new: {kind}"] = changes(new, [kind], "end").mean(axis=1).fillna(read)
-        found[f"{kind}, as read"], found[f"{kind}, told"] = read, changes(new, [kind], "told").mean(axis=1)
-    found["old, mean"] = changes([c for name, codes in languages.items() if name != "new" for c in codes]).mean(axis=1)
-    found["en"], found["anchors, worst"] = (
-        changes(languages["kept"]).mean(axis=1),
-        changes(languages["anchored"]).max(axis=1),
-    )
-    unnamed = changes(languages["unnamed"])
-    found["unnamed, mean"], found["unnamed, worst"] = unnamed.mean(axis=1), unnamed.max(axis=1)
-    columns = {"chat en": "chat.en", "chat hu": "chat.hu", "s a step": "seconds_a_step", "GB": "peak_gigabytes"}
-    for name, column in (columns | {"M parameters": "parameters", "tokens/s": "tokens_a_second"}).items():
-        found[name] = frame.get(column, math.nan) / (1e6 if column == "parameters" else 1)
-    groups = found[found["row"] != "base"].groupby(["base", "tokens", "row", "weight"], sort=False)
-    return groups.mean().assign(lines=groups["lines"].sum()).reset_index()
-
-
-def report(options: argparse.Namespace) -> None:
-    """Prints the table of a CSV, and draws its figure."""
-    frame = summary(options.csv, yaml.safe_load(options.settings.read_text("utf-8"))["languages"])
-    rows = []
-    for _, line in frame.iterrows():
-        cells = [f"{line['tokens']:,}", line["row"], f"{line['weight']:g}"]
-        numbers = {name: value for name, value in line.items() if name not in ("base", "tokens", "row", "weight")}
-        cells += ["" if math.isnan(v) else FORMS.get(name, "{:+.1f}").format(v) for name, v in numbers.items()]
-        rows.append([line["base"], *cells])
-    table = markdown_table(list(frame.columns), rows)
-    print(table)
-    if options.table:
-        options.table.write_text(table + "\n", "utf-8")
-    if options.figure:
-        draw(frame, options.figure)
-
-
-def draw(frame: pandas.DataFrame, file: Path) -> None:
-    """A panel for each base and length: what all other languages lost, against what the new ones gained."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    panels = frame.groupby(["base", "tokens"], sort=False)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 5), squeeze=False)
-    for ((base, tokens), some), ax in zip(panels, axes[0], strict=True):
-        gained = -(some["new: documents"] + some["new: sentences"]) / 2
-        ax.plot(gained, some["old, mean"], "o", markersize=4)
-        for row, weight, *point in zip(some["row"], some["weight"], gained, some["old, mean"], strict=True):
-            name = row if weight == 1 else f"{row}, {weight:g}"
-            ax.annotate(name, point, fontsize=7, xytext=(4, 2), textcoords="offset points")
-        ax.set(title=f"{base}, {tokens:,} tokens", xlabel="gained: new languages, %", ylabel="lost: all others, %")
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-
-
 def run(options: argparse.Namespace) -> None:
     """Trains and scores what is left."""
     study = Study(options)
     if not (options.base / "config.json").is_file():
         sys.exit(f"{options.base}: no checkpoint; study_bases.py and small_base.py make the bases.")
+    trained = [*study.languages["kept"], *study.new]
+    files = [options.data / "help" / f"{code}.train.jsonl" for code in trained]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        sys.exit(f"{', '.join(missing)}: no such file; --data names a folder with help and flores.")
+    codes = [code for group in study.languages.values() for code in group]
+    if missing := [code for code in codes if not texts_of(options.data, code, 6)]:
+        sys.exit(
+            f"{options.data}: has no test text of {', '.join(missing)} (help/CODE.test.jsonl, flores/CODE.dev.jsonl)."
+        )
     if options.workers > 1:
-        again = [sys.executable, __file__, *sys.argv[1:], "--workers", "1", "--beside", str(options.workers)]
+        again = [sys.executable, __file__, *options.words, "--workers", "1", "--beside", str(options.workers)]
         workers = [subprocess.Popen(again) for _ in range(options.workers)]
         is_well = not sum(worker.wait() for worker in workers)
     else:
@@ -479,15 +415,13 @@ def run(options: argparse.Namespace) -> None:
 
 def left(options: argparse.Namespace) -> None:
     """Prints the rows that are left."""
-    open_ = Study(options).left()
+    jobs = Study(options).left()
     print(
-        f"{len(open_)} rows are left",
-        *(f"{n}, {tokens:,} tokens, seed {seed}" for n, tokens, seed in open_),
-        sep="\n  ",
+        f"{len(jobs)} rows are left", *(f"{n}, {tokens:,} tokens, seed {seed}" for n, tokens, seed in jobs), sep="\n  "
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     settings = argparse.ArgumentParser(add_help=False)
@@ -506,13 +440,13 @@ def main() -> None:
     verb.add_argument("--workers", type=int, default=1, help="rows side by side (%(default)s)")
     verb.add_argument("--beside", type=int, default=1, help=argparse.SUPPRESS)
     verb.add_argument("--seconds", type=float, default=math.inf, help="after these no row begins")
-    verb.add_argument("--unscored", action="store_true", help="only train, for seconds a step")
-    page = verbs.add_parser("report", parents=[settings], help="the table and the figure of a CSV")
+    page = verbs.add_parser("report", parents=[settings], help="tables, judged claims and the figure")
     page.set_defaults(work=report)
-    page.add_argument("--csv", type=Path, required=True)
-    page.add_argument("--table", type=Path)
-    page.add_argument("--figure", type=Path)
-    options = parser.parse_args()
+    page.add_argument("--csv", type=Path, nargs="+", required=True, help="of one run or of several")
+    page.add_argument("--table", type=Path, help="also write the tables here")
+    page.add_argument("--figure", type=Path, help="draw it here (SVG)")
+    options = parser.parse_args(arguments)
+    options.words = sys.argv[1:] if arguments is None else list(arguments)
     options.deadline = time.time() + getattr(options, "seconds", 0)
     try:
         options.work(options)
