@@ -126,14 +126,18 @@ def fits(gates: pandas.DataFrame) -> list[tuple[int, int]]:
 
 def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[str]) -> str:
     """The gain behind a gate as a share of what told copies in all layers gain: of all new languages, and of each."""
+
+    def gains(some: pandas.DataFrame, way: str, kind: str) -> list[float]:
+        return list(some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean())
+
     rows = []
     for (tokens, name), some in gated.groupby(["tokens", "name"], sort=False):
         whole = lines[(lines["name"] == WHOLE) & (lines["tokens"] == tokens) & lines["seed"].isin(some["seed"])]
         cells = []
         for kind in KINDS:
-            of = [whole[f"told.{kind}.{code}"].mean() for code in new]
+            of = gains(whole, "told", kind)
             for way in WAYS:
-                part = [some[f"{way}.{kind}.{code}"].mean() for code in new]
+                part = gains(some, way, kind)
                 each = ", ".join(f"{100 * a / b:.0f}" for a, b in zip(part, of, strict=True))
                 cells.append(f"{100 * sum(part) / sum(of):.0f} ({each})" if sum(of) < 0 else "")
         rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
