@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pandas
 import pytest
+import torch
 import yaml
-from conftest import save_dense, write_texts
+from conftest import byte_tokenizer, save_dense, write_texts
+from gated_models import gated_model
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 DOCS = BENCHMARKS.parent / "docs"
@@ -34,11 +36,12 @@ def small_study(study, tmp_path, help_text, quick_gates, monkeypatch):
             texts = [text[:80] for text in help_text(code, "train" if split == "train" else "test", 12)]
             write_texts(tmp_path / "data" / folder / f"{code}.{split}.jsonl", texts)
     settings = yaml.safe_load((BENCHMARKS / "study.yaml").read_text("utf-8"))
+    rates = {"dense": 0.1, "post_pretrain": 0.1}
     settings |= {
         "rows": {name: settings["rows"][name] for name in ("base", "exclusive", "25 % replay")}, "sentences": 6,
         "languages": {"kept": ["en"], "anchored": ["zh"], "unnamed": ["es"], "new": ["hu"]},
         "questions": {"en": ["Why?"], "hu": ["Miért?"]}, "claims": [["hu", "exclusive", None, "new: documents", 0]],
-        "bases": {"tiny": {"tokens": {256: [0]}, "block": 32, "batch": 2, "rates": {"dense": 0.01, "post_pretrain": 0.1}}},
+        "bases": {"tiny": {"tokens": {256: [0]}, "block": 32, "batch": 2, "rates": rates}},
     }  # fmt: skip
     settings["rows"]["exclusive"]["gates"] = {"unseen_share": 0.99}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
@@ -178,6 +181,31 @@ def test_a_gate_is_measured_by_told_copies(figures):
 def test_a_csv_without_its_base_is_refused(figures):
     with pytest.raises(SystemExit, match=r"made.csv: has no line of the base itself: smollm2"):
         figures([{"row": "one", "tokens": 8, "seed": 0}], base=False)
+
+
+def test_gates_shares_are_those_of_the_classes(study, tmp_path, monkeypatch, capsys):
+    gates = importlib.import_module("gates")
+    model, tokenizer = gated_model(max_position_embeddings=512), byte_tokenizer()
+    monkeypatch.setattr(gates, "load_for_inference", lambda folder: (model, tokenizer))
+    texts = ["One text of several words.", "Another, which is longer than the first one of them all."]
+    (tmp_path / "flores").mkdir()
+    write_texts(tmp_path / "flores" / "en.dev.jsonl", texts)
+    gates.main(["MODEL", "--data", str(tmp_path), "--languages", "en", "--sentences", "2"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    document = " ".join(texts)
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(document).input_ids]])
+    found = []
+    keep = lambda *_: found.append(model.routing_control.gate_pass.classes.class_T)  # noqa: E731
+    hook = model.expanded_ffns()[1].register_forward_hook(keep)
+    model(ids, use_cache=False)
+    hook.remove()
+    is_new = (found[0].view(-1) > 0)[1:].float()
+    shares = (is_new.mean(), is_new[:8].mean(), is_new[:32].mean(), is_new[-1])
+    assert rows[2] == ["en", *(f"{100 * share:.1f} %" for share in shares)]
+    assert [row[0] for row in rows[3:]] == [*gates.OTHER, *(f"questions, {code}" for code in gates.QUESTIONS)]
+    with pytest.raises(SystemExit):
+        gates.main(["MODEL", "--data", str(tmp_path), "--languages", "en", "xx"])
+    assert "has no flores/LANGUAGE.dev.jsonl of xx" in capsys.readouterr().err
 
 
 def test_the_pages_have_the_figures_of_the_csv(study, tmp_path, capsys):
