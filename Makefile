@@ -55,7 +55,7 @@ floor: $(VENV)/.installed-dev $(VENV)-floor/.installed
 vllm: $(VENV)-vllm/.installed
 	$(VENV)-vllm/bin/python -m pytest -q -n 0 tests/serving
 
-# Every method against the plain alternatives on SmolLM2 (docs/study.md): hours of a GPU. Ctrl-C stops it, and it goes on.
+# Methods against the plain alternatives on SmolLM2 (docs/study.md): hours of a GPU. Ctrl-C stops it, and it goes on.
 # DATA is a folder with help and flores. OPTIONS are study.py's: --rows, --tokens, --seeds, --workers.
 OPTIONS ?=
 study: $(VENV)/.installed-dev

@@ -1,4 +1,4 @@
-"""Is it worth it? Every method of this library beside the plain alternatives, at equal training tokens.
+"""Is it worth it? Methods of this library beside the plain alternatives, at equal training tokens.
 
     python benchmarks/study_bases.py --out runs/bases
     python benchmarks/study.py run smollm2 --base runs/bases/smollm2 --data DIR --out runs/study --workers 5
