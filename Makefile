@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test guides fuzz gpu study study-gpu study-quick oldest floor vllm lint format clean
+.PHONY: demo demo-real test guides fuzz gpu study oldest floor vllm lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -55,36 +55,14 @@ floor: $(VENV)/.installed-dev $(VENV)-floor/.installed
 vllm: $(VENV)-vllm/.installed
 	$(VENV)-vllm/bin/python -m pytest -q -n 0 tests/serving
 
-# Every method against the plain alternatives, and ten of them at several lengths (docs/study.md): days; stop it with
-# Ctrl-C, and run it again to continue. It makes the bases, says how long the rest takes here and how much disk, and
-# begins. DATA is a folder with help, flores and minimal_pairs. ACCEPT_GEMMA_TERMS=1 adds Gemma-3-270M. STUDIES names
-# settings files and their bases.
-STUDY := $(BIN)/python benchmarks/study.py
-RUNS := runs/study
-STUDIES ?= lengths:small lengths_smollm2:smollm2 study:small study_smollm2:smollm2 study_gemma3:gemma3
-DEVICE ?=
-# Runs a command for each of STUDIES whose base is there, with its options.
-each = for study in $(STUDIES); do name=$${study%%:*}; base=$(RUNS)/bases/$${study\#\#*:}; \
-  test -d $$base || { echo "$$name: no base at $$base, its rows are skipped"; continue; }; \
-  options="--settings benchmarks/studies/$$name.yaml --out $(RUNS)/$$name"; \
-  work="--data $(DATA) --base $$base $(if $(DEVICE),--device $(DEVICE))"; $(1); done
-
+# Methods against the plain alternatives on SmolLM2 (docs/study.md): hours of a GPU. Ctrl-C stops it, and it goes on.
+# DATA is a folder with help and flores. OPTIONS are study.py's: --rows, --tokens, --seeds, --workers.
+OPTIONS ?=
 study: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
-	$(if $(findstring :small,$(STUDIES)),$(STUDY) base --data $(DATA) --base $(RUNS)/bases/small)
-	$(BIN)/python benchmarks/study_bases.py --out $(RUNS)/bases $(if $(ACCEPT_GEMMA_TERMS),--accept-gemma-terms)
-	$(call each,echo "$$name:"; $(STUDY) forecast $$options $$work || exit 1)
-	$(call each,$(STUDY) run $$options $$work || exit 1; $(STUDY) speed $$options $$work || exit 1; \
-	  $(STUDY) report $$options --name $$name --table $(RUNS)/$$name.md --json $(RUNS)/$$name.json --figures $(RUNS) || exit 1)
-
-# SmolLM2 and Gemma-3-270M at 1.6 million tokens, on a GPU.
-study-gpu: $(VENV)/.installed-dev
-	$(MAKE) study STUDIES="lengths_smollm2_gpu:smollm2 lengths_gemma3_gpu:gemma3" DEVICE=$(or $(DEVICE),cuda)
-
-study-quick: $(VENV)/.installed-dev
-	$(STUDY) base --data $(DATA) --out runs/study/quick --steps 60
-	$(STUDY) run --data $(DATA) --out runs/study/quick --settings benchmarks/studies/study_quick.yaml --seeds 0
-	$(STUDY) report --out runs/study/quick --settings benchmarks/studies/study_quick.yaml --figures runs/study/quick
+	$(BIN)/python benchmarks/study_bases.py --out runs/bases < /dev/null
+	$(BIN)/python benchmarks/study.py run smollm2 --base runs/bases/smollm2 --data $(DATA) --out runs/study $(OPTIONS)
+	$(BIN)/python benchmarks/study.py report --csv runs/study/study.csv --figure runs/study/study.svg
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

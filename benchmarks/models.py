@@ -14,6 +14,8 @@ def add_model_options(options: argparse.ArgumentParser, hidden: int, vocabulary:
     options.add_argument("--hidden", type=int, default=hidden, help="hidden size (%(default)s)")
     options.add_argument("--vocabulary", type=int, default=vocabulary, help="vocabulary size (%(default)s)")
     options.add_argument("--experts", type=int, default=3, help="experts of each layer, expert 0 counted (%(default)s)")
+    options.add_argument("--ffn", type=int, help="width of the FFN (2.75 h)")
+    options.add_argument("--key-value-heads", type=int, help="heads of keys and values (as many as of queries)")
 
 
 def ffn_size(hidden: int) -> int:
@@ -28,10 +30,10 @@ def dense_config(options: argparse.Namespace, layers: int, ffn_widths: int = 1) 
     return Qwen2Config(
         vocab_size=options.vocabulary,
         hidden_size=options.hidden,
-        intermediate_size=ffn_widths * ffn_size(options.hidden),
+        intermediate_size=ffn_widths * (options.ffn or ffn_size(options.hidden)),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=options.key_value_heads or heads,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,

@@ -1,7 +1,7 @@
 """The small bases of the experiments on real text, good at English, Spanish and Chinese: 6.9 M parameters, or a mixture
 of experts (OLMoE's architecture) of 16.7 M, of which a token takes as many as the dense base has.
 
-    python benchmarks/small_base.py --mixture --data DIR --out runs/study/bases/mixture
+    python benchmarks/small_base.py --mixture --data DIR --out runs/bases/mixture
 
 DIR holds help/LANGUAGE.train.jsonl, objects with `text`.
 """

@@ -1,323 +1,457 @@
-"""Is it worth it? Every method of this library against the plain alternatives, at equal training tokens.
+"""Is it worth it? Methods of this library beside the plain alternatives, at equal training tokens.
 
-    python benchmarks/study.py base --data DIR --out runs/study/small
-    python benchmarks/study.py forecast --data DIR --out runs/study/small --seeds 0 1 2
-    python benchmarks/study.py run --data DIR --out runs/study/small --seeds 0 1 2
-    python benchmarks/study.py row "25 % replay" --seed 1 --data DIR --out runs/study/small
-    python benchmarks/study.py speed --data DIR --out runs/study/small
-    python benchmarks/study.py report --out runs/study/small --json study_small.json --table table.md --figures .
-    python benchmarks/study.py restore --json study_small.json --data DIR --out runs/study/small
+    python benchmarks/study_bases.py --out runs/bases
+    python benchmarks/study.py run smollm2 --base runs/bases/smollm2 --data DIR --out runs/study --workers 5
+    python benchmarks/study.py left smollm2 --out runs/study
+    python benchmarks/study.py report --csv docs/study.csv --figure docs/study.svg
 
-DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAGE.dev.jsonl (objects with `text`), and
-minimal_pairs/LANGUAGE.jsonl (objects with `good` and `bad`). `--settings` names the languages, the training and the
-rows: studies/study.yaml by default. `base` makes the small base; for another one give `--base` to the others.
+DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAGE.dev.jsonl (objects with `text`).
+`study.yaml` has the rows, each a recipe's fragment, the bases, and the claims that `report` judges. `run` trains and
+scores what is left and writes OUT/study.csv after each row, a line a model; stop it with Ctrl-C, and the same command
+goes on; other settings take another OUT. py3langid, if installed, judges the language of answers. `--workers N` runs N
+rows side by side on one device. `report` takes several CSVs, such as docs/study.csv and one of further seeds.
 
-Where the settings have `lengths`, each row is trained once for each, with a schedule of its own, and `report` shows
-them one after the other, and as curves.
-
-Each row of a length trains the same number of tokens, and takes its rates from the same sweep: with seed 0, judged on
-documents of the training text that no row trains on and on sentences in old languages that no row reads, and extended
-where the best rate is at an end. Finished parts are kept: stop a command with Ctrl-C, and run it again to continue.
-`--part 1/2` and `--part 2/2` share the rows of `run` between two processes, each on its `--device`; `--rows` names some
-of them. `restore` takes up a study from the JSON of a report, on a machine that lacks its folder.
+Text is scored in float32 (on a GPU with products of 19 bits, TF32): bits per byte token by token, judged by the
+text's end where a model has a gate, and told the language where it is a new one; and the share of tokens that go to
+new experts. Seconds a step of rows that ran side by side are upper bounds (`workers` says how many ran).
 """
 
 import argparse
+import gc
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import cache
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
+import pandas
 import torch
-from small_base import make_small_base
-from study_changes import file_name, kept_results, row_folder
-from study_forecast import TUNING_TOKENS, Job, Progress, forecast
-from study_models import Models
-from study_report import write_report
-from study_restore import restore
-from study_scores import MinimalPairs, bits_per_byte, generation_speed, parameters, read_texts
-from study_settings import at_length, lengths_of, read_settings, row_digest
-from study_tuning import Choice, Tried, tune
+import torch.nn.functional as F
+import yaml
+from filelock import FileLock, Timeout
+from study_report import report
+from timing import reset_peak, resident_bytes
+from transformers import AutoTokenizer
 
-from hf_moe_expand.core.errors import DivergedError, InputError
-from hf_moe_expand.core.jsonfile import read_json, write_json
-from hf_moe_expand.data.anchors import shipped_sentences
-from hf_moe_expand.inference.models import load_for_inference
+import hf_moe_expand as moe
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 
-SETTINGS = Path(__file__).with_name("studies") / "study.yaml"
+SETTINGS = Path(__file__).with_name("study.yaml")
+LONGEST = 512  # tokens of a text that is scored
+AT_ONCE = {"cuda": 8192, "cpu": 1024}  # tokens of a scored batch, padding counted
 
 
 class Study:
-    """The rows of a settings file on one base at one length, and their results.
+    """The rows of one base.
 
     Args:
-        tokens: one of the settings' `lengths`; None where they have none.
+        options: of the command line: `name` of the base, `base`, `data` and `out`.
     """
 
-    def __init__(self, options: argparse.Namespace, tokens: int | None = None) -> None:
-        settings = read_settings(options.settings)
-        self.settings, self.tokens = at_length(settings, tokens), tokens
-        self.longest = tokens == lengths_of(settings)[-1]
-        self.out, self.data = options.out, options.data
-        self.base = options.base or self.out / "base"
-        trained = [*self.settings["old"]["reviewed"], *self.settings["new"]]
-        files = [self.data / "help" / f"{code}.{split}.jsonl" for code in trained for split in ("train", "test")]
-        if missing := next((file for file in (self.base / "config.json", *files) if not file.is_file()), None):
-            raise InputError(
-                f"{missing}: no such file; --data names a folder with help, flores and minimal_pairs, --base a model."
-            )
-        self.models = Models(self.settings, self.base, self.data / "help", self.out)
-        self.old = [code for codes in self.settings["old"].values() for code in codes]
-        self.kept = kept_results(settings, self.out)  # refuses results of other settings before any work
+    def __init__(self, options: argparse.Namespace) -> None:
+        settings = yaml.safe_load(options.settings.read_text("utf-8"))
+        self.options, self.out = options, options.out.resolve()
+        if options.name not in settings["bases"]:
+            sys.exit(f"{options.name}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
+        own = settings["bases"][options.name]
+        self.settings = settings | own
+        self.rows: dict[str, dict[str, Any]] = settings["rows"] | own.get("rows", {})
+        self.languages: dict[str, list[str]] = self.settings["languages"]
+        self.new = self.languages["new"]
 
-    def choice(self, name: str) -> Choice:
-        """The rates and the weight of a row: the best ones of the sweep."""
-        row = self.settings["rows"][name]
-        if not row:
-            return Choice(0.0)
-        tried = Tried(self.sweep_file(name), row_digest(self.settings, name), self.scored(name))
-        return tune(row, self.settings, tried)
-
-    def sweep_file(self, name: str) -> Path:
-        return row_folder(self.settings, self.out, self.tokens, name) / "sweep" / f"{file_name(name)}.json"
-
-    def scored(self, name: str) -> Callable[[Choice], float]:
-        """The score of a choice for a row: the mean over reviewed old languages, that over old languages that no row
-        reads and that over new ones, together: bits per byte of held-out documents of the training text, and of the
-        package's own sentences in the second group."""
-
-        def score(choice: Choice) -> float:
-            try:
-                made = self.models.make(self.settings["rows"][name], 0, choice)
-            except DivergedError as error:
-                print(f"{name}, {choice}: {error}")
-                return 1e9
-            model, tokenizer = load_for_inference(made.path)
-            texts = self.tuning_texts()
-            flat = {code: text for group in texts for code, text in group.items()}
-            found = bits_per_byte(model, tokenizer, flat, {**self.settings["evaluation"], "max_tokens": TUNING_TOKENS})
-            self.prune([made.path])
-            return mean(mean(found[code] for code in group) for group in texts)
-
-        return score
-
-    def tuning_texts(self) -> list[dict[str, list[str]]]:
-        """The text of each group of languages on which the sweep is judged."""
-        named = (self.models.reviewed, self.models.new)
-        groups = [{code: self.models.text.tuning(code) for code in codes} for codes in named]
-        unnamed = {code: shipped_sentences(code) for code in self.settings.get("tuning_unnamed", [])}
-        return [*groups, unnamed] if unnamed else groups
-
-    def prune(self, keep: Sequence[Path] = ()) -> None:
-        """Removes models that are not needed any more, but for those of seed 0 at the longest length."""
-        folder = self.out if self.tokens is None else self.out / str(lengths_of(self.settings)[-1])
-        results = [read_json(path, "a result") for path in folder.glob("results/*.0.json")]
-        self.models.prune([*keep, *(Path(result["path"]) for result in results)])
-
-    def check_row(self, name: str) -> None:
-        """Raises InputError if the settings have no such row."""
-        if name not in self.settings["rows"]:
-            raise InputError(f"{name!r} is not a row; known: {', '.join(self.settings['rows'])}.")
-
-    def result(self, name: str, seed: int) -> dict[str, Any]:
-        """Costs and scores of a row, kept.
-
-        Raises:
-            InputError: the folder has results that do not say of which settings they are.
-        """
-        self.check_row(name)
-        kept = self.result_file(name, seed)
-        if not kept.exists():
-            if any(one.get("settings") is None for one in self.kept):
-                raise InputError(
-                    f"{self.out}: has results that do not name their settings, as earlier versions wrote them; new "
-                    "ones must not stand beside them: give another --out."
-                )
-            choice = self.choice(name)
-            made = self.models.make(self.settings["rows"][name], seed, choice)
-            scores = self.scores(made.path)
-            digest = row_digest(self.settings, name)
-            found = {
-                "settings": digest,
-                "seed": seed,
-                **asdict(choice),
-                "scores": scores,
-                **parameters(made.path),
-                **asdict(made),
-            }
-            write_json(kept, {**found, "path": str(made.path)})
-            self.prune()
-        return read_json(kept, "a result")
-
-    def result_file(self, name: str, seed: int) -> Path:
-        folder = row_folder(self.settings, self.out, self.tokens, name)
-        return folder / "results" / f"{file_name(name)}.{seed}.json"
-
-    def scores(self, path: Path) -> dict[str, dict[str, float]]:
-        model, tokenizer = load_for_inference(path)
-        codes = [*self.old, *self.models.new]
-        domains = {"help": ("help", "test"), "flores": ("flores", "dev")}
-        found = {
-            name: bits_per_byte(
-                model, tokenizer, read_texts(self.data / folder, split, codes), self.settings["evaluation"]
-            )
-            for name, (folder, split) in domains.items()
-        }
-        if size := self.settings.get("document_sentences"):
-            texts = read_texts(self.data / "flores", "dev", codes)
-            joined = {code: [" ".join(t[i : i + size]) for i in range(0, len(t), size)] for code, t in texts.items()}
-            found["documents"] = bits_per_byte(model, tokenizer, joined, self.settings["evaluation"])
-        count = self.settings["pairs"]
-        folder, limit = self.data / "minimal_pairs", None if count == "all" else count
-        pairs = minimal_pairs(folder, self.out / "tasks", (*codes,), limit)
-        judged = pairs.accuracy(model, tokenizer, self.settings["evaluation"]["batch_size"])
-        found["pairs"] = {code: one.value for code, one in judged.items()}
-        found["pairs_stderr"] = {code: one.stderr for code, one in judged.items() if one.stderr is not None}
+    def jobs(self) -> list[tuple[str, int, int]]:
+        """Row, tokens and seed of each run, the most wanted first."""
+        options, found = self.options, [("base", 0, 0)]
+        names = options.rows or list(self.rows)
+        if unknown := [name for name in names if name not in self.rows]:
+            sys.exit(f"{', '.join(unknown)}: no such row in {options.settings}; it has {', '.join(self.rows)}.")
+        for tokens in options.tokens or self.settings["tokens"]:
+            for seed in options.seeds or self.settings["tokens"].get(tokens, [0]):
+                found += [(name, tokens, seed) for name in names if name != "base"]
         return found
 
-    def jobs(self, seeds: Sequence[int], rows: Sequence[str]) -> list[Job]:
-        """Rows to make, with their seeds; the base is the same with any seed."""
-        of_all = self.settings["rows"]
-        first = self.tokens == lengths_of(self.settings)[0]  # and so it is with any length
-        named = [name for name in rows if of_all[name] or first]
-        pairs = [(name, seed if of_all[name] else 0) for seed in seeds for name in named]
-        return [
-            Job(self, name, seed, not self.result_file(name, seed).exists(), not self.sweep_file(name).exists())
-            for name, seed in dict.fromkeys(pairs)
-        ]
+    def result_file(self, job: tuple[str, int, int]) -> Path:
+        name = re.sub(r"\W+", "-", job[0])
+        return self.out / "results" / f"{self.options.name}.{job[1]}.{job[2]}.{name}.json"
 
-    def speed(self) -> None:
-        """Tokens a second of the rows whose model of seed 0 is at hand."""
-        rows = [name for name in self.settings["rows"] if self.result_file(name, 0).exists()]
-        paths = {name: Path(self.result(name, 0)["path"]) for name in rows}
-        models = {name: load_for_inference(path) for name, path in paths.items() if path.exists()}
-        texts = read_texts(self.data / "help", "test", self.models.new[:1])[self.models.new[0]]
-        write_json(self.out / "speed.json", generation_speed(models, texts, self.settings["generation"]))
+    def left(self) -> list[tuple[str, int, int]]:
+        return [job for job in self.jobs() if not self.result_file(job).exists()]
+
+    def run(self) -> bool:
+        """Makes and scores what is left; returns whether all went well. Other workers take other rows."""
+        is_well = True
+        for job in self.left():
+            if time.time() > self.options.deadline:
+                print(f"no time is left for {job}", flush=True)
+                continue
+            try:
+                self.result(job, timeout=0)
+            except Timeout:
+                continue  # another worker has it
+            except Exception:  # the other rows go on
+                is_well = False
+                print(f"{job}: failed\n{traceback.format_exc()}", flush=True)
+            free()
+        return is_well
+
+    def result(self, job: tuple[str, int, int], timeout: float = -1) -> list[dict[str, Any]]:
+        """The lines of a row, kept; the trained models are removed."""
+        kept = self.result_file(job)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{kept}.lock", timeout=timeout):
+            if not kept.exists():
+                begun, folder = time.time(), self.out / "models" / kept.stem
+                shutil.rmtree(folder, ignore_errors=True)
+                lines = [self.scored(job, weight, model, cost) for weight, model, cost in self.made(job, folder)]
+                write(kept, json.dumps(lines, ensure_ascii=False, indent=1))
+                shutil.rmtree(folder, ignore_errors=True)
+                self.write_csv()
+                print(f"{job}: {time.time() - begun:.0f} s", flush=True)
+        return json.loads(kept.read_text("utf-8"))
+
+    def made(self, job: tuple[str, int, int], folder: Path) -> Iterator[tuple[float, Path, dict[str, Any]]]:
+        """Trains a row: weight of the average with the base, model and cost of each model that is scored."""
+        name, tokens, seed = job
+        row, base = self.rows[name], self.options.base
+        if name == "base":
+            yield 1.0, base, {}
+            return
+        folder.mkdir(parents=True)
+        reset_memory()
+        trained = (self.train_dense if "dense" in row else self.run_recipe)(row, tokens, seed, folder)
+        cost = step_cost(folder)
+        yield 1.0, trained, cost
+        for weight in row.get("averages", []):
+            averaged = folder / f"averaged-{weight}"
+            if "dense" in row:
+                average_checkpoints([trained, base], averaged, [weight, 1 - weight])
+            else:
+                average_experts(trained, averaged, weight)
+            yield weight, averaged, cost
+
+    def train_dense(self, row: Mapping[str, Any], tokens: int, seed: int, folder: Path) -> Path:
+        replay, out = row.get("replay", 0.0), folder / "dense"
+        shares = dict.fromkeys(self.new, (1 - replay) / len(self.new))
+        shares |= dict.fromkeys(self.languages["kept"] if replay else [], replay / len(self.languages["kept"]))
+        data = {code: moe.LanguageText(code, self.text(code, tokens * share)) for code, share in shares.items()}
+        rate = "lora" if row["dense"].get("method") == "lora" else "dense"
+        config = moe.DenseConfig(str(folder / "work"), **self.stage(rate, tokens), **row["dense"])
+        moe.train_stage(self.options.base, out, data, config, seed)
+        return out
+
+    def run_recipe(self, row: Mapping[str, Any], tokens: int, seed: int, folder: Path) -> Path:
+        """Runs a row's recipe, or those of its packs and of their join."""
+
+        def run(name: str, new: Sequence[str], share: float, recipe: dict[str, Any]) -> Path:
+            old = self.languages["kept"]
+            each = max(tokens * share / len(new), 4000)  # what a gate reads
+            texts = {"old": {c: self.text(c) for c in old}, "new": {c: self.text(c, each) for c in new}}
+            if "gates" in recipe or "join" in recipe:
+                texts["anchors"] = self.anchors()
+            whole = {"base": str(self.options.base), "output": str(folder / name), "seed": seed, **texts, **recipe}
+            file = folder / f"{name}.yaml"
+            file.write_text(yaml.safe_dump(whole, allow_unicode=True), "utf-8")
+            return moe.run_recipe(moe.Recipe.load(file), say=lambda line: print(f"  {row_name}: {line}", flush=True))
+
+        row_name = f"{folder.name}"
+        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
+        reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
+        parts = len(self.new) if row.get("packs") else 1
+        recipe["post_pretrain"] = self.stage("post_pretrain", tokens * (1 - reviewed) / parts)
+        if reviewed:
+            recipe["review"] = self.stage("review", tokens * reviewed) | recipe["review"]
+        if recipe["plan"]["method"] == "layer-moe":
+            recipe["analysis"] = self.settings["analysis"]
+        if not row.get("packs"):
+            return run("run", self.new, 1.0, recipe)
+        packs = [str(run(f"pack-{code}", [code], 1 / parts, recipe)) for code in self.new]
+        return run("joined", self.new, 1.0, {"join": {"packs": packs, "calibrate": True}})
+
+    def stage(self, kind: str, tokens: float) -> dict[str, Any]:
+        """The settings of a stage on a number of tokens."""
+        settings = self.settings
+        steps = max(1, round(tokens / (settings["block"] * settings["batch"])))
+        found = {
+            "learning_rate": settings["rates"][kind], "max_steps": steps, "block_size": settings["block"],
+            "per_device_train_batch_size": settings["batch"], "lr_scheduler_type": "cosine", "warmup_steps": 0.05,
+            "save_strategy": "no", "logging_steps": 20, "disable_tqdm": True,
+        }  # fmt: skip
+        return found | ({"bf16": True} if torch.cuda.is_available() else {})
+
+    def text(self, code: str, tokens: float = math.inf) -> str:
+        """A file with a language's first documents, of together at least this many tokens."""
+        source = self.options.data / "help" / f"{code}.train.jsonl"
+        if tokens == math.inf:
+            return str(source.resolve())
+        file = self.out / "text" / self.options.name / f"{code}.{int(tokens)}.jsonl"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tokenizer, taken, size = AutoTokenizer.from_pretrained(self.options.base), [], 0
+            for line in source.read_text("utf-8").splitlines(keepends=True):
+                taken.append(line)
+                size += len(tokenizer(json.loads(line)["text"]).input_ids) + 1
+                if size >= tokens:
+                    break
+            write(file, "".join(taken))
+        return str(file)
+
+    def anchors(self) -> dict[str, str]:
+        """The package's anchors without the languages of the study that no text may be of."""
+        left_out = [code for part in ("kept", "unnamed", "new") for code in self.languages[part]]
+        files = sorted(Path(moe.__file__).parent.glob("**/anchors/text/*.txt"))
+        return {file.stem: str(file) for file in files if file.stem not in left_out}
+
+    def scored(self, job: tuple[str, int, int], weight: float, model_folder: Path, cost: dict) -> dict[str, Any]:
+        """A line of the CSV, and the answers of the chat."""
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        name, tokens, seed = job
+        line = {
+            "base": self.options.name, "row": name, "weight": weight, "tokens": tokens, "seed": seed, "device": device,
+            "workers": self.options.beside, **cost,
+        }  # fmt: skip
+        free()
+        model, tokenizer = moe.load_for_inference(model_folder)
+        model.float().eval()
+        line["parameters"] = sum(one.numel() for one in model.parameters())
+        codes = [code for group in self.languages.values() for code in group]
+        texts = {code: texts_of(self.options.data, code, self.settings["sentences"]) for code in codes}
+        torch.set_float32_matmul_precision("high")
+        line |= scores(model, tokenizer, texts, self.new)
+        torch.set_float32_matmul_precision("highest")
+        answers = {code: chat(model, tokenizer, asked) for code, asked in self.settings["questions"].items()}
+        line["answers"] = answers
+        if name != "base":
+            (base,) = self.result(("base", 0, 0))
+            line["chat.en"] = statistics.mean(map(str.__eq__, base["answers"]["en"], answers["en"]))
+        line["chat.hu"] = share_in("hu", answers["hu"])
+        line["tokens_a_second"] = generation_speed(model)
+        return line
+
+    def write_csv(self) -> None:
+        """Writes the lines of all finished rows, in the order of the rows."""
+        lines = [one for file in (self.out / "results").glob("*.json") for one in json.loads(file.read_text("utf-8"))]
+        order = list(self.rows)
+        lines.sort(key=lambda one: (one["base"], -one["tokens"], order.index(one["row"]), -one["weight"], one["seed"]))
+        frame = pandas.DataFrame(lines).drop(columns="answers", errors="ignore")
+        write(self.out / "study.csv", frame.to_csv(index=False))
 
 
-@cache
-def minimal_pairs(folder: Path, out: Path, codes: tuple[str, ...], count: int | None) -> MinimalPairs:
-    """The tasks, once: the harness takes half a minute to list its own."""
-    return MinimalPairs(folder, out, list(codes), count)
+def step_cost(folder: Path) -> dict[str, Any]:
+    """Seconds and peak memory of a training step: of a row with two stages, of the one that has more steps."""
+    states = [json.loads(file.read_text("utf-8")) for file in folder.rglob("trainer_state.json")]
+    times = [(of["global_step"], log.get("train_runtime")) for of in states for log in of["log_history"]]
+    steps, seconds = max(pair for pair in times if pair[1])
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
+    return {"seconds_a_step": round(seconds / steps, 4), "peak_gigabytes": round(peak / 1e9, 2)}
 
 
-def studies(options: argparse.Namespace) -> list[Study]:
-    """The study at each of its lengths, the shortest first."""
-    return [Study(options, tokens) for tokens in lengths_of(read_settings(options.settings))]
+def reset_memory() -> None:
+    free()
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
 
 
-def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """The rows of this process at all lengths and with all seeds: every second one, say.
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
-    Raises:
-        InputError: the settings lack a row.
-    """
-    settings, found = read_settings(options.settings), studies(options)
-    for name in options.rows:
-        found[0].check_row(name)
-    number, parts = map(int, options.part.split("/"))
-    rows = (options.rows or list(settings["rows"]))[number - 1 :: parts]
-    return [job for study in found for job in study.jobs(options.seeds or settings["seeds"], rows)]
+
+def write(file: Path, text: str) -> None:
+    """Writes a file whole, or not at all."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    partial.write_text(text, "utf-8")
+    partial.rename(file)
+
+
+def lines_of(file: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+
+
+def texts_of(data: Path, code: str, count: int) -> dict[str, list[str]]:
+    """A language's test text by kind; documents are six sentences each."""
+    sentences = lines_of(data / "flores" / f"{code}.dev.jsonl")[:count]
+    pages = [text[:2000] for text in lines_of(data / "help" / f"{code}.test.jsonl")[: count // 6]]
+    documents = [" ".join(sentences[i : i + 6]) for i in range(0, len(sentences), 6)]
+    kinds = {"pages": pages, "documents": documents, "sentences": sentences}
+    return {kind: texts for kind, texts in kinds.items() if texts}
+
+
+def batches(texts: Sequence[str], tokenizer: Any, device: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Left-padded tokens and masks, and the bytes of the scored text; texts of like lengths together."""
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    rows = [[begin, *tokenizer(text, add_special_tokens=False).input_ids[: LONGEST - 1]] for text in texts]
+    rows.sort(key=len)
+    while rows:
+        longest = len(rows[-1])
+        count = max(1, AT_ONCE[device.type] // longest)
+        rows, part = rows[:-count], rows[-count:]
+        ids = torch.tensor([[begin] * (longest - len(row)) + row for row in part])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in part])
+        yield ids.to(device), mask.to(device), sum(len(tokenizer.decode(row[1:]).encode()) for row in part)
+
+
+@torch.no_grad()
+def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[str]) -> dict[str, float]:
+    """Bits per byte by way, kind of text and language, and the share of tokens that go to new experts."""
+    rule = getattr(model.config, "language_gate", None)
+    found: dict[str, float] = {}
+    classes: list[torch.Tensor] = []
+    control = getattr(model, "routing_control", None)
+    if rule:  # a pass that is told the language has no classes
+        gate = model.expanded_ffns()[rule["layer"]]
+        keep = lambda *_: classes.append(getattr(control.gate_pass.classes, "class_T", None))  # noqa: E731
+        hook = gate.register_forward_hook(keep)
+    for code, kinds in texts.items():
+        ways = ["read", *(["end"] if rule else []), *(["told"] if control and code in new else [])]
+        for kind, some in kinds.items():
+            nats, taken, size = dict.fromkeys(ways, 0.0), [0, 0], 0
+            for ids, mask, width in batches(some, tokenizer, model.device):
+                size += width
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+                wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
+                labels = torch.where(wanted, ids[:, 1:], -100)
+                for way in ways:
+                    classes.clear()
+                    asked = control.asking(message_ends=[ids.shape[1]]) if way == "end" else nullcontext()
+                    said = {"languages": code} if way == "told" else {}
+                    with asked:
+                        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
+                    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+                    nats[way] += loss.item()
+                    if way == "read" and rule:
+                        is_new = classes[0].view(ids.shape)[:, 1:] > 0
+                        taken[0] += int((is_new & wanted).sum())
+                        taken[1] += int(wanted.sum())
+                    del logits, loss
+            found |= {f"{way}.{kind}.{code}": round(sum_ / math.log(2) / size, 5) for way, sum_ in nats.items()}
+            if rule:
+                found[f"new.{kind}.{code}"] = round(taken[0] / max(taken[1], 1), 5)
+    if rule:
+        hook.remove()
+    return found
+
+
+def in_template(tokenizer: Any, asked: Sequence[str]) -> list[str]:
+    """Questions as prompts of the chat template, where there is one."""
+    if not tokenizer.chat_template:
+        return list(asked)
+    messages = [[{"role": "user", "content": question}] for question in asked]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@torch.no_grad()
+def chat(model: Any, tokenizer: Any, asked: Sequence[str], tokens: int = 24) -> list[str]:
+    """Greedy answers to questions; without a chat template, how the model goes on."""
+    asked = in_template(tokenizer, asked)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    batch = tokenizer(asked, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def share_in(code: str, answers: Sequence[str]) -> float | None:
+    """The share of answers in a language; None without py3langid."""
+    try:
+        import py3langid
+    except ImportError:
+        print("py3langid is not installed: the language of the answers is not judged", flush=True)
+        return None
+    return statistics.mean(py3langid.classify(one)[0] == code for one in answers)
+
+
+@torch.no_grad()
+def generation_speed(model: Any, batch: int = 8, tokens: int = 48) -> float:
+    """Generated tokens a second, greedy, of prompts of 32 tokens; the second of two runs."""
+    ids = torch.randint(100, 250, (batch, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
+    for _ in range(2):
+        begun = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+            pad_token_id=0,
+        ).tolist()  # fmt: skip
+    return round(batch * tokens / (time.perf_counter() - begun), 1)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Makes and scores every row, after saying how long that takes."""
-    jobs = jobs_of(options)
-    progress = Progress(jobs)
-    if progress.open:
-        print("\n".join(forecast(jobs)), flush=True)
-    for job in jobs:
-        progress.begin(job)
-        job.study.result(job.name, job.seed)
-        progress.done(job)
+    """Trains and scores what is left."""
+    study = Study(options)
+    if not (options.base / "config.json").is_file():
+        sys.exit(f"{options.base}: no checkpoint; study_bases.py and small_base.py make the bases.")
+    trained = [*study.languages["kept"], *study.new]
+    files = [options.data / "help" / f"{code}.train.jsonl" for code in trained]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        sys.exit(f"{', '.join(missing)}: no such file; --data names a folder with help and flores.")
+    codes = [code for group in study.languages.values() for code in group]
+    if missing := [code for code in codes if not texts_of(options.data, code, 6)]:
+        sys.exit(
+            f"{options.data}: has no test text of {', '.join(missing)} (help/CODE.test.jsonl, flores/CODE.dev.jsonl)."
+        )
+    if options.workers > 1:
+        again = [sys.executable, __file__, *options.words, "--workers", "1", "--beside", str(options.workers)]
+        workers = [subprocess.Popen(again) for _ in range(options.workers)]
+        is_well = not sum(worker.wait() for worker in workers)
+    else:
+        is_well = study.run()
+    left(options)
+    if not is_well:
+        sys.exit("A row failed: the messages above say which.")
 
 
-def one_row(options: argparse.Namespace) -> None:
-    """Makes and scores one row at each length, and prints its results."""
-    for study in studies(options):
-        print(json.dumps(study.result(options.name, options.seed), indent=1))
+def left(options: argparse.Namespace) -> None:
+    """Prints the rows that are left."""
+    jobs = Study(options).left()
+    print(
+        f"{len(jobs)} rows are left", *(f"{n}, {tokens:,} tokens, seed {seed}" for n, tokens, seed in jobs), sep="\n  "
+    )
 
 
-def use_device(name: str | None) -> None:
-    """Hides all devices but one from torch, before it looks for them: a Trainer would give each of several a batch.
-
-    Raises:
-        InputError: the name is no device, or there is no such device.
-    """
-    if name is None:
-        if torch.backends.cuda.is_built():
-            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-        return
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
-        raise InputError(f"--device {name}: must be cpu, cuda or cuda:N.")
-    if kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return
-    seen = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-    chosen = int(number or 0)
-    if seen and chosen >= len(seen):
-        raise InputError(f"--device {name}: CUDA_VISIBLE_DEVICES shows {len(seen)} devices.")
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen[chosen] if seen else str(chosen)
-    if not torch.cuda.is_available():
-        raise InputError(f"--device {name}: torch {torch.__version__} finds no such device.")
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def verb(name: str, work: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
-        found = verbs.add_parser(name, help=text, description=text)
-        found.set_defaults(work=work)
-        found.add_argument("--out", type=Path, default=Path("runs/study/small"))
-        found.add_argument("--settings", type=Path, default=SETTINGS)
-        found.add_argument("--threads", type=int)
-        if name != "report":
-            found.add_argument("--data", type=Path, required=True, help="folder with help, flores and minimal_pairs")
-            found.add_argument("--base", type=Path, help="dense checkpoint (OUT/base)")
-            found.add_argument("--device", help="cpu, cuda or cuda:N (the first GPU, or the CPU where there is none)")
-        return found
-
-    def rows(found: argparse.ArgumentParser) -> None:
-        found.add_argument("--seeds", type=int, nargs="+", help="seeds of each row (those of the settings)")
-        found.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="the rows to run (all)")
-        found.add_argument("--part", default="1/1", help="rows of this process, such as 1/2 and 2/2 (%(default)s)")
-
-    base = verb(
-        "base", lambda o: make_small_base(o.data / "help", o.base or o.out / "base", o.steps), "makes the small base"
-    )
-    base.add_argument("--steps", type=int, default=700)
-    rows(verb("run", run, "says how long it takes, then makes and scores every row"))
-    rows(verb("forecast", lambda o: print("\n".join(forecast(jobs_of(o)))), "says how long `run` takes and its disk"))
-    row = verb("row", one_row, "makes and scores one row, at each length")
-    row.add_argument("name")
-    row.add_argument("--seed", type=int, default=0)
-    verb("speed", lambda o: studies(o)[-1].speed(), "measures generation; on an idle machine")
-    taken_up = verb(
-        "restore", lambda o: restore(studies(o), o.json, o.retrained), "takes up the finished rows of a report's JSON"
-    )
-    taken_up.add_argument("--json", type=Path, required=True, help="JSON of `report`")
-    taken_up.add_argument("--retrained", action="store_true", help="the base here may be another training of its base")
-    report = verb("report", lambda o: write_report(o), "writes the tables, the JSON and the figures")
-    report.add_argument("--json", type=Path)
-    report.add_argument("--table", type=Path)
-    report.add_argument("--figures", type=Path, help="folder for NAME_pareto.svg, NAME_loss.svg and NAME_lengths.svg")
-    report.add_argument("--name", default="study_small", help="first part of the figures' names (%(default)s)")
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument("--settings", type=Path, default=SETTINGS, help="(study.yaml)")
+    chosen = argparse.ArgumentParser(add_help=False, parents=[settings])
+    chosen.add_argument("name", help="a base of the settings")
+    chosen.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of all that is made (%(default)s)")
+    chosen.add_argument("--rows", nargs="+", help="names of rows (all)")
+    chosen.add_argument("--tokens", type=int, nargs="+", help="lengths (those of the settings)")
+    chosen.add_argument("--seeds", type=int, nargs="+", help="(those of the settings)")
+    verbs.add_parser("left", parents=[chosen], help="prints the rows that are left").set_defaults(work=left)
+    verb = verbs.add_parser("run", parents=[chosen], help="trains and scores the rows that are left")
+    verb.set_defaults(work=run)
+    verb.add_argument("--base", type=Path, required=True, help="dense checkpoint")
+    verb.add_argument("--data", type=Path, required=True, help="folder with help and flores")
+    verb.add_argument("--workers", type=int, default=1, help="rows side by side (%(default)s)")
+    verb.add_argument("--beside", type=int, default=1, help=argparse.SUPPRESS)
+    verb.add_argument("--seconds", type=float, default=math.inf, help="after these no row begins")
+    page = verbs.add_parser("report", parents=[settings], help="tables, judged claims and the figure")
+    page.set_defaults(work=report)
+    page.add_argument("--csv", type=Path, nargs="+", required=True, help="of one run or of several")
+    page.add_argument("--table", type=Path, help="also write the tables here")
+    page.add_argument("--figure", type=Path, help="draw it here (SVG)")
     options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options.words = sys.argv[1:] if arguments is None else list(arguments)
+    options.deadline = time.time() + getattr(options, "seconds", 0)
     try:
-        use_device(getattr(options, "device", None))
         options.work(options)
-    except InputError as error:
-        parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "\nStopped. Finished parts are kept: the same command goes on.\n")
+        sys.exit("\nStopped. Finished rows are kept: the same command goes on.")
 
 
 if __name__ == "__main__":

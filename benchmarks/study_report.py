@@ -1,163 +1,212 @@
-"""The study's tables and JSON, from its kept results."""
+"""The tables, the judged claims and the figure of benchmarks/study.py, from its CSV."""
 
 import argparse
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from study_changes import (
-    DOMAINS,
-    Results,
-    change,
-    file_name,
-    groups,
-    kept_results,
-    read_results,
-    row_folder,
-    spread,
-)
-from study_claims import claims_table, turned_table
-from study_figures import draw_lengths, draw_losses, draw_pareto
-from study_settings import at_length, lengths_of, read_settings, trained_tokens
-from study_tuning import at_an_end
+import pandas
+import yaml
 from tables import markdown_table
 
-from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.jsonfile import read_json, write_json, write_text
+GENERAL = ("documents", "sentences")
+KINDS = (*GENERAL, "pages")
+WAYS = {"read": "token by token", "end": "by the end", "told": "told"}
+WHOLE = "copies in all layers"  # told the language, they are the measure of what a gate lets through
+COSTS = {"M parameters": "{:.1f}", "GB": "{:.1f}", "s a step": "{:.2f}", "side by side": "{:.0f}"}
+Languages = Mapping[str, Sequence[str]]
 
 
-def write_report(options: argparse.Namespace) -> None:
-    """Prints the tables of the finished rows, and writes what the options name.
-
-    Raises:
-        InputError: there is no result of the base, or rows are of different settings.
-    """
-    settings = read_settings(options.settings)
-    kept_results(settings, options.out)
-    lengths = {tokens: at_length(settings, tokens) for tokens in lengths_of(settings)}
-    found = {trained_tokens(of): read_results(settings, options.out, tokens) for tokens, of in lengths.items()}
-    if "base" not in next(iter(found.values())):
-        raise InputError(f"{options.out}: no result of the row `base`; `study.py run` makes it, or name another --out.")
-    results = {tokens: rows for tokens, rows in found.items() if set(rows) != {"base"}} or dict([*found.items()][:1])
-    speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
-    parts = []
-    for tokens, rows in results.items():
-        longest = tokens == max(results)
-        parts += [f"### {tokens:,} tokens"] * (len(lengths) > 1)
-        parts += [quality_table(settings, rows), _of_other_bases(rows), _in_float32(rows)]
-        parts += [cost_table(settings, rows, speeds if longest else {})]
-    claims, turned = claims_table(settings, results), turned_table(settings, results)
-    tables = "\n\n".join(filter(None, [*parts, claims, turned]))
-    print(tables)
+def report(options: argparse.Namespace) -> None:
+    """Prints the tables of one CSV or of several, and draws their figure."""
+    settings = yaml.safe_load(options.settings.read_text("utf-8"))
+    frame = pandas.concat([changes(file) for file in options.csv], ignore_index=True)
+    parts: list[str] = []
+    panels = {}
+    for base, lines in frame.groupby("base", sort=False):
+        if base not in settings["bases"]:
+            sys.exit(f"{base}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
+        languages = settings["bases"][base].get("languages", settings["languages"])
+        found = measures(lines, languages)
+        lines = lines.join(found)
+        for tokens, some in lines.groupby("tokens", sort=False):
+            panels[f"{base}, {tokens:,} tokens"] = some
+            parts += [f"**{base}, {tokens:,} tokens**", quality(some, list(found)), costs(some)]
+        gated = lines[lines.filter(regex=r"^new\.").notna().any(axis=1)]
+        if len(gated):
+            parts += ["**To new experts, %**", astray(gated, languages)]
+            parts += [f"**Share of the gain of {WHOLE}, told, %**", let_through(lines, gated, languages["new"])]
+        parts += [f"**Claims, {base}**", judged(lines, settings["claims"])]
+    print("\n\n".join(parts))
     if options.table:
-        write_text(options.table, tables + "\n")
-    if options.json:
-        write_json(options.json, as_json(settings, options.out, speeds))
-    if options.figures:
-        options.figures.mkdir(parents=True, exist_ok=True)
-        draw_pareto(settings, results[max(results)], options.figures / f"{options.name}_pareto.svg")
-        draw_losses(settings, results[max(results)], options.figures / f"{options.name}_loss.svg")
-        if len(results) > 1:
-            draw_lengths(settings, results, options.figures / f"{options.name}_lengths.svg")
+        options.table.write_text("\n\n".join(parts) + "\n", "utf-8")
+    if options.figure:
+        draw(panels, options.figure)
 
 
-def as_json(settings: Mapping[str, Any], out: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
-    """All that the study found: settings, sweeps, and each row's figures by seed, by the tokens of the `lengths` where
-    the settings have any; no paths."""
-    found = {tokens: _rows_as_json(settings, out, tokens, speeds) for tokens in lengths_of(settings)}
-    if None in found:
-        return {"settings": settings, "rows": found[None]}
-    return {"settings": settings, "lengths": {str(tokens): {"rows": rows} for tokens, rows in found.items()}}
+def changes(file: Path) -> pandas.DataFrame:
+    """The lines of a CSV but the base's, their bits per byte as changes in % against the base on the same device."""
+    if not file.is_file():
+        sys.exit(f"{file}: no such file; `study.py run` writes OUT/study.csv.")
+    frame, found = pandas.read_csv(file), []
+    for (base, _), lines in frame.groupby([frame["base"], frame["device"] == "cpu"], sort=False):
+        own = lines[lines["row"] == "base"]
+        if own.empty:
+            sys.exit(f"{file}: has no line of the base itself: {base}.")
+        lines = lines[lines["row"] != "base"].copy()
+        for name in lines.filter(regex=r"^(read|end|told)\."):
+            lines[name] = 100 * (lines[name] / own.iloc[0][f"read.{name.partition('.')[2]}"] - 1)
+        found.append(lines)
+    frame = pandas.concat(found)
+    names = zip(frame["row"], frame["weight"], strict=True)
+    return frame.assign(name=[row if weight == 1 else f"{row}, {weight:g}" for row, weight in names])
 
 
-def _rows_as_json(
-    settings: Mapping[str, Any], out: Path, tokens: int | None, speeds: Mapping[str, float]
-) -> dict[str, Any]:
-    rows = {}
-    for name, found in read_results(settings, out, tokens).items():
-        sweep = row_folder(settings, out, tokens, name) / "sweep" / f"{file_name(name)}.json"
-        rows[name] = {
-            "sweep": read_json(sweep, "a sweep") if sweep.exists() else {},
-            "tokens_per_second": speeds.get(name) if tokens == lengths_of(settings)[-1] else None,
-            "seeds": [{key: value for key, value in one.items() if key != "path"} for one in found],
-        }
-    return rows
+def measures(lines: pandas.DataFrame, languages: Languages) -> pandas.DataFrame:
+    """What tables and claims are about, in %; new text is judged by its end where a model has a gate."""
+
+    def over(codes: Sequence[str], kinds: Sequence[str] = GENERAL, way: str = "read", how: str = "mean") -> Any:
+        return lines.reindex(columns=[f"{way}.{kind}.{code}" for kind in kinds for code in codes]).agg(how, axis=1)
+
+    new = languages["new"]
+    found = {f"new: {kind}": over(new, [kind], "end").fillna(over(new, [kind])) for kind in KINDS}
+    found["kept"] = over(languages["kept"])
+    found["anchored, worst"] = over(languages["anchored"], how="max")
+    found["unnamed, mean"] = over(languages["unnamed"])
+    found["unnamed, worst"] = over(languages["unnamed"], how="max")
+    found["all others"] = over([code for group, codes in languages.items() if group != "new" for code in codes])
+    for code in ("en", "hu"):
+        found[f"chat {code}"] = 100 * lines[f"chat.{code}"] if f"chat.{code}" in lines else math.nan
+    return pandas.DataFrame(found)
 
 
-def quality_table(settings: Mapping[str, Any], results: Results) -> str:
-    """Bits per byte of the base, each row's change against it, accuracy on minimal pairs; mean and spread of seeds."""
-    base = results["base"][0]
-    columns = [
-        (domain, [code for code in codes if code in base["scores"][domain]])
-        for domain in DOMAINS
-        for group, codes in groups(settings).items()
-        if group != "old"
-    ]
-    columns = [column for column in columns if column[1]]
-    pairs = list(base["scores"]["pairs"])
-    exact = " (s.e.)" if "pairs_stderr" in base["scores"] else ""
-    head = [
-        "",
-        "",
-        *(f"{domain}: {', '.join(codes)}" for domain, codes in columns),
-        *(f"pairs: {code}{exact}" for code in pairs),
-    ]
+def quality(lines: pandas.DataFrame, names: Sequence[str]) -> str:
+    """A row's means over its seeds, and the worst of them all."""
     rows = []
-    for number, (name, found) in enumerate(results.items()):
-        cells = [str(number), name]
-        for domain, codes in columns:
-            if name == "base":
-                cells.append(f"{mean(base['scores'][domain][code] for code in codes):.3f}")
-            else:
-                cells.append(spread([change(one, base, domain, codes) for one in found], "{:+.1f} %"))
-        cells += [_right(found, code) for code in pairs]
-        rows.append(cells)
-    return markdown_table(head, rows)
+    for name, some in lines.groupby("name", sort=False):
+        figures = [some[one].agg("max" if "worst" in one else "mean") for one in names]
+        forms = ["{:.0f}" if one.startswith("chat") else "{:+.1f}" for one in names]
+        rows.append([name, seeds_of(some), *map(cell, figures, forms)])
+    return markdown_table(["row", "seeds", *names], rows)
 
 
-def _of_other_bases(results: Results) -> str:
-    """Says which rows were restored from another training of the base; empty if none."""
-    named = [name for name, found in results.items() if any("base" in one for one in found)]
-    if not named:
-        return ""
-    others = ["the base" if name == "base" else f"`{name}`" for name in results if name not in named]
-    whose = ", ".join(named) if len(named) < len(others) else f"All rows but {' and '.join(others)}"
-    return f"{whose}: with seeds of another training of the base, whose own scores their changes are against."
+def costs(lines: pandas.DataFrame) -> str:
+    """Size, memory and time; tokens a second of rows that ran alone."""
+    columns = {"parameters": "M parameters", "peak_gigabytes": "GB", "seconds_a_step": "s a step"}
+    lines = lines[lines["weight"] == 1].rename(columns=columns | {"workers": "side by side"})
+    lines["M parameters"] /= 1e6
+    forms = dict(COSTS)
+    if (lines["side by side"] == 1).all():
+        forms["tokens_a_second"] = "{:,.0f}"
+    rows = [
+        [name, *(cell(some[one].mean(), form) for one, form in forms.items())]
+        for name, some in lines.groupby("row", sort=False)
+    ]
+    return markdown_table(["row", *forms], rows)
 
 
-def _in_float32(results: Results) -> str:
-    """Says which rows trained in float32 though the settings ask for bfloat16, with which seeds; empty if none."""
-    named = []
-    for name, found in results.items():
-        if seeds := [str(one["seed"]) for one in found if one.get("float32")]:
-            named.append(name if len(seeds) == len(found) else f"{name} (seed {', '.join(seeds)})")
-    return f"{'; '.join(named)}: trained in float32, on a processor without bfloat16." if named else ""
-
-
-def _right(found: Sequence[Mapping[str, Any]], code: str) -> str:
-    """The minimal pairs judged right in percent, and the standard error of one seed's."""
-    said = spread([100 * one["scores"]["pairs"][code] for one in found], "{:.1f}")
-    errors = [one["scores"].get("pairs_stderr", {}).get(code) for one in found]
-    known = [100 * error for error in errors if error is not None]
-    return f"{said} ({mean(known):.1f})" if known else said
-
-
-def cost_table(settings: Mapping[str, Any], results: Results, speeds: Mapping[str, float]) -> str:
-    """Parameters, processor time, the sweep's choice and the speed of generation, of each row."""
-    tuned = {"rate": "learning rate", "review_rate": "review's", "weight": "weight"}
-    shown = [key for key in tuned if key == "rate" or any(one.get(key) for (one, *_) in results.values())]
+def astray(gated: pandas.DataFrame, languages: Languages) -> str:
+    """The share of tokens that each gate sends to new experts."""
+    gates = gated.drop_duplicates(["tokens", "seed"])
+    head = [f"{kind}, {tokens / 1e6:.1f} M, seed {seed}" for kind in KINDS for tokens, seed in fits(gates)]
     rows = []
-    for number, (name, found) in enumerate(results.items()):
-        first = found[0]
-        millions = [f"{first[key] / 1e6:.2f}" for key in ("trained", "total", "active")]
-        seconds = f"{mean(one['seconds'] for one in found):.0f}"
-        speed = [f"{speeds[name]:.0f}" if name in speeds else ""] if speeds else []
-        chosen = [
-            (f"{first[key]:g}" + " (end)" * at_an_end(settings, key, first[key])) if first.get(key) else ""
-            for key in shown
-        ]
-        rows.append([str(number), name, *millions, *chosen, seconds, *speed, str(len(found))])
-    measured = ["tokens/s"] if speeds else []
-    head = ["", "", "trained, M", "total, M", "active, M", *(tuned[key] for key in shown), "CPU s", *measured, "seeds"]
-    return markdown_table(head, rows)
+    for group, codes in languages.items():
+        for code in codes:
+            names = [f"new.{kind}.{code}" for kind in KINDS]
+            shares = gates.reindex(columns=names)
+            rows.append([code, group, *(cell(100 * share, "{:.1f}") for name in names for share in shares[name])])
+    return markdown_table(["", "", *head], rows)
+
+
+def fits(gates: pandas.DataFrame) -> list[tuple[int, int]]:
+    return list(gates[["tokens", "seed"]].itertuples(index=False, name=None))
+
+
+def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[str]) -> str:
+    """The gain behind a gate as a share of what told copies in all layers gain: of all new languages, and of each."""
+
+    def gains(some: pandas.DataFrame, way: str, kind: str) -> list[float]:
+        return list(some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean())
+
+    rows = []
+    for (tokens, name), some in gated.groupby(["tokens", "name"], sort=False):
+        whole = lines[(lines["name"] == WHOLE) & (lines["tokens"] == tokens) & lines["seed"].isin(some["seed"])]
+        cells = []
+        for kind in KINDS:
+            of = gains(whole, "told", kind)
+            for way in WAYS:
+                part = gains(some, way, kind)
+                each = ", ".join(f"{100 * a / b:.0f}" for a, b in zip(part, of, strict=True))
+                cells.append(f"{100 * sum(part) / sum(of):.0f} ({each})" if sum(of) < 0 else "")
+        rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
+    return markdown_table(["tokens", "row", "seeds", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
+
+
+def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
+    """The claims: each seed's difference, and whether all of them are below the limit, or above, beyond the spread.
+
+    The spread is the wider one of the two rows' ranges over the seeds, of the length where it is widest. A row that has
+    one seed at every length cannot be judged.
+    """
+
+    def range_of(some: pandas.Series) -> float:
+        return some.max() - some.min() if len(some) > 1 else math.nan
+
+    values = lines.set_index(["name", "tokens", "seed"]).sort_index()
+    lengths = list(lines["tokens"].unique())
+    rows = []
+    for says, row, other, measure, limit in claims:
+        names = [name for name in (row, other) if name]
+        if any(name not in values.index for name in names):
+            continue
+        ranges = values.loc[names, measure].groupby(["name", "tokens"]).agg(range_of)
+        spread = ranges.groupby("name").max().max(skipna=False)
+        cells = []
+        for tokens in lengths:
+            ours, others = (values[measure].get((name, tokens), pandas.Series(dtype=float)) for name in (row, other))
+            differences = (ours - others if other else ours).dropna()
+            verdict = "cannot tell"
+            if (differences < limit - spread).all():
+                verdict = "holds"
+            elif (differences > limit + spread).all():
+                verdict = "does not hold"
+            of = ", ".join(map(cell, differences))
+            cells.append(f"{verdict} ({of})" if of else "")
+        rows.append([says, measure, *cells])
+    return markdown_table(["claim", "measure", *(f"{tokens:,} tokens" for tokens in lengths)], rows)
+
+
+def cell(value: float, form: str = "{:+.1f}") -> str:
+    return "" if math.isnan(value) else form.format(value).replace("-0.0", "0.0").replace("+0.0", "0.0")
+
+
+def seeds_of(lines: pandas.DataFrame) -> str:
+    return ", ".join(map(str, sorted(lines["seed"])))
+
+
+def draw(panels: Mapping[str, pandas.DataFrame], file: Path) -> None:
+    """A panel for each length: what all other languages lost, against what the new ones gained in general text."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "study"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels) + 2, 4.5), squeeze=False)
+    colours: dict[str, Any] = {}
+    for (title, lines), ax in zip(panels.items(), axes[0], strict=True):
+        means = lines.assign(gain=-lines[[f"new: {kind}" for kind in GENERAL]].mean(axis=1))
+        means = means.groupby(["row", "weight"], sort=False)[["gain", "all others"]].mean()
+        for row, some in means.groupby("row", sort=False):
+            colour = colours.setdefault(row, pyplot.get_cmap("tab10")(len(colours) % 10))
+            ax.plot(some["gain"], some["all others"], "-", color=colour, linewidth=1)
+            for (_, weight), (gain, lost) in some.iterrows():
+                face = colour if weight == 1 else "white"
+                ax.plot(gain, lost, "o", color=colour, markerfacecolor=face, label=row if weight == 1 else None)
+        ax.set(title=title, xlabel="new languages, general text: gained, %", ylabel="all others: lost, %")
+    axes[0][-1].legend(bbox_to_anchor=(1.02, 1), loc="upper left", title="hollow: averaged with the base")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)

@@ -119,6 +119,7 @@ def test_expert_speed_compares_the_same_function(script, mode):
         module.check_agreement(outputs, "the output", module.TOLERANCE[mode])
 
 
+FFN = {"ffn": None, "key_value_heads": None}  # as wide, and of as many heads, as the defaults
 TINY = "--hidden 32 --vocabulary 64 --layers 3"
 
 
@@ -135,7 +136,7 @@ def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
         assert min(float(row[name].replace(",", "")) for name in ("ms", "time", "peak MiB", "memory")) > 0
     assert base["FLOPs"] == "1.00"
     assert float(review["FLOPs"]) < float(post_pretrain["FLOPs"])  # no gradients of weights
-    options = SimpleNamespace(hidden=32, vocabulary=64, layers=3, experts=3, seed=0, device="cpu")
+    options = SimpleNamespace(hidden=32, vocabulary=64, layers=3, experts=3, seed=0, device="cpu", **FFN)
     ids = torch.arange(24).view(2, 12)
     cases = [module.Case(module.BASE), module.Case("review"), module.Case("review", "eager")]
     dense, *expanded = (module.make_model(case, options)(ids).logits for case in cases)
@@ -163,6 +164,7 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
         dtype="fp32",
         device="cpu",
         rows=names,
+        **FFN,
     )
     models, prompts = module.make_models(options), module.make_prompts(options, 3)
     seen = dict.fromkeys(names, 0)
@@ -197,7 +199,7 @@ def test_expand_io_compares_equal_checkpoints_and_cleans_up(script, capsys, tmp_
 
 def test_expand_io_finds_a_difference(script, tmp_path):
     module = script("expand_io")
-    options = SimpleNamespace(hidden=32, vocabulary=64, experts=3, seed=0, shard="10MB", gib=0.0005)
+    options = SimpleNamespace(hidden=32, vocabulary=64, experts=3, seed=0, shard="10MB", gib=0.0005, **FFN)
     layers = module.layers_for(options)
     assert 2 * module._expanded_parameters(options, layers) == pytest.approx(options.gib * 2**30, rel=0.1)
     base, ours, other = (tmp_path / name for name in ("base", "ours", "other"))

@@ -21,7 +21,7 @@ from hf_moe_expand.core.errors import InputError
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 # A folder with bases that benchmarks/study_bases.py made.
-BASES = Path(os.environ.get("HF_MOE_EXPAND_BASES", "runs/study/bases"))
+BASES = Path(os.environ.get("HF_MOE_EXPAND_BASES", "runs/bases"))
 
 
 def grown(root, backbone, counts, top_k=2, **changes):

@@ -1,4 +1,4 @@
-"""The hub's tasks that docs/study.md names, with lm-eval's own configurations, on folders of the data sets' form."""
+"""The tasks of grammar, reading and exams in docs/evaluation.md, with lm-eval's own configurations."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ ANSWERS = {f"mc_answer{number}": f"answer {number}" for number in range(1, 5)}
 def command():
     """The guide's command, as words without the program's name."""
     (line,) = re.findall(
-        r"^hf-moe-expand (evaluate .*--tasks .*)$", (DOCS / "study.md").read_text("utf-8"), re.MULTILINE
+        r"^hf-moe-expand (evaluate .*--tasks multiblimp.*)$", (DOCS / "evaluation.md").read_text("utf-8"), re.MULTILINE
     )
     return shlex.split(line)
 
