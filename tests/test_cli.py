@@ -122,10 +122,8 @@ def test_plans_from_the_command_line(tmp_path, error_of):
         8,
         "--out",
         tmp_path / "b.json",
-        "--classifier-choice",
-        "last",
-        "--classifier-layers",
-        2,
+        "--classifiers-in",
+        "6-7",
     )
     assert yaml.safe_load((tmp_path / "b.json").read_text())["classifier_layers"] == [6, 7]
     save_dense(tmp_path / "base")

@@ -105,7 +105,8 @@ def test_the_moe_lpr_and_layermoe_guide(workplace):
     workplace("moe_lpr_layermoe.md")
     said = run("moe_lpr_layermoe.md")  # `diff` would exit with 1 if a tensor differed
     assert "(total 72)" in said["plan random"]
-    assert "classifier layers  1, 2, 3, 4, 5, 6, 7" in said["plan layer-moe"]
+    assert "classifier layers  none: the paper's ablation" in said["plan layer-moe"]
+    assert len(json.loads(Path("qwen-el-hu-2/config.json").read_text("utf-8"))["classifier_layers"]) == 7
     assert "disk up to" in said["inspect Qwen/Qwen2.5-0.5B"]
     assert "mean of old" in said["evaluate Qwen/Qwen2.5-0.5B"]
     assert "frozen tensors are byte-identical" in said["train review"]
