@@ -43,6 +43,7 @@ def test_a_gpu_has_it_where_it_does_not_emulate_it(monkeypatch):
 def test_a_small_base_takes_it_where_the_device_has_it(able, monkeypatch, tmp_path):
     taken = []
     monkeypatch.setattr(base, "has_bfloat16", lambda: able)
+    monkeypatch.setattr(base, "took_away_usual", lambda _: False)
     monkeypatch.setattr(base, "Trainer", lambda model, arguments, **_: taken.append(arguments) or Mock())
     texts = {"en": Dataset.from_dict({"text": ["a few words"] * 40})}
     base.make_base(tmp_path / "base", texts, {"en": 1.0}, base.BaseSettings(hidden_size=8, num_layers=1, block_size=8))
@@ -69,7 +70,7 @@ def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
     monkeypatch.setattr(recommended, "device_memory", lambda: None)
     for able in (True, False):
         monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
-        assert recommended._on_this_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1)["half"] == able
+        assert recommended._on_the_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1, None)["half"] == able
 
 
 @pytest.mark.parametrize(("training", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), (None, "float32")])

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from conftest import byte_tokenizer, invoke, write_texts
 from datasets import Dataset
 
@@ -132,7 +133,7 @@ def datasets(*codes):
         lambda one, other: text_sources([f"{one}=a.txt", f"{other}=b.txt"]),
         lambda one, other: pack_texts(datasets(one, other), byte_tokenizer(), 4, 0),
         lambda one, other: measure_fertility(byte_tokenizer(), byte_texts(one, other)),
-        lambda one, other: evaluate_model(None, byte_tokenizer(), byte_texts(one, other)),
+        lambda one, other: evaluate_model(torch.nn.Linear(1, 1), byte_tokenizer(), byte_texts(one, other)),
     ],
 )
 def test_one_language_under_two_names_is_refused(takes, one, other):

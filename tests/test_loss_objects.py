@@ -339,5 +339,5 @@ def test_gshards_balance_counts_the_first_choice_of_each_token_on_all_ranks():
 
 @pytest.mark.parametrize("counts", ["top1", "", None, 1])
 def test_a_balance_of_other_counts_is_refused(counts):
-    with pytest.raises(InputError, match=r"balance_counts is .*: must be top-k or top-1"):
+    with pytest.raises(InputError, match=r"balance_counts is .*: must be 'top-k' or 'top-1'"):
         BalanceLoss(0.01, counts)

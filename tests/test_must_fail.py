@@ -70,7 +70,7 @@ def test_a_forecast_of_far_too_much_memory(root, monkeypatch, share, wrong):
     for name in ("device_memory", "memory_of_all"):
         monkeypatch.setattr(stage_steps, name, memory)
     if wrong:
-        refused(root, r"post_pretrain: takes about .* GB of memory, but .* GB are here: lower per_device_.*--offline")
+        refused(root, r"post_pretrain: takes about .* of memory, but .* are here: lower per_device_.*--offline")
     # Another machine may be the one that trains.
     for options in ({"here": False}, {"offline": True}, *([] if wrong else [{}])):
         assert any("warning: too much" in line for line in check(root, **options))

@@ -41,15 +41,16 @@ def written(base, texts, tmp_path, *more):
 
 
 def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
+    test = write_texts(tmp_path / "hu.test.jsonl", ["más mondatok, amelyeket senki sem olvasott"] * 9)
     recipe, said, text = written(
-        base, texts, tmp_path, "--new", f"tr={texts['tr']}", "--old", f"en={texts['en']}", "--test", f"hu={texts['hu']}"
+        base, texts, tmp_path, "--new", f"tr={texts['tr']}", "--old", f"en={texts['en']}", "--test", f"hu={test}"
     )
     recommended = Recipe.load(find_recipe("recommended"))
     assert (recipe.plan.method, recipe.plan.experts, recipe.plan.top_k) == ("moe-lpr", 2, 2)
     assert recipe.gates == GateSettings() == recommended.gates
     assert dict(recipe.new) == {"hu": str(texts["hu"]), "tr": str(texts["tr"])}
     assert dict(recipe.old) == {"en": str(texts["en"])}
-    assert dict(recipe.test) == {"hu": str(texts["hu"])}
+    assert dict(recipe.test) == {"hu": str(test)}
     assert recipe.output == "runs/tiny-hu-tr"
     assert [stage.key for stage, _ in recipe.stages()] == ["post_pretrain", "gates"]
     assert [stage.key for stage, _ in recommended.stages()] == ["post_pretrain", "gates"]

@@ -21,7 +21,7 @@ base: {root}/base
 output: {root}/qwen el
 old: {{en: {root}/en.jsonl}}
 new: {{el: {root}/el.jsonl}}
-test: {{el: {root}/el.jsonl}}
+test: {{el: {root}/el.test.jsonl}}
 plan: {{method: moe-lpr, experts: 2}}
 post_pretrain: {{block_size: 16, max_steps: 1, per_device_train_batch_size: 1, save_strategy: "no"}}
 review: null
@@ -41,6 +41,7 @@ def ran(tmp_path_factory):
     save_dense(root / "base")
     for code, text in {"en": "The cat sat on the mat. ", "el": "Η γάτα κάθισε στο χαλί. "}.items():
         write_texts(root / f"{code}.jsonl", [text * 3] * 4)
+    write_texts(root / "el.test.jsonl", ["Ο σκύλος κοιμάται στον κήπο όλη μέρα."] * 4)
     said = []
     run_recipe(Recipe.of_text(RECIPE.format(root=root), "recipe.yaml"), said.append)
     return root / "qwen el", "\n".join(said)

@@ -102,7 +102,7 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
     assert list(record) == names
     stages = {"post_pretrain": ("expanded", "post-pretrain"), "review": ("post_pretrain", "review")}
     for name, entry in record.items():
-        assert set(entry) == {"seconds", "summary", "facts", "made_from"}
+        assert set(entry) == {"seconds", "summary", "facts", "made_from", "output"}
         if name in stages:
             before, stage = stages[name]
             assert entry["facts"] == {"frozen": check_frozen(run / before, run / name, stage)}
@@ -147,7 +147,8 @@ def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
     said = []
     assert validate_recipe(recipe)
     final = run_recipe(recipe, said.append)
-    assert (final.name, said[-2][:16]) == ("average", "[5/5] average: 0")
+    assert final.name == "average"
+    assert any(line.startswith("[5/5] average: 0") for line in said)
     before, after = CheckpointReader(final.parent / "review"), CheckpointReader(final)
     new = [name for name in after.tensors if ".experts.1." in name]
     assert len(new) == 3 * 3  # layers, matrices

@@ -180,6 +180,8 @@ def _in_words(hint: Any) -> str:
     """A type as its annotation, without the names of modules."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(map(_in_words, typing.get_args(hint)))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
     return re.sub(r"[a-z_]\w*\.", "", "None" if hint is type(None) else inspect.formatannotation(hint))
 
 

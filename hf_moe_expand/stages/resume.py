@@ -25,14 +25,17 @@ class TrainingFolder:
         settings: the stage's settings, JSON.
         data: text of each language.
         seed: random seed.
+        defaults: the values of settings that nobody gave.
 
     Raises:
         InputError: the folder is not one of an interrupted training, or an input lies in it.
     """
 
     def __init__(
-        self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
-    ) -> None:
+        self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int,
+        defaults: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.defaults = defaults
         self.path = training_of(out)
         self.lock = FolderLock(self.path, f"trains {out.name}")
         sources = {code: [text.source, *text.digests()] for code, text in data.items()}
@@ -63,7 +66,7 @@ class TrainingFolder:
         if not record.is_file() or not whole:
             return None
         before = read_json(record, "the record of a training run")
-        before["settings"] = _as_now(before.get("settings") or {}, self.started_with["settings"])
+        before["settings"] = _as_now(before.get("settings") or {}, self.started_with["settings"], self.defaults)
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             named = [name for name in changed if name != "settings"]
             if "settings" in changed:
@@ -106,11 +109,19 @@ def remove_training(out: Path) -> None:
         remove_work_folder(path)
 
 
-def _as_now(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Settings as earlier releases wrote them: some under `training`, and without those that came later and are off."""
+def _as_now(before: dict[str, Any], now: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as earlier releases wrote them: some under `training`, and without those that came later and have their
+    defaults."""
     nested = before.get("training") or {}
     flat = {**{name: value for name, value in before.items() if name != "training"}, **nested}
-    return {**{name: value for name, value in now.items() if not value and name not in flat}, **flat}
+    return {
+        **{
+            name: value
+            for name, value in now.items()
+            if name not in flat and name in defaults and value == defaults[name]
+        },
+        **flat,
+    }
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

@@ -100,7 +100,7 @@ def _train_stage(
     if prepared.curriculum is not None:
         settings["curriculum"] = prepared.curriculum.model_dump()
         config.max_steps = prepared.curriculum.steps
-    work = TrainingFolder(out, folder, settings, data, config.seed)
+    work = TrainingFolder(out, folder, settings, data, config.seed, type(config).of_keywords().recorded())
     config.output_dir = str(work.path)
     if config.process_index == 0:
         work.lock.refuse_if_held()

@@ -115,6 +115,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     ) -> None:
         config = self._config(args)
+        self.args = config  # for what is done before the library's constructor
         name, trained = config.trained()
         self.trained_as = "everything" if everything else name
         self.freeze_report = self._freeze(model, EVERYTHING if everything else trained)
@@ -125,8 +126,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         if masking is not None:
             check_conditional_gate(masking, model.config.conditional_routing)
         self.masking, self.allow_lost_text = masking, allow_lost_text
-        # For the data sets, which are prepared before the library's constructor.
-        self.args, self.processing_class, self.model_config = config, processing_class, model.config
+        self.processing_class, self.model_config = processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
         self._own_collator = data_collator is not None
         own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)

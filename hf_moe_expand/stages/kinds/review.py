@@ -24,7 +24,7 @@ from ...data.sources import LanguageText
 from ...inference.models import load_for_inference
 from ...modeling import layer_names
 from ...planning.layers import CLASSIFIER_CHOICES, ClassifierChoice, classifier_layers
-from ...trainers.freezing import Trained
+from ...trainers.freezing import FreezeReport, Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of
 from ..distributed import launched
@@ -208,10 +208,10 @@ class ReviewTrainer(StageTrainer):
 
     stage = ReviewConfig
 
-    def __init__(self, model: Any, args: Any = None, *others: Any, **kwargs: Any) -> None:
-        if getattr(args, "classifier_layers", None) and not model.config.classifier_layers:
+    def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
+        if self.args.classifier_layers and not model.config.classifier_layers:  # type: ignore[attr-defined]
             raise InputError(
                 "classifier_layers: a Trainer trains the classifiers that a model has. `train_stage`, from folder to "
                 "folder, measures the model and places them."
             )
-        super().__init__(model, args, *others, **kwargs)
+        return super()._freeze(model, trained)
