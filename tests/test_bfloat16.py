@@ -67,7 +67,7 @@ def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
 def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
     dense = tiny_config("qwen2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(recommended, "device_memory", lambda: None)
+    monkeypatch.setattr(recommended, "device_memory", lambda: 10**12)
     for able in (True, False):
         monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
         assert recommended._on_the_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1, None)["half"] == able
