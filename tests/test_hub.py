@@ -427,7 +427,7 @@ app(["push", folder, "me/by-command", "--private", "--include", "NOTICE", "--lic
         ("me/gguf", {}, "me/gguf: holds weights without config.json"),
         ("me/public", {"private": True}, "me/public: exists already and is public"),
         ("a/b/c", {}, "a/b/c: not the id of a repository"),
-        ("me/x", {"license": 7}, 'push_to_hub: license is 7: must be str or None'),
+        ("me/x", {"license": 7}, "push_to_hub: license is 7: must be str or None"),
         ("me/x", {"expansion_only": True, "base": "/"}, "--base /: is a local folder"),
     ],
 )
