@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
+from hub_server import Client, HubServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
@@ -353,3 +354,19 @@ def help_text():
             return [json.loads(line)["text"] for line, _ in zip(file, range(count), strict=False)]
 
     return read
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A hub on localhost (`hub_server.py`)."""
+    with HubServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server, tmp_path_factory):
+    """A process that talks to it, with a home of its own."""
+    client = Client(server.environment(tmp_path_factory.mktemp("home")))
+    yield client
+    client.process.stdin.close()
+    client.process.wait()

@@ -42,9 +42,10 @@ def placed(folder):
 
 
 @pytest.mark.parametrize(("choice", "nearest"), [("similarity", max), ("last", min)])
-def test_review_places_and_trains_them(root, data, tmp_path, choice, nearest):
+def test_review_places_and_trains_them(root, data, tmp_path, choice, nearest, caplog):
     config = ReviewConfig(classifier_layers=1, classifier_choice=choice, classifier_tokens=200, **QUICK)
     record = train_stage(root / "plain", tmp_path / "out", data, config)
+    assert "MISSING" not in caplog.text  # the library would advise to train what this stage is about to train
     model, tokenizer = load_for_inference(root / "plain")
     texts = {code: text.load().shuffle(seed=0)["text"] for code, text in data.items()}
     new_old = measure_similarity(model, tokenizer, texts, ["en"], ["el"], 200, 16).new_old

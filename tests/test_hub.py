@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import byte_tokenizer, save_dense, tiny_config
-from hub_server import OTHER_TOKEN, TOKEN, Client, HubServer
+from hub_server import OTHER_TOKEN, TOKEN, Client
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 
@@ -23,12 +23,6 @@ from hf_moe_expand.hub import publish as hub
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 WEIGHTS = "model-00001-of-00003.safetensors"
 SCORE = {"perplexity": 9.5, "bits_per_byte": 1.25, "tokens": 100, "bytes": 200}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

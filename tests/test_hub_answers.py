@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import save_dense
-from hub_server import OTHER_TOKEN, TOKEN, Client, Fault, HubServer
+from hub_server import OTHER_TOKEN, TOKEN, Fault, HubServer
 from huggingface_hub.errors import FileMetadataError, LocalEntryNotFoundError
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -43,20 +43,6 @@ import hf_moe_expand.hub.publish as hub
 hub.check_loads_alone = lambda folder: None
 hub.push_to_hub(folder, name, token=token, say=lambda line: None)
 """
-
-
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
-    client = Client(server.environment(tmp_path_factory.mktemp("home")))
-    yield client
-    client.process.stdin.close()
-    client.process.wait()
 
 
 @pytest.fixture(scope="module")

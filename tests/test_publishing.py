@@ -1,7 +1,7 @@
 """`model.push_to_hub` and `trainer.push_to_hub`, against a server that speaks the hub's protocol."""
 
 import pytest
-from hub_server import TOKEN, Client, HubServer
+from hub_server import TOKEN
 from huggingface_hub import ModelCard
 
 PRELUDE = f"""
@@ -21,20 +21,6 @@ def trainer(**given):
     return PostPretrainTrainer(model, config, train_dataset=texts, processing_class=byte_tokenizer())
 """
 WHOLE = {"model.safetensors", "config.json", "modeling_layer_moe.py", "generation_config.json", "README.md"}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
-    client = Client(server.environment(tmp_path_factory.mktemp("home")))
-    yield client
-    client.process.stdin.close()
-    client.process.wait()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import save_dense, write_texts
 from guides import blocks
-from hub_server import TOKEN, Client, HubServer
+from hub_server import TOKEN, Client
 
 WORDS = {
     "en": "the cat sat on the mat ",
@@ -56,12 +56,6 @@ AFTER = {
     "resume.py": "again = str(trainer.state.global_step)\nassert get_last_checkpoint('qwen-el-long').endswith(again)",
     "publish.py": "",
 }
-
-
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ class Forecast:
         words.append(f"disk up to {readable_size(self.disk)}")
         if self.hours is not None:
             minutes = math.ceil(60 * self.hours)
-            words.append(f"very roughly {f'{self.hours:,.1f} hours' if minutes > 90 else f'{minutes} minutes'}")
+            words.append(f"very roughly {f'{self.hours:,.1f} hours' if minutes > 90 else f'{minutes} min'}")
         return "; ".join(words)
 
 

@@ -4,10 +4,12 @@ import copy
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.reader import CheckpointReader
@@ -114,11 +116,12 @@ def _train_stage(
         packed = prepared.pack(tokenizer, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
-    # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
     placed = {"config": before} if config.place_classifiers(folder, before, data, resume) else {}
-    network = auto_class(before).from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, **split, **placed
-    )
+    with only_errors() if placed else nullcontext():  # the library would report the new classifiers as missing
+        # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
+        network = auto_class(before).from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, **split, **placed
+        )
     if not split and not config.deepspeed:  # else a rank holds parts alone
         check_finite(network, model)
     with work.begun(config.process_index == 0):  # before the Trainer makes the folder
@@ -149,6 +152,17 @@ def _train_stage(
         work.remove()
     trainer.accelerator.wait_for_everyone()
     return trainer.record
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Inside, transformers logs errors alone."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
