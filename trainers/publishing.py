@@ -1,7 +1,6 @@
 """Saves and publishes the model of a Trainer: with its code and card, and without the Trainer's arguments, which are a
 pickle with this machine's paths."""
 
-import os
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +13,7 @@ from transformers.utils.hub import PushInProgress
 
 from ..core.errors import InputError
 from ..core.hub_answers import refusal
+from ..core.scratch import link
 from .freezing import TrainerBase
 
 _OF_A_TRAINING = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "global_step*")
@@ -95,7 +95,7 @@ class PublishingMixin(TrainerBase):
         # A copy, since the training may remove the checkpoint before it is published.
         place, step = Path(mkdtemp(prefix="_push-", dir=self.args.output_dir)), self.state.global_step
         skipped = shutil.ignore_patterns(*_OF_A_TRAINING)
-        shutil.copytree(checkpoint_folder, place, ignore=skipped, copy_function=_link, dirs_exist_ok=True)
+        shutil.copytree(checkpoint_folder, place, ignore=skipped, copy_function=link, dirs_exist_ok=True)
 
         def work() -> None:
             try:
@@ -131,10 +131,3 @@ class PublishingMixin(TrainerBase):
             private=bool(self.args.hub_private_repo if private is None else private),
             revision=revision or self.args.hub_revision, token=token or self.args.hub_token,
         )  # fmt: skip
-
-
-def _link(file: str, place: str) -> None:
-    try:
-        os.link(file, place)
-    except OSError:  # a file system without links
-        shutil.copyfile(file, place)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import InputError, named_as
 from ..core.jsonfile import read_json
-from ..core.scratch import scratch_folder, sibling
+from ..core.scratch import link, scratch_folder, sibling
 from ..modeling import ExpandedConfig, LayerMoEConfig, decoder_ffns
 from ..modeling.language_gate import GateRule
 from .loaded import check_place, finished, opened
@@ -70,7 +70,7 @@ def gated(model: str | os.PathLike, out: str | os.PathLike) -> Iterator[Path]:
     if any(fields.get(name) is not None for name in OLD_GATES):
         place = sibling(Path(out), "gated")
         with named_as(place, folder), scratch_folder(place, True) as scratch:
-            shutil.copytree(folder, scratch, copy_function=_link, dirs_exist_ok=True)
+            shutil.copytree(folder, scratch, copy_function=link, dirs_exist_ok=True)
             (scratch / "config.json").unlink()
             left = {name: value for name, value in fields.items() if name not in OLD_GATES}
             (scratch / "config.json").write_text(json.dumps({**left, "classifier_layers": []}), encoding="utf-8")
@@ -79,14 +79,6 @@ def gated(model: str | os.PathLike, out: str | os.PathLike) -> Iterator[Path]:
     else:
         check_takes_gate(folder)
         yield folder
-
-
-def _link(file: str, place: str) -> None:
-    """The same file at another place, which is no symbolic link: those are refused in a checkpoint."""
-    try:
-        os.link(os.path.realpath(file), place)
-    except OSError:  # another disk
-        shutil.copyfile(file, place)
 
 
 def check_takes_gate(model: str | os.PathLike | PreTrainedModel) -> Any:

@@ -43,6 +43,14 @@ def sibling(out: Path, kind: str) -> Path:
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
 
 
+def link(file: str, place: str) -> None:
+    """The same file at another place, which is no symbolic link: those are refused in a checkpoint."""
+    try:
+        os.link(os.path.realpath(file), place)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, place)
+
+
 def restore(out: Path) -> None:
     """Puts back a folder that a process set aside if the process died before it replaced the folder."""
     if not os.path.lexists(out):
