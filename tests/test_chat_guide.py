@@ -19,6 +19,13 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "chat.md"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
+class Small(trl.SFTConfig):
+    """The guide's settings for a few steps; PEFT's checkpoints pickle them."""
+
+    def __init__(self, folder, **given):
+        super().__init__(folder, **{**given, "max_steps": 2, "max_length": 64, "per_device_train_batch_size": 2})
+
+
 @pytest.mark.guides
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL uses the old name
 def test_the_chat_guide(tmp_path, monkeypatch):
@@ -38,9 +45,7 @@ def test_the_chat_guide(tmp_path, monkeypatch):
     expand_checkpoint("smollm2-base", tmp_path / "smollm2-base-hu-1", plan)
     row = {"messages": [{"role": "user", "content": "Egy szó?"}, {"role": "assistant", "content": "Kettő."}]}
     Path("chat.hu.jsonl").write_text(f"{json.dumps(row)}\n" * 8, "utf-8")
-    real = trl.SFTConfig
-    small = {"max_steps": 2, "max_length": 64, "per_device_train_batch_size": 2}
-    monkeypatch.setattr(trl, "SFTConfig", lambda folder, **given: real(folder, **{**given, **small}))
+    monkeypatch.setattr(trl, "SFTConfig", Small)
     (program,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
     exec(compile(program, "chat.md", "exec"), {})
     found = compare_checkpoints("smollm2-hu-tr-2", "smollm2-hu-tr-chat")

@@ -55,7 +55,11 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
     if settings.max_new_tokens is not None:
         lines.append(f"PARAMETER num_predict {settings.max_new_tokens}")
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _stops(settings, load_tokenizer(folder, folder))]
-    if others := [key for key, value in given.items() if value is not None and key not in (*fields, *_UNUSED)]:
+    if others := [
+        key
+        for key, value in given.items()
+        if value is not None and value is not False and key not in (*fields, *_UNUSED)
+    ]:
         lines.append(f"# In generation_config.json, but no parameter of Ollama: {' '.join(', '.join(others).split())}.")
     return "\n".join(lines) + "\n"
 
