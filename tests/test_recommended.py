@@ -153,7 +153,7 @@ def test_on_a_terminal_it_asks_four_questions(base, texts, tmp_path, monkeypatch
     assert done.output.count("Base model") == 2
     assert done.output.count("Text of a new language") == 4
     assert re.search(r"missing\.jsonl: no such", done.output)
-    assert re.search(r"post_pretrain: about .* steps.*memory about.*disk up to.*very roughly \d+ minutes", done.output)
+    assert re.search(r"post_pretrain: about .* steps.*memory about.*disk up to.*very roughly \d+ min", done.output)
     again = CliRunner().invoke(cli.app, ["recipes", "new"])
     assert "exists already" in str(again.exception)
 
