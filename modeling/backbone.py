@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .expanded_config import layer_names, stack_sizes
 from .expanded_ffn import ExpandedFFN
+from .expanded_layer import ExpandedLayer
 
 _RESIDUAL = "residual"  # BLOOM's FFN takes it as a second argument
 
@@ -98,6 +99,8 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
     for name, child in layer.named_children():
         if isinstance(child, ExpandedFFN):
             return name, child, child.is_mixture
+        if isinstance(child, ExpandedLayer):  # adapters, beside the FFN
+            continue
         if inner := _ffn_of_parts(child, hidden_size):
             return f"{name}.{inner[0]}", *inner[1:]
         if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not _takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]

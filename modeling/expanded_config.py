@@ -4,11 +4,14 @@ A configuration's class is created at run time and derives from both `ExpandedCo
 class. Hence all code that reads a Qwen2 configuration reads an expanded Qwen2 configuration.
 
 New experts have a kind: `ffn` are FFNs of the backbone's class, `lora` expert 0 with low-rank updates on its linear
-layers, and `added` expert 0 with a small FFN beside it, which a base that is a mixture of experts takes too.
+layers, and `added` expert 0 with a small FFN beside it, which a base that is a mixture of experts takes too. An
+`adapter` is the layer as it was with low-rank updates of all its linear maps, in attention too.
 """
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from itertools import pairwise
+from math import isfinite
 from typing import Any, ClassVar
 
 import transformers
@@ -102,7 +105,55 @@ class AddedKind(ExpertKind):
         return f"expert_width is {self.width}: added experts need a width of at least 1."
 
 
-KINDS: dict[str, type[ExpertKind]] = {kind.name: kind for kind in (ExpertKind, LoraKind, AddedKind)}
+@dataclass(frozen=True)
+class AdapterKind(ExpertKind):
+    """Low-rank updates of a layer's linear maps (`adapters.py`), one adapter for each expansion.
+
+    Attributes:
+        adapters: of each expansion, `{"maps": {NAME: [rank, scaling]}, "layers": {LAYER: {NAME: [rank, scaling]}}}`:
+            the updates of each layer, under the names of its maps in the layer; `layers` has those that differ.
+    """
+
+    adapters: list[dict]
+    name: ClassVar[str] = "adapter"
+    names: ClassVar[tuple[str, ...]] = ("adapters",)
+    has_ffn: ClassVar[bool] = False
+
+    def maps(self, expansion: int, layer: int) -> dict[str, list]:
+        """The updates of a layer by expansion `expansion`, which are numbered from 0."""
+        adapter = self.adapters[expansion]
+        return adapter.get("layers", {}).get(str(layer), adapter["maps"])
+
+    @property
+    def words(self) -> str:
+        maps = [maps for one in self.adapters for maps in (one["maps"], *one.get("layers", {}).values())]
+        ranks = sorted({rank for of_layer in maps for rank, _ in of_layer.values()})
+        names = sorted({name.rpartition(".")[2] for of_layer in maps for name in of_layer})
+        return f"updates of rank {', '.join(map(str, ranks))} on {', '.join(names)}"
+
+    def problem(self) -> str | None:
+        if not isinstance(self.adapters, list) or not self.adapters:
+            return "adapters is empty: adapters need the maps that they update."
+        for adapter in self.adapters:
+            layers = adapter.get("layers", {}) if isinstance(adapter, dict) else None
+            all_maps = [adapter.get("maps"), *layers.values()] if isinstance(layers, dict) else [None]
+            if not all(isinstance(maps, dict) and all(map(_is_update, maps.values())) for maps in all_maps):
+                return (
+                    f"adapters has {str(adapter)[:80]}: must have `maps`, and may have `layers`, with a rank of at "
+                    "least 1 and a finite scaling for each map's name."
+                )
+        return None
+
+
+def _is_update(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    rank, scaling = value
+    numbers = isinstance(rank, int) and isinstance(scaling, int | float) and not isinstance(rank, bool)
+    return numbers and rank >= 1 and isfinite(scaling)
+
+
+KINDS: dict[str, type[ExpertKind]] = {kind.name: kind for kind in (ExpertKind, LoraKind, AddedKind, AdapterKind)}
 
 
 def kind_of_settings(settings: Sequence[float] | None) -> ExpertKind:
@@ -149,12 +200,14 @@ class ExpandedConfig(PreTrainedConfig):
         conditional_routing: whether expert 0 of the expanded layers is a shared FFN outside the routed set, beside a
             gate that weighs the routed experts for each token (CMR).
         expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs; `"lora"`, expert 0 with a low-rank update on its
-            linear layers; or `"added"`, expert 0 with an FFN of any width beside it.
+            linear layers; `"added"`, expert 0 with an FFN of any width beside it; or `"adapter"`, the whole layer with
+            low-rank updates of its linear maps.
         language_gate: `{"layer": ..., "languages": [...], "bound": ..., "window": ...}` of the gate that tells the
             languages of each class apart (`GateRule`); None without one.
         exclusive_experts: whether tokens of a new class take its experts alone, without expert 0.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
         expert_width: width of the added FFNs.
+        adapters: the maps that each expansion's adapters update (`AdapterKind`).
 
     Raises:
         ValueError: the installed transformers does not know the backbone, or the fields contradict each other.
@@ -170,6 +223,7 @@ class ExpandedConfig(PreTrainedConfig):
     lora_rank: int | None = None
     lora_alpha: float | None = None
     expert_width: int | None = None
+    adapters: list[dict] | None = None
     language_gate: dict | None = None
     exclusive_experts: bool = False
 
@@ -230,6 +284,23 @@ class ExpandedConfig(PreTrainedConfig):
             raise ValueError(f"expert_kind is {self.expert_kind!r}; known: {', '.join(KINDS)}.")
         if problem := KINDS[self.expert_kind].of(self).problem():
             raise ValueError(problem)
+        if self.expert_kind == "adapter":
+            self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        history = [*(getattr(self, "earlier_experts_per_layer", None) or ()), self.num_experts_per_layer]
+        steps = pairwise([[1] * len(self.num_experts_per_layer or ()), *history])
+        one_each = all(after - before in (0, 1) for old, new in steps for before, after in zip(old, new, strict=False))
+        if not self.exclusive_experts or not one_each or len(self.adapters or ()) != len(history):
+            raise ValueError(
+                "expert_kind is 'adapter': a class has one adapter in a layer and no router: set exclusive_experts, "
+                "let each expansion add one expert to a layer or none, and give one entry of adapters for each "
+                "expansion."
+            )
+
+    def adapter_maps(self, expansion: int, layer: int) -> dict[str, list]:
+        """The updates of a layer's maps by an expansion, which are numbered from 0."""
+        return AdapterKind(self.adapters or []).maps(expansion, layer)
 
     def _check_gate(self, names: list[str]) -> None:
         if getattr(self, "prefix_gate", None) is not None or getattr(self, "gate_languages", None) is not None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dispatch import dispatch, is_traced, run_expert
+from .dispatch import dispatch, run_expert
+from .expanded_layer import ExpandedLayer, chosen
 from .experts import AddedExpert, activation_of, copy_ffn, lora_expert
-from .language_gate import GatePass, GateRule, LanguageGate
 from .routing import (
     Choice,
     Classifier,
@@ -19,16 +19,14 @@ from .routing import (
     Router,
     TokenClasses,
     beside_shared,
-    expert_ranges,
     experts_allowed,
     select_experts,
-    token_classes,
     with_shared_expert,
 )
 from .routing_control import RoutingControl, RoutingRequest
 
 
-class ExpandedFFN(nn.Module):
+class ExpandedFFN(ExpandedLayer):
     """A layer's FFN grown into N experts (`experts[0]` is the original), a router where a token has a choice and,
     optionally, a classifier or the model's language gate.
 
@@ -43,38 +41,24 @@ class ExpandedFFN(nn.Module):
     Attributes:
         is_added: whether the new experts are added to expert 0's output (`experts.py`).
         top_k: K.
-        experts_after_expansion: number of experts before any expansion (1), and after each expansion.
-        expert_ranges: the experts that each class may use, as `(first, end)`, besides expert 0 or, with exclusive
-            experts, in its place.
         conditional_gate: where all tokens share expert 0, the gate that weighs the routed experts 1..N-1.
-        gate_rule: how the model's language gate judges; None without one.
     """
 
     def __init__(
         self, ffn: nn.Module, config: Any, layer_index: int, control: RoutingControl, *, is_mixture: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(config, layer_index, control)
         num_experts, hidden_size = config.num_experts_per_layer[layer_index], config.hidden_size
         others = range(1, num_experts)
         self.experts = nn.ModuleList([ffn, *(_new_expert(ffn, config, layer_index, number) for number in others)])
         self.is_added, self.is_mixture = isinstance(self.experts[1], AddedExpert), is_mixture
-        earlier = [counts[layer_index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
-        self.experts_after_expansion = (1, *earlier, num_experts)
-        self.exclusive = bool(getattr(config, "exclusive_experts", False))
-        packs = getattr(config, "packs", None) or ()
-        self.expert_ranges = expert_ranges(self.experts_after_expansion, packs, self.exclusive)
         has_choice = not self.exclusive or any(end - first > 1 for first, end in self.expert_ranges)
         self.router = Router(hidden_size, num_experts) if has_choice else None
         classes = len(self.experts_after_expansion)
         self.classifier = Classifier(hidden_size, classes) if layer_index in config.classifier_layers else None
-        self.gate_rule = GateRule.of(config)
-        has_gate = self.gate_rule is not None and self.gate_rule.layer == layer_index
-        self.language_gate = LanguageGate(hidden_size, self.gate_rule) if has_gate else None  # type: ignore[arg-type]
+        self.language_gate = self._own_gate()
         self.conditional_gate = ConditionalGate(hidden_size, 1) if config.conditional_routing else None
         self.top_k = min(config.router_top_k, num_experts - config.conditional_routing) if has_choice else 1
-        self.layer_index = layer_index
-        self.control = control
-        self.model_config = config
 
     def train(self, mode: bool = True) -> "ExpandedFFN":
         super().train(mode)
@@ -90,7 +74,10 @@ class ExpandedFFN(nn.Module):
             ValueError: `use_expert` names an expert that the layer does not have.
         """
         request, x_Th = self.control.request, hidden_states.reshape(-1, hidden_states.shape[-1])
-        known, classifier_logits_TC = self._known(request, x_Th, hidden_states)
+        classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        known = self._known(request, hidden_states, classifier_logits_TC)
+        if request.change_logits is not None:
+            classifier_logits_TC = None
         single_expert = self._single_expert(request, known)
         routing = None
         # In training a recomputation, which nothing captures, must save what the first pass saved.
@@ -105,10 +92,10 @@ class ExpandedFFN(nn.Module):
         elif self.is_added:
             y = self._run_added(hidden_states, residual, routing)
         else:
-            y = self._run_chosen(request, known, hidden_states, residual, routing)
+            y = self._runchosen(request, known, hidden_states, residual, routing)
         return y
 
-    def _run_chosen(
+    def _runchosen(
         self, request: RoutingRequest, known: TokenClasses | None, hidden_states: torch.Tensor,
         residual: torch.Tensor | None, routing: LayerRouting,
     ) -> Any:  # fmt: skip
@@ -126,7 +113,7 @@ class ExpandedFFN(nn.Module):
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
         # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
-        return y if home_T is None else _chosen(home_T, self._run_single(0, hidden_states, residual, False), y)
+        return y if home_T is None else chosen(home_T, self._run_single(0, hidden_states, residual, False), y)
 
     def _run_classes(self, known: TokenClasses, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
         """Each class's expert on all tokens, with the dense layer's shapes; every token gets its own class's output."""
@@ -136,7 +123,7 @@ class ExpandedFFN(nn.Module):
         for number in range(len(self.experts_after_expansion)) if present is None else present:
             if expert := self.expert_of(number):
                 own = self._run_single(expert, hidden_states, residual, training=False)
-                y = _chosen(known.class_T == number, own, y)
+                y = chosen(known.class_T == number, own, y)
         return y
 
     def _run_added(self, hidden_states: torch.Tensor, residual: torch.Tensor | None, routing: LayerRouting) -> Any:
@@ -188,84 +175,6 @@ class ExpandedFFN(nn.Module):
             logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, given_T
         )
 
-    def _known(
-        self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor
-    ) -> tuple[TokenClasses | None, torch.Tensor | None]:
-        """The tokens' classes before they are routed, and the classifier's logits `[T, C]`; each may be None.
-
-        A class is the one that the user gives a sequence, or else the layer's own decision (`_own_classes`), or else,
-        with exclusive experts or beside sequences that the user knows, the newest expansion's."""
-        logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        given, newest = request.classes, len(self.experts_after_expansion) - 1
-        is_given = given is not None and None not in given
-        known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_given or request.expert is not None)
-        if request.change_logits is not None:
-            return None, None
-        if known is None and (given is not None or self.exclusive):
-            known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
-        if given is not None and known is not None:
-            given_B = torch.tensor([-1 if number is None else number for number in given], device=x_Th.device)
-            given_T = given_B.repeat_interleave(len(x_Th) // len(given))  # beams of a sequence follow one another
-            others = [] if is_given else known.present
-            present = None if others is None else sorted({number for number in (*given, *others) if number is not None})
-            known = TokenClasses(torch.where(given_T < 0, known.class_T, given_T), present)
-        if known is not None and self.exclusive and request.expansion is not None:
-            most = request.expansion
-            present = None if known.present is None else sorted({min(number, most) for number in known.present})
-            known = TokenClasses(known.class_T.clamp(max=most), present)
-        return known, logits_TC
-
-    def _own_classes(
-        self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor,
-        logits_TC: torch.Tensor | None, is_known: bool,
-    ) -> TokenClasses | None:  # fmt: skip
-        """The decision of the gate, which in layers below it is home, or else of the layer's classifier; in training,
-        and where a Trainer scores a model without a gate, the classes of the rows, for exclusive experts alone; None
-        without any, or where `is_known` says that nobody asks: such a pass, too, is evidence for the tokens that
-        follow."""
-        rule, text = self.gate_rule, self.control.gate_pass
-        given = request.token_classes if self.exclusive and (self.training or rule is None) else None
-        if given is not None and len(given.class_T) == len(x_Th):  # virtual tokens have no row
-            return given
-        if self.training:
-            return None
-        if self.language_gate is not None:
-            if text is None:  # the layer alone: each sequence is a text
-                shape = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, len(x_Th))
-                text = GatePass.of_inputs(rule, shape, x_Th.device)  # type: ignore[arg-type]
-            class_BS = text.judge(self.language_gate(x_Th))
-            return None if is_known else text.decide(class_BS)
-        if is_known:
-            return None
-        if rule is not None and text is not None:
-            home = TokenClasses(torch.zeros_like(x_Th[:, 0], dtype=torch.long), [0])
-            return home if self.layer_index < rule.layer else text.classes
-        if logits_TC is None:
-            return None
-        class_T = token_classes(logits_TC)
-        can_read = class_T.device.type == "cpu" and not is_traced(class_T)
-        return TokenClasses(class_T, [0] if can_read and not class_T.any() else None)
-
-    def expert_of(self, number: int) -> int | None:
-        """The expert that a class's tokens take alone; None if they have several."""
-        first, end = self.expert_ranges[number]
-        if end <= first:
-            return 0
-        return first if self.exclusive and end - first == 1 else None
-
-    def _single_expert(self, request: RoutingRequest, known: TokenClasses | None) -> int | None:
-        """The expert that runs alone for every token, as far as the host knows; None if several may run."""
-        forced = request.expert
-        if forced is not None:
-            if forced >= len(self.experts):
-                raise ValueError(
-                    f"Layer {self.layer_index} has no expert {forced}; give one of 0..{len(self.experts) - 1}."
-                )
-            return forced
-        if request.expansion == 0 and not self.training:
-            return 0
-        return None if known is None or known.only is None else self.expert_of(known.only)
-
     def _home(self, request: RoutingRequest, known: TokenClasses | None) -> torch.Tensor | None:
         """`[T]` bool, the tokens that the gate or the user sends to expert 0; None where there are none, or expert 0
         has the dense layer's shapes anyway, as all experts run on all tokens."""
@@ -311,13 +220,6 @@ class ExpandedFFN(nn.Module):
 
 def _run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
     return expert(hidden_states, *(() if residual is None else (residual,)))
-
-
-def _chosen(mask_T: torch.Tensor, yes: Any, no: Any) -> Any:
-    """Of two outputs, the first one's hidden states for the tokens of a mask, `[T]` bool."""
-    if isinstance(yes, tuple):
-        return _chosen(mask_T, yes[0], no[0]), *yes[1:]
-    return torch.where(mask_T.view(yes.shape[:-1]).unsqueeze(-1), yes, no)
 
 
 def _plus(output: Any, change: Any) -> Any:

@@ -18,12 +18,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from .adapters import AdaptedLayer
 from .backbone import SeparateFFN, decoder_ffns, mixture_rules, put_in_place, use_rules
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
+from .expanded_layer import ExpandedLayer
 from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assembled
-from .experts import AddedExpert, LoraLinear
+from .experts import AddedExpert, LoraUpdate
 from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, pass_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
@@ -63,12 +65,13 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         cls = _expanded_class(cls, config)
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
             _refuse_dense(cls.__name__, pretrained_model_name_or_path, config, passed)
+        load = super().from_pretrained  # type: ignore[misc]
         if getattr(config, "expansion_base", None) and kwargs.get("state_dict") is None:
-            load = super().from_pretrained  # type: ignore[misc]
-            return load_assembled(load, pretrained_model_name_or_path, config, kwargs)
-        return super().from_pretrained(  # type: ignore[misc]
-            pretrained_model_name_or_path, *args, config=config, **kwargs
-        )
+            loaded = load_assembled(load, pretrained_model_name_or_path, config, kwargs)
+        else:
+            loaded = load(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._attach_adapters()
+        return loaded
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
@@ -86,12 +89,12 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         check_model(config, bool(mixtures))
         grown = [index for index in mixtures if config.num_experts_per_layer[index] > 1]
-        if grown and not config.has_kind("added"):
+        if grown and not (config.has_kind("added") or config.has_kind("adapter")):
             names = layer_names(config)
             raise ValueError(
                 f"Layers {', '.join(names[index] for index in grown)} are mixtures of experts of the backbone's own, "
-                "beside which only added experts can stand: set expert_kind to 'added', or num_experts_per_layer to 1 "
-                "there."
+                "beside which only added experts and adapters can stand: set expert_kind to 'added' or 'adapter', or "
+                "num_experts_per_layer to 1 there."
             )
         if config.is_encoder_decoder:
             # A layer that training leaves out at random (M2M100) would leave its routers without a gradient.
@@ -100,6 +103,10 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                     module.layerdrop = 0.0
         for index, ffn in enumerate(ffns):
             if config.num_experts_per_layer[index] > 1:
+                if config.has_kind("adapter"):
+                    layer = self.get_submodule(ffn.place.rpartition(".")[0])  # type: ignore[attr-defined]
+                    layer.adapters = AdaptedLayer(layer, config, index, control)
+                    continue
                 expanded = ExpandedFFN(ffn.module, config, index, control, is_mixture=ffn.is_mixture)
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]
@@ -108,6 +115,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 else:
                     setattr(layer, attribute, expanded)
         self.routing_control = control
+        self._attach_adapters()
         self._use_requested_experts(bool(mixtures))
         use_rules(self, mixture_rules(self, decoder_ffns(self)) if mixtures else [])  # type: ignore[arg-type]
         if rule is not None:
@@ -119,10 +127,21 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             decoder.register_forward_hook(partial(_end_pass, control), with_kwargs=True, always_call=True)
         super().post_init()  # type: ignore[misc]
 
+    def _attach_adapters(self) -> None:
+        """Lets the maps that adapters update call them; again after loading, which replaces the maps of a quantised
+        model."""
+        for index, ffn in enumerate(decoder_ffns(self) if self.config.has_kind("adapter") else ()):  # type: ignore[arg-type, attr-defined]
+            if self.config.num_experts_per_layer[index] > 1:  # type: ignore[attr-defined]
+                layer: Any = self.get_submodule(ffn.place.rpartition(".")[0])  # type: ignore[attr-defined]
+                layer.adapters.attach(layer, self.get_submodule(ffn.place))  # type: ignore[attr-defined]
+
     def init_parallel_plans(self) -> None:
         # The backbone's tensor-parallel rules for its FFN apply to every expert. Routers and classifiers have no rule:
         # every rank keeps them whole. The library would warn of a rule that applies to no layer.
         super().init_parallel_plans()  # type: ignore[misc]
+        if self.config.has_kind("adapter"):  # type: ignore[attr-defined]
+            self._tp_plan = {}  # an update is added to a map's whole output: every rank keeps the model whole
+            return
         places: dict[str, list[bool]] = {}  # the FFNs under each pattern of names, and whether they are expanded
         for ffn in decoder_ffns(self):  # type: ignore[arg-type]
             pattern = re.sub(r"\.\d+\.", ".*.", ffn.place) + "."
@@ -155,7 +174,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
         # initialise them.
         for ffn in self.expanded_ffns().values():
-            new = (module for module in ffn.experts.modules() if isinstance(module, LoraLinear | AddedExpert))
+            new = (module for module in ffn.experts.modules() if isinstance(module, LoraUpdate | AddedExpert))
             for module in (ffn.router, ffn.classifier, ffn.language_gate, ffn.conditional_gate, *new):
                 if module is not None:
                     self._initialize_weights(module)  # type: ignore[attr-defined]
@@ -172,14 +191,14 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         elif isinstance(module, Classifier | ConditionalGate | LanguageGate):
             for parameter in module.parameters():
                 init.zeros_(parameter)
-        elif isinstance(module, LoraLinear | AddedExpert):
+        elif isinstance(module, LoraUpdate | AddedExpert):
             module.init_weights()
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
-    def expanded_ffns(self) -> dict[int, ExpandedFFN]:
-        """The `ExpandedFFN` of each expanded layer, by layer index."""
-        return {module.layer_index: module for module in self.modules() if isinstance(module, ExpandedFFN)}  # type: ignore[attr-defined]
+    def expanded_ffns(self) -> dict[int, ExpandedLayer]:
+        """The `ExpandedFFN`, or the `AdaptedLayer`, of each expanded layer, by layer index."""
+        return {module.layer_index: module for module in self.modules() if isinstance(module, ExpandedLayer)}  # type: ignore[attr-defined]
 
     @contextmanager
     def capture_routing(self) -> Iterator[Routing]:

@@ -70,7 +70,32 @@ def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None)
     init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 
-class LoraLinear(nn.Module):
+class LoraUpdate(nn.Module):
+    """`scaling * B A x`, the update of one linear layer.
+
+    Args:
+        layer: the layer.
+        rank: r.
+        scaling: `alpha / r`.
+    """
+
+    def __init__(self, layer: Any, rank: int, scaling: float) -> None:
+        super().__init__()
+        inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+        self.scaling = scaling
+        self.lora_A = LoraFactor(inputs, rank)
+        self.lora_B = LoraFactor(rank, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaling * self.lora_B(self.lora_A(x))
+
+    def init_weights(self) -> None:
+        """First weights: random rows in A and zeros in B, so that the update is zero at first."""
+        init_kaiming(self.lora_A.weight)
+        init.zeros_(self.lora_B.weight)
+
+
+class LoraLinear(LoraUpdate):
     """A linear layer of another FFN with its own update.
 
     The layer is looked up by name at each call, so that a layer that replaced it (quantised, adapted, offloaded) is
@@ -84,14 +109,9 @@ class LoraLinear(nn.Module):
     """
 
     def __init__(self, ffn: nn.Module, name: str, rank: int, alpha: float) -> None:
-        super().__init__()
-        layer: Any = ffn.get_submodule(name)
-        inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+        super().__init__(ffn.get_submodule(name), rank, alpha / rank)
         self.owner = (ffn,)  # in a tuple, so that it is not a submodule
         self.name = name
-        self.scaling = alpha / rank
-        self.lora_A = LoraFactor(inputs, rank)
-        self.lora_B = LoraFactor(rank, outputs)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -99,12 +119,7 @@ class LoraLinear(nn.Module):
         return self.owner[0].get_submodule(self.name).weight  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.owner[0].get_submodule(self.name)(x) + self.scaling * self.lora_B(self.lora_A(x))
-
-    def init_weights(self) -> None:
-        """First weights: random rows in A and zeros in B, so that the update is zero at first."""
-        init_kaiming(self.lora_A.weight)
-        init.zeros_(self.lora_B.weight)
+        return self.owner[0].get_submodule(self.name)(x) + super().forward(x)
 
     def extra_repr(self) -> str:
         return f"of expert 0: {self.name}"

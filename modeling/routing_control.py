@@ -105,6 +105,16 @@ class RoutingControl:
     def gate_pass(self, value: GatePass | None) -> None:
         self._own.gate_pass = value
 
+    @property
+    def decided(self) -> Any:
+        """In this thread's forward pass, what an adapted layer has decided of its tokens: the expert of all, or None,
+        and their `TokenClasses`."""
+        return self._own.decided
+
+    @decided.setter
+    def decided(self, value: Any) -> None:
+        self._own.decided = value
+
     def __reduce__(self) -> tuple:  # copies and pickles have requests of their own
         return RoutingControl, ()
 

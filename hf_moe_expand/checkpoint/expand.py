@@ -16,7 +16,7 @@ from .. import __version__
 from ..core.errors import InputError
 from ..core.schema import checked, shown_value
 from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, language_models, model_class, stack_sizes
-from ..modeling.expanded_config import ExpandedConfig, ExpertKind
+from ..modeling.expanded_config import AdapterKind, ExpandedConfig, ExpertKind
 from ..planning.plan import Plan
 from .gate_file import Gate
 from .loaded import blank, filled
@@ -67,6 +67,7 @@ def expand_checkpoint(
     lora_rank: int = LORA_RANK,
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
+    target_modules: str | list[str] | None = None,
     seed: int = 0,
     revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
@@ -87,9 +88,11 @@ def expand_checkpoint(
             experts add to a token's output (CMR).
         expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
             linear layers (MoLA, LoRAMoE), which is zero at first; or `added`, expert 0 with an FFN of any width beside
-            it, whose output is zero at first, for a base that is a mixture of experts too.
+            it, whose output is zero at first, for a base that is a mixture of experts too; or `adapter`, low-rank
+            updates of all the layer's linear maps, in attention too, which are zero at first.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
         expert_width: width of the added FFNs.
+        target_modules: the linear maps that adapters update, as PEFT names them; all by default.
         seed: random seed of the routers, of random experts and of updates.
         revision: revision of a hub id.
         max_shard_size: size of the largest weight file.
@@ -107,10 +110,12 @@ def expand_checkpoint(
     check_architecture(dense_config, base)
     check_dense_plan(plan, dense_config, base)
     dense = StoredModel(folder, dense_config)
-    kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
+    kind = chosen_kind(
+        dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width, target_modules
+    )
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     if gate is not None:
-        check_plan_of_gate(plan, gate.rule.layer)
+        check_plan_of_gate(plan, gate.rule.layer, kind)
         gate.set_in(config)
     tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate)
     held = [dense[key] for key in dense.tensors]
@@ -138,6 +143,7 @@ def expand_model(
     lora_rank: int = LORA_RANK,
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
+    target_modules: str | list[str] | None = None,
     seed: int = 0,
     gate: Gate | None = None,
 ) -> Any:
@@ -151,8 +157,8 @@ def expand_model(
         dense: a `...ForCausalLM` or `...ForConditionalGeneration` of a supported backbone, on one device.
         plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
             `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind` and its settings.
-        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, seed, gate: see
-            `expand_checkpoint`.
+        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, target_modules, seed, gate:
+            see `expand_checkpoint`.
 
     Returns:
         A `LayerMoEForCausalLM`, a `LayerMoEForSeq2SeqLM` if `dense` is an encoder-decoder, or a `DMoEForCausalLM` if
@@ -176,10 +182,15 @@ def expand_model(
         wanted = None
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name)
-    kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
+    if wanted is not None and wanted.adapters:
+        kind: ExpertKind = AdapterKind(wanted.adapters)
+    else:
+        kind = chosen_kind(
+            dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width, target_modules
+        )  # fmt: skip
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if gate is not None:
-        check_plan_of_gate(plan, gate.rule.layer)
+        check_plan_of_gate(plan, gate.rule.layer, kind)
         gate.set_in(config)
     elif wanted is not None:
         config.language_gate = wanted.language_gate
@@ -234,10 +245,11 @@ def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.
     check_layers(plan, dense_config, name)
 
 
-def check_plan_of_gate(plan: Plan, layer: int) -> None:
-    """Refuses a plan for a gate in this layer that leaves the layer dense, or expands layers below it."""
+def check_plan_of_gate(plan: Plan, layer: int, kind: ExpertKind) -> None:
+    """Refuses a plan for a gate in this layer that leaves the layer dense, or expands layers below it, where adapters
+    alone have a use: for text whose language is told."""
     counts = plan.experts_per_layer
-    if counts[layer] < 2 or max(counts[:layer], default=1) > 1:
+    if counts[layer] < 2 or (max(counts[:layer], default=1) > 1 and not isinstance(kind, AdapterKind)):
         raise InputError(
             f"The gate stands in layer {layer}, below which no expert ever runs, but the plan has "
             f"{plan.counts_in_words} experts: plan with --only-layers {layer}-{len(counts) - 1} (`only_layers`)."

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from ..core.errors import InputError, named_as
 from ..core.jsonfile import read_json
 from ..core.scratch import link, scratch_folder, sibling
-from ..modeling import ExpandedConfig, LayerMoEConfig, decoder_ffns
+from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.language_gate import GateRule
 from .loaded import check_place, finished, opened
 from .packs import GATE_ROWS, Rows
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
 from .source import OLD_GATES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel
+from .stored import StoredModel, block_names
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
 
 # The fields of a configuration and of an expansion's record.
@@ -126,7 +126,7 @@ def write_gate(
 
 def gate_tensors(stored: StoredModel, gate: Gate) -> list[OutputTensor]:
     """The gate's tensors, in the type of its layer's first expert."""
-    place = decoder_ffns(stored.network)[gate.rule.layer].place
+    place = block_names(stored.network)[gate.rule.layer]
     like = next(key for key in stored.tensors if key.startswith(f"{place}.") and stored[key].dtype in TORCH_DTYPES)
     dtype = TORCH_DTYPES[stored[like].dtype]
     return [in_memory(f"{place}.{inner}", rows.to(dtype)) for (_, inner), rows in gate.rows.items()]
@@ -137,5 +137,5 @@ def stored_gate(stored: StoredModel) -> Gate | None:
     rule = GateRule.of(stored.config)
     if rule is None:
         return None
-    place = decoder_ffns(stored.network)[rule.layer].place
+    place = block_names(stored.network)[rule.layer]
     return Gate(rule, *(stored.tensor(f"{place}.{inner}") for inner in GATE_ROWS))

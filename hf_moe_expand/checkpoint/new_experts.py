@@ -17,15 +17,17 @@ from typing import Any
 
 import psutil
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..modeling import DecoderFFN, decoder_ffns, layer_names
-from ..modeling.expanded_config import KINDS, AddedKind, ExpertKind, LoraKind
+from ..modeling.expanded_config import KINDS, AdapterKind, AddedKind, ExpertKind, LoraKind
 from ..modeling.experts import init_kaiming
 from ..modeling.routing import init_router
 from ..planning.plan import Plan
+from .adapter_maps import ALL_LINEAR, adapter_of
 from .gated_ffn import gate_and_up
 from .reader import TORCH_DTYPES
 from .stored import Place, StoredModel
@@ -51,8 +53,14 @@ def chosen_kind(
     lora_rank: int,
     lora_alpha: float,
     expert_width: int | None,
+    target_modules: str | Sequence[str] | None = None,
 ) -> ExpertKind:
     """The kind of the new experts of the dense model `network`, with its settings."""
+    if target_modules is not None and expert_kind != "adapter":
+        raise InputError(
+            f"target_modules is {target_modules!r}, but expert_kind is {expert_kind!r}: only adapters choose the maps "
+            "that they update; leave it out, or set expert_kind to 'adapter'."
+        )
     ffns = decoder_ffns(network)
     grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
     if expert_width is not None and expert_kind != "added":
@@ -61,12 +69,13 @@ def chosen_kind(
             "their own; leave it out, or set expert_kind to 'added'."
         )
     mixtures = [layer for layer in grown if ffns[layer].is_mixture]
-    if mixtures and expert_kind != "added":
+    if mixtures and expert_kind not in ("added", "adapter"):
         names = layer_names(network.config)
         raise InputError(
             f"Layers {', '.join(names[layer] for layer in mixtures)} are mixtures of experts of the backbone's own, of "
             f"which no {'LoRA experts' if expert_kind == 'lora' else 'copies'} are made: take --expert-kind added with "
-            "an --expert-width (expert_kind: added), or give these layers 1 expert in the plan."
+            "an --expert-width (expert_kind: added), adapters (expert_kind: adapter), or give these layers 1 expert in "
+            "the plan."
         )
     if expert_kind == "ffn":
         return ExpertKind()
@@ -75,16 +84,33 @@ def chosen_kind(
             f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take "
             "another method."
         )
+    if expert_kind in ("lora", "adapter") and expert_init != "copy":
+        what = "LoRA experts start as expert 0" if expert_kind == "lora" else "adapters start as the layer is"
+        raise InputError(f"expert_init is {expert_init!r}, but {what}, with an update of zero: leave it out.")
+    if expert_kind == "adapter":
+        return _adapters(network, plan, lora_rank, lora_alpha, target_modules)
     if expert_kind == "lora":
-        if expert_init != "copy":
-            raise InputError(
-                f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it "
-                "out."
-            )
         _check_lora(ffns, grown, lora_rank, lora_alpha)
         return LoraKind(lora_rank, float(lora_alpha))
     _check_width(network, plan, expert_width)
     return AddedKind(int(expert_width or 0))
+
+
+def _adapters(
+    network: Any, plan: Plan, rank: int, alpha: float, target_modules: str | Sequence[str] | None
+) -> AdapterKind:
+    if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
+        raise InputError(
+            f"expert_kind is 'adapter', but the plan has {plan.counts_in_words} experts"
+            f"{'' if plan.exclusive else ' and a router'}: a language has one adapter and no router; plan with "
+            "`exclusive` and 2 experts (`plan moe-lpr --experts 2 --exclusive`; `plan: {method: moe-lpr, experts: 2, "
+            "exclusive: true}`)."
+        )
+    if alpha <= 0 or rank < 1:
+        raise InputError(f"lora_rank is {rank} and lora_alpha {alpha:g}: rank must be at least 1, and alpha above 0.")
+    targets = ALL_LINEAR if target_modules is None else target_modules
+    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
+    return AdapterKind([adapter_of(network, lora, f"target_modules {targets!r}")])
 
 
 def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alpha: float) -> None:

@@ -26,8 +26,12 @@ class ExpandSettings(Schema):
     )
     expert_kind: Text = Field(
         "ffn",
-        description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); or `added`: small FFNs "
-        "beside the original block, which may be a mixture of experts",
+        description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); `added`: small FFNs beside "
+        "the original block, which may be a mixture of experts; or `adapter`: low-rank updates of all linear layers, "
+        "in attention too",
+    )
+    target_modules: Text | list[Text] | None = Field(
+        None, description="the linear layers that adapters update, as PEFT names them; all by default"
     )
     lora_rank: Count = Field(LORA_RANK, description="rank of the updates")
     lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.integrations import deepspeed
@@ -19,6 +18,7 @@ from transformers.integrations import deepspeed
 from ..core.errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.backbone import mixture_rules
+from ..modeling.expanded_layer import ExpandedLayer
 from .local import name_and_commit
 from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, is_finite, tensor_bytes
 from .source import load_base_config, load_config, resolve_checkpoint
@@ -257,7 +257,7 @@ class Place:
         shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.
-        inner: its name inside the layer's FFN block.
+        inner: its name inside the layer's block: the FFN, or the adapters.
     """
 
     dense: str | None
@@ -272,14 +272,19 @@ class Place:
         return self.layer >= 0 and self.expert is None
 
 
+def block_names(network: Any) -> dict[int, str]:
+    """The name in an expanded model of each expanded layer's block: its FFN, or its adapters."""
+    return {block.layer_index: name for name, block in network.named_modules() if isinstance(block, ExpandedLayer)}
+
+
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
     by_key = {key: Place(key, tuple(value.shape)) for key, value in network.state_dict().items()}
-    expanded: dict[int, nn.Module] = network.expanded_ffns() if isinstance(network.config, ExpandedConfig) else {}
-    ffns = decoder_ffns(network) if expanded else []
-    for layer, module in expanded.items():
-        for inner in module.state_dict():
-            key, dense, expert = f"{ffns[layer].place}.{inner}", None, None
+    blocks = block_names(network)
+    ffns = decoder_ffns(network) if blocks else []
+    for layer, name in blocks.items():
+        for inner in network.get_submodule(name).state_dict():
+            key, dense, expert = f"{name}.{inner}", None, None
             if inner.startswith("experts."):
                 expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
                 dense = f"{ffns[layer].name}.{rest}" if network.config.kind_of(layer, expert).has_ffn else None

@@ -403,7 +403,7 @@ def inspect(
         made = Plan.load(plan)
         from ..report.inspection import inspect_plan
 
-        kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width"})
+        kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"})
         print("\n".join(inspect_plan(model, made, revision, tokens, tflops, **kind)))
         return
     check_checkpoints(model, revision=revision, expanded=True)

@@ -166,6 +166,7 @@ def inspect_plan(
     lora_rank: int = LORA_RANK,
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
+    target_modules: str | list[str] | None = None,
 ) -> list[str]:
     """The model that `plan` makes of `base` and the forecast of its stages, line by line; reads config.json alone.
 
@@ -182,7 +183,7 @@ def inspect_plan(
     check_layers(plan, dense, base)
     check_kinds("copy", expert_kind)
     whole = network_of(dense)
-    kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
+    kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width, target_modules)
     config: Any = planned_config(dense, plan, kind)
     trained: list[Any] = [stage for stage in stages_for(config.model_type) if issubclass(stage, StageConfig)]
     rows = {stage.name: (network_of(config), stage()) for stage in trained}

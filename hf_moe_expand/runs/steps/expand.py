@@ -20,7 +20,7 @@ from .base import RunStep
 from .base_gate import GATE_FILE, gate_layer
 
 # The settings that say what the new experts are.
-_KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width"}
+_KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"}
 
 
 class Expand(RunStep):

@@ -1,0 +1,121 @@
+"""Language adapters: low-rank updates of a layer's linear maps, in attention and FFN, for the tokens of one class.
+
+`y = W x + b + scaling * B A x` for a token of the adapter's class, and the base's own bits for all others. The base's
+modules stay in their places: a forward hook adds the update to what a map returns, so that one that was replaced before
+the model is loaded (quantised) or wrapped afterwards (by PEFT) works too.
+
+A layer's parts before its FFN are below the gate, which reads the FFN's input. So in the gate's layer a text whose
+language nobody told has the base's attention and, from there on, the updates.
+
+Shape suffixes as in `routing.py`.
+"""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from .expanded_layer import ExpandedLayer, chosen
+from .experts import LoraUpdate
+from .routing_control import RoutingControl
+
+
+class Adapter(nn.Module):
+    """One expansion's updates of a layer; that of the map `self_attn.q_proj` is `self_attn_q_proj_update`, a name that
+    PEFT does not take for the map's.
+
+    Args:
+        layer: the layer.
+        maps: rank and scaling of each map's update.
+    """
+
+    def __init__(self, layer: nn.Module, maps: dict[str, tuple[int, float]]) -> None:
+        super().__init__()
+        for name, (rank, scaling) in maps.items():
+            self.add_module(update_name(name), LoraUpdate(layer.get_submodule(name), rank, scaling))
+
+
+def update_name(name: str) -> str:
+    """The name in an `Adapter` of the update of a map."""
+    return f"{name.replace('.', '_')}_update"
+
+
+class AdaptedLayer(ExpandedLayer):
+    """The adapters of a layer, and the language gate if it stands there: a module beside the layer's own.
+
+    Args:
+        layer: the layer.
+
+    Attributes:
+        experts: expert 0 has no weights: it is the layer as it is. Expert e is an `Adapter`.
+        updated: by the name of a linear map, the experts that update it.
+    """
+
+    def __init__(self, layer: nn.Module, config: Any, layer_index: int, control: RoutingControl) -> None:
+        super().__init__(config, layer_index, control)
+        counts = self.experts_after_expansion
+        # An expansion adds one expert to the layer, or none.
+        adding = [number for number, (before, after) in enumerate(pairwise(counts)) if after > before]
+        maps = [config.adapter_maps(number, layer_index) for number in adding]
+        self.experts = nn.ModuleList([nn.Identity(), *(Adapter(layer, of_expert) for of_expert in maps)])
+        self.language_gate = self._own_gate()
+        self.updated: dict[str, list[int]] = {}
+        for number, of_expert in enumerate(maps, start=1):
+            for name in of_expert:
+                self.updated.setdefault(name, []).append(number)
+
+    def attach(self, layer: nn.Module, ffn: nn.Module) -> None:
+        """Lets the layer's linear maps call their updates, those that do not yet.
+
+        Args:
+            ffn: the module that gets the input of the layer's FFN.
+        """
+        if not _calls(layer._forward_pre_hooks, self._enter):
+            layer.register_forward_pre_hook(partial(self._enter), with_kwargs=True)
+        if self.language_gate is not None and not _calls(ffn._forward_pre_hooks, self._judge):
+            ffn.register_forward_pre_hook(partial(self._judge))
+        for name in self.updated:
+            linear = layer.get_submodule(name)
+            if not _calls(linear._forward_hooks, self._add):
+                linear.register_forward_hook(partial(self._add, name))
+
+    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._decide(args[0] if args else kwargs["hidden_states"], judges=False)
+
+    def _judge(self, ffn: nn.Module, args: tuple) -> None:
+        self._decide(args[0], judges=True)
+
+    def _decide(self, hidden_states: torch.Tensor, judges: bool) -> None:
+        """Leaves for the maps that follow the expert of all tokens, or else the class of each."""
+        request = self.control.request
+        known = self._known(request, hidden_states, judges=judges)
+        self.control.decided = self._single_expert(request, known), known
+
+    def _add(self, name: str, linear: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        """A map's output with the updates of its tokens."""
+        x, (single_expert, known), ran = inputs[0], self.control.decided, set()
+        y = output
+        if single_expert is not None:
+            ran = {single_expert}
+            y = output + self._update(single_expert, name)(x) if single_expert in self.updated[name] else output
+        else:
+            # In training all experts are in the graph, so that all ranks have the same graph.
+            present = None if self.training else known.present
+            for number in range(1, len(self.experts_after_expansion)) if present is None else present:
+                expert = self.expert_of(number) or 0
+                if expert in self.updated[name]:
+                    ran.add(expert)
+                    y = chosen(known.class_T == number, output + self._update(expert, name)(x), y)
+        if self.training and (idle := [expert for expert in self.updated[name] if expert not in ran]):
+            nothing = x.flatten(0, -2)[:0]
+            y = y + sum(self._update(expert, name)(nothing).sum() for expert in idle)
+        return y
+
+    def _update(self, expert: int, name: str) -> nn.Module:
+        return self.experts[expert].get_submodule(update_name(name))
+
+
+def _calls(hooks: Any, method: Any) -> bool:
+    return any(getattr(hook, "func", None) == method for hook in hooks.values())
