@@ -34,7 +34,7 @@ class Adapter(nn.Module):
     def __init__(self, layer: nn.Module, maps: dict[str, tuple[int, float]]) -> None:
         super().__init__()
         for name, (rank, scaling) in maps.items():
-            self.add_module(update_name(name), LoraUpdate(layer.get_submodule(name), rank, scaling))
+            self.add_module(update_name(name), LoraUpdate(layer.get_submodule(name), name, rank, scaling))
 
 
 def update_name(name: str) -> str:

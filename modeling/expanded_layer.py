@@ -115,7 +115,8 @@ class ExpandedLayer(nn.Module):
             return None
         if rule is not None and text is not None:
             home = TokenClasses(torch.zeros_like(x_Th[:, 0], dtype=torch.long), [0])
-            return home if self.layer_index < rule.layer or not judges else text.classes
+            is_below = self.layer_index < rule.layer or self.language_gate is not None
+            return home if is_below else text.classes
         if logits_TC is None:
             return None
         class_T = token_classes(logits_TC)

@@ -75,12 +75,14 @@ class LoraUpdate(nn.Module):
 
     Args:
         layer: the layer.
+        name: its name in the module that owns it.
         rank: r.
         scaling: `alpha / r`.
     """
 
-    def __init__(self, layer: Any, rank: int, scaling: float) -> None:
+    def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
         super().__init__()
+        self.name = name
         inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
         self.scaling = scaling
         self.lora_A = LoraFactor(inputs, rank)
@@ -109,9 +111,8 @@ class LoraLinear(LoraUpdate):
     """
 
     def __init__(self, ffn: nn.Module, name: str, rank: int, alpha: float) -> None:
-        super().__init__(ffn.get_submodule(name), rank, alpha / rank)
+        super().__init__(ffn.get_submodule(name), name, rank, alpha / rank)
         self.owner = (ffn,)  # in a tuple, so that it is not a submodule
-        self.name = name
 
     @property
     def weight(self) -> torch.Tensor:

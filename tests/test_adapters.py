@@ -1,19 +1,90 @@
-"""An adapter of PEFT in the place of a model, or beside one, is refused wherever a model is given."""
+"""Language adapters: low-rank updates of all linear maps, against dense models whose weights have them."""
 
+import copy
 import json
-import shutil
+from itertools import product
 
 import pytest
-from conftest import save_dense, write_texts
-from typer.testing import CliRunner
+import torch
+from conftest import (
+    byte_tokenizer,
+    checkpointed,
+    invoke,
+    load_offloaded,
+    run_fresh,
+    save_dense,
+    tiny_config,
+    tiny_dense,
+    write_texts,
+)
+from gated_models import GREEDY, tokens
+from safetensors.torch import load_file
+from test_exclusive import blocks, one_step
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
-from hf_moe_expand import cli
-from hf_moe_expand.checkpoint import source
-from hf_moe_expand.checkpoint.source import resolve_checkpoint
+from hf_moe_expand import (
+    LanguageText,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    PostPretrainConfig,
+    expand_checkpoint,
+    expand_model,
+    fit_gates,
+    graft_delta,
+    grow_checkpoint,
+    join_expansions,
+    leave_out_pack,
+    save_expansion,
+    shrink_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.analysis.settings import GateSettings
+from hf_moe_expand.checkpoint.adapter_maps import all_linear
+from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.modeling.experts import LoraUpdate
+from hf_moe_expand.report.inspection import inspect_checkpoint, inspect_plan
 
-ADAPTER = {"adapter_config.json": json.dumps({"peft_type": "LORA", "base_model_name_or_path": "me/x"})}
-WEIGHTS = {"adapter_model.safetensors": ""}
+RANK, ALPHA = 4, 6.0
+KIND = {"expert_kind": "adapter", "lora_rank": RANK, "lora_alpha": ALPHA}
+PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
+MORE = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
+# Gated; one matrix for q, k and v; Conv1D; a residual inside the FFN; an FFN of two layers in the layer; scaled
+# embeddings; attention and FFN side by side.
+BACKBONES = ("qwen2", "gpt_neox", "gpt2", "bloom", "opt", "gemma", "phi", "falcon")
+MIXTURES = ("qwen3_moe", "mixtral")
+IDS = tokens(2, 12)
+
+
+def moved(model, seed=0):
+    """The model with updates that are far from nothing, of its last expansion."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in model.expanded_ffns().values():
+            for parameter in layer.experts[layer.experts_after_expansion[-2] :].parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
+    return model
+
+
+def merged(model, dense, expert):
+    """The dense model whose weights are `W + scaling * B A`, written out."""
+    merged = copy.deepcopy(dense)
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            for update in layer.experts[expert].children() if name.endswith(".adapters") else ():
+                own = merged.get_submodule(f"{name.removesuffix('.adapters')}.{update.name}")
+                change = update.scaling * update.lora_B.weight @ update.lora_A.weight
+                own.weight += change.T if isinstance(own, Conv1D) else change
+    return merged.eval()
+
+
+def moved_file(folder, seed=0):
+    moved(AutoModelForCausalLM.from_pretrained(folder), seed).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -21,66 +92,423 @@ def base(tmp_path_factory):
     return save_dense(tmp_path_factory.mktemp("adapters") / "base")
 
 
-def put(folder, files):
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return folder
+@pytest.fixture(scope="module")
+def el(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs") / "qwen-el"
+    expand_checkpoint(base, folder, PLAN, **KIND)
+    return moved_file(folder)
 
 
-ALONE = {
-    "both files": {**ADAPTER, **WEIGHTS},
-    "the configuration": ADAPTER,
-    "the weights": WEIGHTS,
-    "pickled": {**ADAPTER, "adapter_model.bin": ""},
-    "a base's configuration": {**ADAPTER, **WEIGHTS, "config.json": '{"model_type": "llama"}'},
-    "a configuration of wrong fields": {"adapter_config.json": '{"base_model_name_or_path": 3}'},
-}
+@pytest.fixture(scope="module")
+def grown(el, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
+    grow_checkpoint(el, folder, MORE, keep_routers=True)
+    return moved_file(folder, 1)
 
 
-@pytest.mark.parametrize("files", ALONE.values(), ids=ALONE)
-def test_an_adapter_alone_is_refused_with_its_base(tmp_path, files, monkeypatch):
-    folder = put(tmp_path / "adapter", files)
-    of = " of me/x" if ADAPTER.items() <= files.items() else ""
-    with pytest.raises(InputError, match=f"adapter: is an adapter{of}, not a model: merge it into its base"):
-        resolve_checkpoint(folder)
-    monkeypatch.setattr(source, "hub_problem", lambda: "")
-    monkeypatch.setattr(source, "snapshot_download", lambda *args, **options: str(folder))
-    with pytest.raises(InputError, match=f"^me/adapter: is an adapter{of}, not a model: merge it into its base"):
-        resolve_checkpoint("me/adapter")
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def test_an_adapter_beside_weights_is_refused_and_its_weights_alone_are_not_read(base, tmp_path):
-    folder = put(shutil.copytree(base, tmp_path / "both"), {**ADAPTER, **WEIGHTS})
-    with pytest.raises(InputError, match=r"both: has an adapter of me/x beside .* have it already, move adapter_conf"):
-        resolve_checkpoint(folder)
-    (folder / "adapter_config.json").unlink()
-    assert resolve_checkpoint(folder) == folder
+@torch.no_grad()
+def logits(model, **more):
+    return (model if isinstance(model, torch.nn.Module) else load(model))(IDS, **more).logits
 
 
-VERBS = {
-    "expand": "MODEL OUT --plan PLAN", "generate": "MODEL hello", "chat": "MODEL", "inspect": "MODEL",
-    "evaluate": "MODEL --data en=TEXT --out OUT", "backbones": "MODEL", "card": "MODEL", "diff": "MODEL BASE",
-    "graft": "BASE OUT --base BASE --instruct MODEL", "merge average": "BASE MODEL --out OUT", "export": "MODEL OUT",
-    "grow": "MODEL OUT --plan PLAN", "join": "MODEL MODEL OUT", "gates": "MODEL OUT --data en=TEXT",
-    "train dense": "MODEL OUT --data en=TEXT", "train post-pretrain": "MODEL OUT --data el=TEXT",
-    "analyze fertility": "MODEL --data en=TEXT", "expand-depth": "MODEL OUT --blocks 1",
-    "plan moe-lpr": "--layers MODEL --old en --new el --experts 2 --out OUT", "push": "MODEL me/x",
-    "sample": "MODEL --out OUT",
-}  # fmt: skip
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_that_takes_a_model_says_so(base, tmp_path, verb):
-    (tmp_path / "plan.json").write_text('{"method": "moe-lpr", "experts_per_layer": [2, 2, 2], "new": ["el"]}')
-    places = {
-        "MODEL": put(tmp_path / "adapter", {**ADAPTER, **WEIGHTS}), "OUT": tmp_path / "out", "BASE": base,
-        "PLAN": tmp_path / "plan.json", "TEXT": write_texts(tmp_path / "text.jsonl", ["hello"]),
-    }  # fmt: skip
-    words = [*verb.split(), *VERBS[verb].split()]
-    for word, place in places.items():
-        words = [given.replace(word, str(place)) for given in words]
-    result = CliRunner().invoke(cli.app, words)
-    said = f"{result.output}{result.exception}"
-    assert "adapter: is an adapter of me/x, not a model" in " ".join(said.split()), said
+# --- what it computes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", BACKBONES + MIXTURES)
+def test_told_it_is_the_merged_model_and_at_home_the_base_bit_for_bit(backbone):
+    dense, plan = tiny_dense(backbone).eval(), PLAN
+    if (count := dense.config.num_hidden_layers) != 3:
+        plan = Plan("moe-lpr", [2] * count, old=["en"], new=["el"], exclusive=True)
+    model = expand_model(copy.deepcopy(dense), plan, **KIND).eval()
+    assert {name for name in model.state_dict() if ".adapters." not in name} == {*dense.state_dict()}
+    assert torch.equal(logits(model), logits(dense))  # updates of zero
+    moved(model)
+    updated = [module for module in model.modules() if isinstance(module, LoraUpdate)]
+    assert len(updated) == len(all_linear(dense)) >= 4 * count
+    expected = logits(merged(model, dense, 1))
+    assert not torch.allclose(expected, logits(dense), atol=1e-2)
+    close(logits(model, languages="el"), expected)
+    close(logits(model), expected)  # without a gate, the newest expansion's
+    assert torch.equal(logits(model, languages="en"), logits(dense))
+    with model.use_expansion(0):
+        assert torch.equal(logits(model), logits(dense))
+    mixed = logits(model, languages=["en", "el"])
+    if backbone not in MIXTURES:  # which run an expert's tokens together: their number changes the rounding
+        assert torch.equal(mixed[0], logits(dense)[0])
+    close(mixed[0], logits(dense)[0])
+    close(mixed[1], expected[1])
+
+
+@pytest.mark.parametrize("backbone", MIXTURES)
+def test_of_a_mixture_attention_and_shared_parts_are_updated(backbone):
+    names = {name.rpartition(".")[2] for name in all_linear(tiny_dense(backbone))}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_the_shared_expert_of_a_mixture_is_updated_and_its_gate_is_not():
+    names = {name.split(".", 3)[3] for name in all_linear(tiny_dense("qwen2_moe"))}
+    assert {name for name in names if "shared" in name} == {
+        f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
+    }
+    assert not any(".experts." in name or name == "mlp.gate" for name in names)
+
+
+def test_each_language_has_its_adapter(base, grown, el):
+    model, dense = load(grown), load(base)
+    for code, expert in (("el", 1), ("tr", 2)):
+        close(logits(model, languages=code), logits(merged(model, dense, expert)))
+    assert torch.equal(logits(model, languages="el"), logits(el, languages="el"))
+    with model.use_expert(1):
+        assert torch.equal(logits(model), logits(model, languages="el"))
+    for codes in product(("en", "el", "tr"), repeat=2):
+        mixed = logits(model, languages=list(codes))
+        for row, code in enumerate(codes):
+            close(mixed[row], logits(model, languages=code)[row])
+
+
+def gated(folder, layer=1, window=4):
+    """The model with a gate that decides now one way, now the other."""
+    config = json.loads((folder / "config.json").read_text())
+    languages = [["en"], *(one["new_languages"] for one in config["expansions"])]
+    config["language_gate"] = {"layer": layer, "languages": languages, "window": window, "bound": 2.0}
+    own = LayerMoEConfig(**{name: value for name, value in config.items() if name != "model_type"})
+    model = LayerMoEForCausalLM(own).eval()
+    model.load_state_dict(load(folder).state_dict(), strict=False)
+    with torch.no_grad():
+        gate = model.expanded_ffns()[layer].language_gate
+        gate.weight.copy_(torch.randn(gate.weight.shape, generator=torch.Generator().manual_seed(5)))
+        gate.bias.zero_()
+    return model
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_behind_a_gate_the_layers_below_it_are_the_bases(grown, layer):
+    """By hand: the FFN of the gate's layer, and all of the later layers, token by token."""
+    model, seen = gated(grown, layer), {}
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in names[module]:
+            module.register_forward_hook(lambda module, args, y: seen.update({names[module]: (args[0], y)}))
+    classes = []
+    model.expanded_ffns()[layer].language_gate.register_forward_hook(
+        lambda *_: classes.append(model.routing_control.gate_pass)
+    )
+    with torch.no_grad():
+        model(IDS)
+        of_tokens = classes[0].classes.class_T.view(2, 12)
+        assert {*of_tokens.flatten().tolist()} == {0, 1, 2}
+        for name, (x, y) in seen.items():
+            _, _, number, inner = name.split(".", 3)
+            plain = torch.nn.functional.linear(x, model.get_submodule(name).weight, model.get_submodule(name).bias)
+            judged = int(number) > layer or (int(number) == layer and inner.startswith("mlp"))
+            for expert in (1, 2):
+                at = (of_tokens == expert) & judged
+                update = (
+                    model.expanded_ffns()[int(number)]
+                    .experts[expert]
+                    .get_submodule(f"{inner.replace('.', '_')}_update")
+                )
+                close(y[at], (plain + update(x))[at])
+            at = (of_tokens == 0) | torch.tensor(not judged)
+            assert torch.equal(y[at], plain[at])
+
+
+def test_in_pieces_it_is_the_same_as_in_one_pass(grown):
+    model = gated(grown)
+    with torch.no_grad():
+        whole = model(IDS).logits
+        cache, parts = None, []
+        for piece in IDS.split([5, 1, 6], 1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache, parts = out.past_key_values, [*parts, out.logits]
+        close(torch.cat(parts, 1), whole)
+        told = model.generate(IDS, languages="el", **GREEDY)
+        assert torch.equal(told, merged(model, load_base(model), 1).generate(IDS, **GREEDY))
+        model.generate(IDS, cache_implementation="static", **GREEDY)
+
+
+def load_base(model):
+    dense = tiny_dense("qwen2")
+    dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".adapters." not in name})
+    return dense.eval()
+
+
+def test_copies_pickles_and_compiled_passes_have_their_own_hooks(grown):
+    import pickle
+
+    model = load(grown)
+    expected = logits(model, languages="tr")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(other, languages="tr"), expected)
+        with torch.no_grad():
+            for parameter in other.expanded_ffns()[0].parameters():
+                parameter.zero_()
+        assert not torch.equal(logits(other, languages="tr"), expected)
+        assert torch.equal(logits(model, languages="tr"), expected)
+    exported = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
+    close(exported(IDS, use_cache=False).logits, logits(model))
+
+
+def test_peft_on_top_updates_the_bases_maps(grown):
+    from peft import LoraConfig, get_peft_model
+
+    model = load(grown)
+    expected = logits(model, languages="tr")
+    for targets in (["q_proj", "down_proj"], "all-linear"):
+        wrapped = get_peft_model(load(grown), LoraConfig(r=2, target_modules=targets))
+        with wrapped.base_model.model.use_languages("tr"):
+            assert torch.equal(logits(wrapped), expected)
+        assert not any(".adapters." in name for name, p in wrapped.named_parameters() if p.requires_grad)
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("languages", [(2, 2), (2, 1, 2, 0)], ids=["one language", "mixed"])
+def test_a_step_is_that_of_peft_on_the_base(base, grown, tmp_path, languages):
+    """The gradient of an adapter is that of its factors in the merged model, on its class's rows."""
+    model, before = load(grown), load(grown)
+    ids, of_rows = blocks(*languages)
+    rows = torch.tensor(languages) == 2
+    dense = load(base)
+    maps, factors = {}, {}
+    for name, module in before.named_modules():
+        if name.endswith(".adapters"):
+            for update in module.experts[2].children():
+                place = f"{name.removesuffix('.adapters')}.{update.name}"
+                maps[place] = update
+                factors[place] = [update.lora_A.weight, update.lora_B.weight]
+    weights = {
+        f"{place}.weight": dense.get_submodule(place).weight.detach() + maps[place].scaling * b @ a
+        for place, (a, b) in factors.items()
+    }
+    out = torch.func.functional_call(dense, weights, (ids[rows],)).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[rows][:, 1:].flatten(), reduction="sum")
+    (loss / ids[:, 1:].numel()).backward()
+    wanted = {place: [(part - part.grad).detach() for part in parts] for place, parts in factors.items()}
+    one_step(tmp_path, model, ids, of_rows, classes=(0, 1, 2))
+    for name, module in model.named_modules():
+        for update in module.experts[2].children() if name.endswith(".adapters") else ():
+            a, b = wanted[f"{name.removesuffix('.adapters')}.{update.name}"]
+            torch.testing.assert_close(update.lora_A.weight.detach(), a, rtol=0, atol=1e-5)
+            torch.testing.assert_close(update.lora_B.weight.detach(), b, rtol=0, atol=1e-5)
+    for (name, ours), theirs in zip(model.state_dict().items(), load(grown).state_dict().values(), strict=True):
+        assert ".experts.2." in name or torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("languages", [(2, 1, 2, 0), (2, 2)])
+def test_recomputed_the_step_is_the_same(grown, tmp_path, languages):
+    plain, recomputed = load(grown), load(grown)
+    one_step(tmp_path / "plain", plain, *blocks(*languages), classes=(0, 1, 2))
+    one_step(tmp_path / "again", recomputed, *blocks(*languages), classes=(0, 1, 2), **checkpointed())
+    for (name, ours), theirs in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_stage_trains_the_adapters_alone_and_a_fresh_process_loads_them(el, tmp_path):
+    text = {"el": LanguageText("el", str(write_texts(tmp_path / "el.jsonl", ["αβγδ εζηθ ικλμ"] * 40)))}
+    options = {"block_size": 16, "max_steps": 20, "per_device_train_batch_size": 4, "disable_tqdm": True}
+    train_stage(el, tmp_path / "out", text, PostPretrainConfig(learning_rate=1e-2, **options))
+    before, after = (load_file(folder / "model.safetensors") for folder in (el, tmp_path / "out"))
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {name for name in before if ".experts.1." in name}
+    expected = logits(tmp_path / "out", languages="el")
+    torch.save((IDS, expected), tmp_path / "expected.pt")
+    run_fresh(
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "ids, expected = torch.load(sys.argv[1])\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)\n"
+        "with torch.no_grad():\n"
+        "    assert torch.equal(model(ids, languages='el').logits, expected)\n",
+        str(tmp_path / "expected.pt"),
+        str(tmp_path / "out"),
+    )
+
+
+# --- surgery -------------------------------------------------------------------------------------------------------
+
+
+def test_growth_keeps_all_earlier_bytes_and_shrinking_takes_it_back(el, grown, tmp_path):
+    before, after = (load_file(folder / "model.safetensors") for folder in (el, grown))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    shrink_checkpoint(grown, tmp_path / "back", 1)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (el / name).read_bytes()
+    grow_checkpoint(el, tmp_path / "zero", MORE)
+    assert torch.equal(logits(tmp_path / "zero", languages="tr"), logits(el, languages="en"))
+    grow_checkpoint(el, tmp_path / "copied", MORE, copy_from=dict.fromkeys(range(3), 1))
+    assert torch.equal(logits(tmp_path / "copied", languages="tr"), logits(el, languages="el"))
+
+
+@pytest.fixture(scope="module")
+def hu(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs") / "qwen-hu"
+    plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["hu"], exclusive=True)
+    expand_checkpoint(base, folder, plan, expert_kind="adapter", lora_rank=2, target_modules="q_proj,down_proj")
+    return moved_file(folder, 2)
+
+
+def test_packs_of_other_ranks_and_maps_join(el, hu, tmp_path):
+    join_expansions([el, hu], tmp_path / "out")
+    joined = load(tmp_path / "out")
+    for code, pack in (("el", el), ("hu", hu), ("en", el)):
+        assert torch.equal(logits(joined, languages=code), logits(pack, languages=code))
+    for left, stays in (("hu", el), ("el", hu)):
+        leave_out_pack(tmp_path / "out", tmp_path / left, left)
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / left / name).read_bytes() == (stays / name).read_bytes()
+
+
+def test_adapters_join_adapters_alone(base, el, tmp_path):
+    expand_checkpoint(base, tmp_path / "fi", Plan("moe-lpr", [2] * 3, old=["en"], new=["fi"], exclusive=True))
+    with pytest.raises(InputError, match="adapters are joined with adapters alone"):
+        join_expansions([tmp_path / "fi", el], tmp_path / "out")
+
+
+def test_an_average_with_the_base_weighs_the_update(base, el, tmp_path):
+    average_experts(el, tmp_path / "mean", 0.6)
+    expected = merged(load(el), load(base), 1)
+    for ours, theirs in zip(expected.parameters(), load(base).parameters(), strict=True):
+        ours.data.lerp_(theirs.data, 0.4)
+    close(logits(tmp_path / "mean", languages="el"), logits(expected))
+    with pytest.raises(InputError, match="has adapters, and the mean of their updates' factors is not the mean"):
+        average_checkpoints([el, el], tmp_path / "two")
+
+
+def test_the_dense_model_of_a_language_is_written(base, grown, tmp_path):
+    model = load(grown)
+    for code in ("en", "el", "tr"):
+        assert "Qwen2ForCausalLM" in invoke("export", grown, tmp_path / code, "--language", code)
+        close(logits(tmp_path / code), logits(model, languages=code))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "en", base))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    with pytest.raises(InputError, match=r"its tokens go by their language.*`export --language`"):
+        export_native(grown, tmp_path / "out")
+
+
+@pytest.mark.parametrize("backbone", ["gpt2", "gpt_neox", "opt"])
+def test_its_dense_model_has_the_updates_in_its_weights(backbone, tmp_path):
+    base = save_dense(tmp_path / "base", backbone)
+    expand_checkpoint(base, tmp_path / "x", PLAN, **KIND)
+    moved_file(tmp_path / "x")
+    export_native(tmp_path / "x", tmp_path / "el", language="el")
+    close(logits(tmp_path / "el"), logits(tmp_path / "x", languages="el"))
+
+
+def test_an_expansion_alone_holds_the_adapters_and_a_graft_moves_the_base(base, el, tmp_path):
+    save_expansion(el, tmp_path / "alone", base)
+    names = load_file(tmp_path / "alone" / "expansion.safetensors")
+    assert names
+    assert all(".adapters." in name for name in names)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "alone", base_model=str(base))
+    assert torch.equal(logits(loaded, languages="el"), logits(el, languages="el"))
+    chat = load(base)
+    with torch.no_grad():
+        for parameter in chat.parameters():
+            parameter.add_(0.01)
+    chat.save_pretrained(tmp_path / "chat")
+    byte_tokenizer().save_pretrained(tmp_path / "chat")
+    graft_delta(el, tmp_path / "grafted", base, tmp_path / "chat")
+    assert torch.equal(logits(tmp_path / "grafted", languages="en"), logits(tmp_path / "chat"))
+    close(logits(tmp_path / "grafted", languages="el"), logits(merged(load(el), load(tmp_path / "chat"), 1)))
+
+
+def test_a_gate_is_fitted_for_it(el, tmp_path, quick_gates):
+    texts = {"en": ["the cat sat on the mat "] * 60, "el": ["η γάτα κάθισε στο χαλί "] * 60}
+    fit_gates(el, tmp_path / "gated", texts, settings=GateSettings(unseen_share=0.5, tokens=300, anchor_tokens=200))
+    model = load(tmp_path / "gated")
+    layer = model.config.language_gate["layer"]
+    gate = f"model.layers.{layer}.adapters.language_gate.weight"
+    assert gate in load_file(tmp_path / "gated" / "model.safetensors")
+    assert torch.equal(logits(model, languages="el"), logits(el, languages="el"))
+    assert torch.equal(logits(model, languages="en"), logits(el, languages="en"))
+
+
+# --- what it says --------------------------------------------------------------------------------------------------
+
+
+def test_inspect_and_the_forecast_count_its_weights(base, el, tmp_path):
+    added = sum(tensor.numel() for name, tensor in load_file(el / "model.safetensors").items() if ".adapters." in name)
+    inspection = inspect_checkpoint(el)
+    assert inspection.total - inspection.base == added == inspection.trainable["post-pretrain"]
+    assert inspection.active == inspection.total
+    assert any("updates of rank 4 on down_proj, gate_proj" in line for line in inspection.lines())
+    lines = inspect_plan(base, PLAN, tokens=1e6, **KIND)
+    assert any("post-pretrain" in line for line in lines)
+
+
+def test_a_quantised_base_calls_its_adapters(el):
+    """Loading replaces the linear maps, to which the updates are added."""
+    model = load(el)
+    layer = model.model.layers[0]
+    layer.self_attn.q_proj = copy.deepcopy(layer.self_attn.q_proj)
+    layer.self_attn.q_proj._forward_hooks.clear()
+    expected = logits(el, languages="el")
+    assert not torch.equal(logits(model, languages="el"), expected)
+    model._attach_adapters()
+    model._attach_adapters()
+    assert torch.equal(logits(model, languages="el"), expected)
+
+
+def test_offloaded_it_computes_the_same(el):
+    close(logits(load_offloaded(el), languages="el"), logits(el, languages="el"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "said"),
+    [
+        (Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]), {}, r"experts and a router: a language has one adapter"),
+        (Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True), {}, r"one adapter and no router; plan with"),
+        (PLAN, {"lora_rank": 0}, "lora_rank"),
+        (PLAN, {"target_modules": "q_porj"}, r"target_modules \['q_porj'\]: PEFT finds no maps"),
+        (PLAN, {"target_modules": "lm_head"}, "which is no linear map of a layer"),
+        (PLAN, {"target_modules": "embed_tokens"}, "which is no linear map of a layer"),
+        (PLAN, {"expert_init": "random"}, "adapters start as the layer is"),
+        (PLAN, {"expert_kind": "ffn", "target_modules": "q_proj"}, "only adapters choose the maps"),
+        (PLAN, {"expert_width": 8}, "only added experts have a width"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(base, tmp_path, plan, given, said):
+    with pytest.raises(InputError, match=said):
+        expand_checkpoint(base, tmp_path / "out", plan, **KIND | given)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"exclusive_experts": False}, "set exclusive_experts"),
+        ({"adapters": None}, "adapters is empty"),
+        ({"adapters": [{}]}, "must have `maps`"),
+        ({"adapters": [{"maps": {"self_attn.q_proj": [0, 1.0]}}]}, "a rank of at least 1"),
+        ({"adapters": [{"maps": {"self_attn.q_proj": [4, float("nan")]}}]}, "a finite scaling"),
+        ({"adapters": [{"maps": {}}, {"maps": {}}]}, "one entry of adapters for each expansion"),
+        ({"num_experts_per_layer": [3, 3, 3]}, "let each expansion add one expert"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(fields, said):
+    given = {
+        "num_experts_per_layer": [2, 2, 2], "exclusive_experts": True, "expert_kind": "adapter",
+        "adapters": [{"maps": {"self_attn.q_proj": [4, 1.0]}}],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        LayerMoEConfig.from_dense(tiny_config("qwen2"), **given | fields)
+
+
+def test_only_some_maps_of_some_layers(base, tmp_path):
+    pattern = r".*layers\.[02]\.(self_attn\.q_proj|mlp\.up_proj)"
+    expand_checkpoint(base, tmp_path / "x", PLAN, **KIND, target_modules=pattern)
+    moved_file(tmp_path / "x")
+    model = load(tmp_path / "x")
+    assert [len(layer.updated) for layer in model.expanded_ffns().values()] == [2, 0, 2]
+    close(logits(model, languages="el"), logits(merged(model, load(base), 1)))

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ..core.errors import InputError
 from ..core.schema import checked
+from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.routing import TokenClasses
 from .encoder_decoder import LANGUAGE_COLUMNS, TOKEN_COLUMNS, by_stack, sides, target_loss, with_decoder_inputs
 from .freezing import check_expanded
@@ -354,8 +355,11 @@ def _fetch_experts_together(model: Any) -> None:
 
     if not hasattr(model, "expanded_ffns"):  # a dense one
         return
-    for ffn in model.expanded_ffns().values():
+    ffns = [ffn for ffn in model.expanded_ffns().values() if isinstance(ffn, ExpandedFFN)]
+    for ffn in ffns:
         set_z3_leaf_module(ffn, True)
+    if not ffns:  # adapters, which all run in training
+        return
     # DeepSpeed ends the backward pass of such a piece when it has the gradient of the piece's input. With frozen
     # embeddings the first piece's input would have no gradient.
     model.enable_input_require_grads()

@@ -16,10 +16,19 @@ from transformers.models.auto.modeling_auto import (
 
 from ..core.errors import InputError
 from ..modeling import layer_names
-from ..modeling.expanded_config import LoraKind
 from ..modeling.routing_control import classes_of
 from .records import StageRecord, add_stage
-from .routed import active_experts, check_routing, interleaved, merged, needs_bias, other_tensors, stacked, stored_ffns
+from .routed import (
+    active_experts,
+    check_routing,
+    interleaved,
+    lora_updates,
+    merged,
+    needs_bias,
+    other_tensors,
+    stacked,
+    stored_ffns,
+)
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
@@ -207,16 +216,13 @@ def expert_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTe
     rules = get_model_conversion_mapping(network_of(dense_config(source.config)), add_legacy=False)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
     reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
-    tensors = []
+    tensors, updates = [], lora_updates(source, experts)
     for key, place in source.places.items():
         expert = experts[place.layer] if place.layer >= 0 else 0
-        kind = source.config.kind_of(place.layer, expert)
-        if key in source and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
+        has_ffn = source.config.kind_of(place.layer, expert).has_ffn
+        if key in source and place.dense is not None and place.expert in (None, expert if has_ffn else 0):
             name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
-            if isinstance(kind, LoraKind) and place.expert == 0:
-                tensors.append(merged(source, key, expert, kind, name))
-            else:
-                tensors += source.copies(key, name)
+            tensors += [merged(source, key, updates, name)] if key in updates else source.copies(key, name)
     return tensors
 
 

@@ -74,10 +74,20 @@ def grow_checkpoint(
         "classifier_layers": plan.classifier_layers,
         "language_gate": None,  # it knows nothing of the new languages: fit it again
     }
+    if config.has_kind("adapter"):
+        changes["adapters"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
     return add_experts(
         folder, out, sources, record, config_changes=changes, keep_routers=keep_routers, seed=seed,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
+
+
+def _adapter_to_copy(folder: Path, config: Any, origin: Mapping[int, int]) -> dict:
+    """The maps of the next adapter: those of the one that it copies; of the last one, if it begins with zeros."""
+    adapters = {str(config.adapters[expert - 1]): config.adapters[expert - 1] for expert in {*origin.values()}}
+    if len(adapters) > 1:
+        raise InputError(f"{folder}: copy_from names adapters of different maps: copy one adapter in all layers, or 0.")
+    return next(iter(adapters.values()))
 
 
 def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
@@ -203,7 +213,7 @@ def _grown_tensors(
             source = sources[layer][place.expert - counts[layer]]
             rest = place.inner.split(".", 2)[2]
             if source == 0 and place.dense is None:  # a LoRA or added expert that adds zero to expert 0
-                dtype = stored[f"{prefix}experts.1.{rest}"].dtype
+                dtype = next(stored[name].dtype for name in stored.tensors if name.startswith(f"{prefix}experts."))
                 block = Block(ffns[layer].experts[0], stored, f"{prefix}experts.0")
                 yield computed(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer), block))
             else:
@@ -291,6 +301,7 @@ def shrink_checkpoint(
     kept_file = folder / KEPT_ROUTERS.format(to)
     routers = load_file(kept_file) if kept_file.is_file() else None
     config.num_experts_per_layer = history[to - 1]
+    config.adapters = config.adapters and config.adapters[:to]
     config.earlier_experts_per_layer = history[: to - 1] or None
     kept_history = History(expansions[:to])
     kept_history.write(config)

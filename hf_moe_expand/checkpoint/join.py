@@ -207,7 +207,9 @@ def joined_config(packs: Sequence[Pack], gate: Gate | None = None) -> Any:
         facts = {name: getattr(config, name) for name in GATE_FIELDS}
         records = [changed(record, **facts) for record in records]
     kinds = [pack.kind for pack in packs]
-    if any(kind != kinds[0] for kind in kinds):
+    if config.expert_kind == "adapter":
+        config.adapters = [adapter for pack in packs for adapter in pack.config.adapters]
+    elif any(kind != kinds[0] for kind in kinds):
         for name in kinds[0].names:
             setattr(config, name, None)
         config.expert_kind = "ffn"

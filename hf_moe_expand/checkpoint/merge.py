@@ -70,11 +70,13 @@ def average_checkpoints(
     stored = [opened(model) for model in models]
     check_place(models[0], out, overwrite, *(model.folder for model in stored))
     for model in stored:
-        if isinstance(model.config, ExpandedConfig) and model.config.has_kind("lora"):
-            raise InputError(
-                f"{model.folder}: has LoRA experts, and the mean of their updates' factors is not the mean of the "
-                "updates. Average the dense models that `export --expert` writes."
-            )
+        kinds = {"lora": ("LoRA experts", "--expert"), "adapter": ("adapters", "--language")}
+        for kind, (what, option) in kinds.items() if isinstance(model.config, ExpandedConfig) else ():
+            if model.config.has_kind(kind):
+                raise InputError(
+                    f"{model.folder}: has {what}, and the mean of their updates' factors is not the mean of the "
+                    f"updates. Average the dense models that `export {option}` writes."
+                )
     first = stored[0]
     tensors = _mean_of_expanded_and_dense(stored, weights)
     settings = {"models": [model.name for model in stored], "weights": weights}
@@ -196,10 +198,10 @@ def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
             "averaged."
         )
     copied = {int(layer): expert for one in records for layer, expert in (one.copied_experts or {}).items() if expert}
-    if copied and (joined or config.has_kind("lora") or config.has_kind("added")):
+    if copied and (joined or any(not kind.has_ffn for kind in config.expert_kinds)):
         raise InputError(
             f"{stored.folder}: a further expansion copied other experts than expert 0 (copy_from), and of "
-            f"{'packs' if joined else 'LoRA and added experts'} these cannot be told apart any more."
+            f"{'packs' if joined else 'updates and added experts'} these cannot be told apart any more."
         )
     return {
         (layer, expert): copied.get(layer, 0)

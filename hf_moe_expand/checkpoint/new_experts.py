@@ -10,6 +10,7 @@ larger than with random rows (docs/added_experts.md). The experts of a mixture h
 """
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from .stored import Place, StoredModel
 
 EXPERT_INITS = ("copy", "random")
 _FUSED = "gate_up_proj"
+_NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
 _ROWS = (".gate_proj.weight", ".up_proj.weight")
 
 
@@ -109,6 +111,8 @@ def _adapters(
     if alpha <= 0 or rank < 1:
         raise InputError(f"lora_rank is {rank} and lora_alpha {alpha:g}: rank must be at least 1, and alpha above 0.")
     targets = ALL_LINEAR if target_modules is None else target_modules
+    if isinstance(targets, str) and targets != ALL_LINEAR and _NAMES.fullmatch(targets):  # else PEFT takes a pattern
+        targets = targets.split(",")
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
     return AdapterKind([adapter_of(network, lora, f"target_modules {targets!r}")])
 

@@ -40,7 +40,7 @@ _LARGEST = 65504.0
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
 _MAY_DIFFER = (
     "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "language_gate",
-    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "updates_of_packs",
+    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "adapters", "updates_of_packs",
     "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
 )  # fmt: skip
 # Those that training the joined model may change besides.
@@ -286,11 +286,12 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
 
 
 def _check_config(first: Pack, pack: Pack) -> None:
-    if (first.kind.name == "added") != (pack.kind.name == "added"):
-        added, another = (first, pack) if first.kind.name == "added" else (pack, first)
+    apart = {"added": "added experts", "adapter": "adapters"}
+    if kinds := [kind for kind in apart if (first.kind.name == kind) != (pack.kind.name == kind)]:
+        own, another = (first, pack) if first.kind.name == kinds[0] else (pack, first)
         raise InputError(
-            f"{added.name}: its experts are added to expert 0's output, but those of {another.name} are "
-            f"{another.kind.words}: added experts are joined with added experts alone."
+            f"{own.name}: has {apart[kinds[0]]}, but the experts of {another.name} are {another.kind.words}: "
+            f"{apart[kinds[0]]} are joined with {apart[kinds[0]]} alone."
         )
     if first.config.router_top_k != pack.config.router_top_k:
         raise InputError(

@@ -12,7 +12,7 @@ Where a layer has fewer experts, its free places are filled so that the outputs 
 Routers keep expert 0's row in free places: the largest score, which softmax subtracts, is then that of a real expert.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -23,8 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import InputError
 from ..modeling import decoder_ffns
 from ..modeling.expanded_config import LoraKind
+from ..modeling.experts import LoraLinear, LoraUpdate
 from .reader import tensor_bytes
-from .stored import StoredModel, rounded, widened
+from .stored import StoredModel, block_names, rounded, widened
 from .writer import OutputTensor, in_memory, zeros
 
 _NEVER = -1e9
@@ -150,7 +151,8 @@ def stored_ffns(source: StoredModel) -> list[StoredFFN]:
         for expert, place in enumerate(own):
             kind = source.config.kind_of(number, expert)
             if isinstance(kind, LoraKind):
-                experts.append({part: merged(source, f"{own[0]}.{part}", expert, kind) for part in parts})
+                updates = lora_updates(source, [expert] * len(source.config.num_experts_per_layer))
+                experts.append({part: merged(source, f"{own[0]}.{part}", updates) for part in parts})
             else:
                 experts.append({part: source.copied(f"{place}.{part}") for part in parts})
         router = None if count == 1 else source.copied(f"{ffn.place}.router.weight")
@@ -164,22 +166,41 @@ def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> list[Output
     return [source.copied(key, key) for key in source.tensors if not key.startswith(inside)]
 
 
-def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: str | None = None) -> OutputTensor:
-    """The tensor `key` of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix; written as
-    `name`, by default that in the files."""
-    block, _, layer = key.removesuffix(".weight").partition(".experts.0.")
-    factors = [f"{block}.experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
+@dataclass(frozen=True)
+class StoredUpdate:
+    """An update `scaling * B A` in a checkpoint: the names of its factors."""
+
+    lora_B: str
+    lora_A: str
+    scaling: float
+
+
+def lora_updates(source: StoredModel, experts: Sequence[int]) -> dict[str, StoredUpdate]:
+    """The updates of one expert of each layer, by the names of the weights that they change."""
+    updates = {}
+    for layer, block in block_names(source.network).items():
+        place = f"{block}.experts.{experts[layer]}"
+        for inner, module in source.network.get_submodule(place).named_modules(prefix=place):
+            if isinstance(module, LoraUpdate):
+                owner = f"{block}.experts.0" if isinstance(module, LoraLinear) else block.rpartition(".")[0]
+                factors = (f"{inner}.{factor}.weight" for factor in ("lora_B", "lora_A"))
+                updates[f"{owner}.{module.name}.weight"] = StoredUpdate(*factors, module.scaling)
+    return updates
+
+
+def merged(source: StoredModel, key: str, updates: Mapping[str, StoredUpdate], name: str | None = None) -> OutputTensor:
+    """The tensor `key` with its update, if it has one: `W + alpha / r * B A`; written as `name`, by default that in the
+    files."""
     copied = source.copied(key, name)
-    if factors[0] not in source:  # a bias
+    if (update := updates.get(key)) is None:
         return copied
-    scaling = update.alpha / update.rank
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
 
     def data() -> Iterable[bytes]:
-        b, a = (widened(source.tensor(factor)) for factor in factors)
+        b, a = (widened(source.tensor(factor)) for factor in (update.lora_B, update.lora_A))
         change = b @ a
         weight = widened(source.tensor(key))
-        yield rounded(weight + scaling * (change.T if transposed else change), copied.dtype, copied.name)
+        yield rounded(weight + update.scaling * (change.T if transposed else change), copied.dtype, copied.name)
 
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)
 

@@ -1,8 +1,8 @@
 """Settings of what changes checkpoints without training."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, Field
+from pydantic import AllowInfNan, BeforeValidator, Field
 
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.recipe_paths import Place
@@ -10,6 +10,12 @@ from ..core.schema import Count, Flag, Number, Positive, Schema, Text, Whole
 
 # Of LoRA experts.
 LORA_RANK, LORA_ALPHA = 8, 16.0
+
+
+def _joined(value: Any) -> Any:
+    """PEFT's list of names, as one text."""
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return ",".join(value) if is_list else value
 
 
 class ExpandSettings(Schema):
@@ -30,8 +36,8 @@ class ExpandSettings(Schema):
         "the original block, which may be a mixture of experts; or `adapter`: low-rank updates of all linear layers, "
         "in attention too",
     )
-    target_modules: Text | list[Text] | None = Field(
-        None, description="the linear layers that adapters update, as PEFT names them; all by default"
+    target_modules: Annotated[Text | None, BeforeValidator(_joined)] = Field(
+        None, description="the linear layers that adapters update, as PEFT names them: `q_proj,v_proj`; all by default"
     )
     lora_rank: Count = Field(LORA_RANK, description="rank of the updates")
     lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")

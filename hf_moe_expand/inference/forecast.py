@@ -13,6 +13,7 @@ from ..core.disk import readable_size
 from ..core.schema import MOST
 from ..data.sources import LanguageText
 from ..modeling import decoder_ffns
+from ..modeling.adapters import AdaptedLayer
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..trainers.pieces import LARGE, PIECE
 from ..trainers.router_losses import CHECKPOINTING
@@ -141,7 +142,7 @@ def _activations(network: Any, tokens: int, half: bool, checkpointing: bool) -> 
     hidden, ffns = network.config.hidden_size, decoder_ffns(network)
     experts = sum(ffn.module.top_k if isinstance(ffn.module, ExpandedFFN) else 1 for ffn in ffns)
     # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
-    inner = (sum(size_of(ffn.module) for ffn in ffns) - idle_weights(network)) / (3 * hidden)
+    inner = (sum(size_of(ffn.module) for ffn in ffns) - _idle_in_ffns(network)) / (3 * hidden)
     per_token = (_HIDDEN * len(ffns) + _HIDDEN_EXPERT * experts) * hidden + _INNER * inner
     if checkpointing:
         per_token = per_token / len(ffns) + len(ffns) * hidden
@@ -157,6 +158,12 @@ def size_of(module: Any) -> int:
 def idle_weights(network: Any) -> int:
     """Weights that a token does not use; of a mixture of the backbone's own, none where the configuration does not say
     how many experts a token takes."""
+    blocks = getattr(network, "expanded_ffns", dict)().values()
+    adapters = [sorted(map(size_of, block.experts)) for block in blocks if isinstance(block, AdaptedLayer)]
+    return _idle_in_ffns(network) + sum(size for sizes in adapters for size in sizes[:-1])
+
+
+def _idle_in_ffns(network: Any) -> int:
     config, idle = network.config, 0
     active = next((count for name in _ACTIVE if isinstance(count := getattr(config, name, None), int)), None)
     for ffn in decoder_ffns(network):
