@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -32,6 +33,10 @@ from .routing_control import Routing, RoutingControl, check_count, classes_of, p
 from .servers import check_batching, check_gate, check_model
 
 _CLASSES: dict[tuple[type, str], type] = {}
+
+
+class _PromptJudgedError(Exception):
+    """Ends a pass that reads a prompt up to the gate."""
 
 
 class ExpandedModelMixin(ExpertsImplementationMixin):
@@ -258,7 +263,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             languages: the language of each sequence; see `use_languages`.
             judge_prompt: with a language gate, all tokens of the prompt take the class that its end has, in the pass
                 that reads it; the answer's tokens continue the sum. A list gives the columns at which a chat's messages
-                end, each of which is judged so. False judges each token by the text so far, as `forward` does.
+                end, each of which is judged so. False judges each token by the text so far, as `forward` does. With
+                adapters a prompt that ends in a new class counts as told, and its answer too: they run in all layers,
+                and the layers up to the gate's read the prompt twice.
 
         Raises:
             ValueError: see `use_languages`; or the number of codes is not that of the sequences.
@@ -275,7 +282,37 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if judge_prompt is not False and self.config.language_gate is not None:  # type: ignore[attr-defined]
             ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
         with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
+            if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]
+                with self.routing_control.asking(classes=self._classes_of_prompts(inputs, kwargs)):
+                    return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _classes_of_prompts(self, inputs: Any, kwargs: dict[str, Any]) -> Sequence[int | None] | None:
+        """The class that each prompt of a call of `generate` has at its end, None for one that stays home; or what the
+        caller has told, or None where a cache has read a part of it."""
+        request, cache = self.routing_control.request, kwargs.get("past_key_values")
+        if request.classes is not None or request.expert is not None or (cache is not None and cache.get_seq_length()):
+            return request.classes
+        given = {name: kwargs[name] for name in ("input_ids", "inputs_embeds", "attention_mask") if name in kwargs}
+        if inputs is not None:
+            given["input_ids"] = inputs
+        found: list[Any] = []
+
+        def stop(*_: Any) -> None:
+            found.append(self.routing_control.gate_pass.classes.class_T)  # type: ignore[union-attr]
+            raise _PromptJudgedError
+
+        place = decoder_ffns(self)[self.config.language_gate["layer"]].place  # type: ignore[arg-type, attr-defined]
+        hook = self.get_submodule(place).register_forward_pre_hook(stop)  # type: ignore[attr-defined]
+        try:
+            with torch.no_grad():
+                self.base_model(**given, use_cache=False)  # type: ignore[attr-defined]
+        except _PromptJudgedError:
+            pass
+        finally:
+            hook.remove()
+        sequences = len(next(iter(given.values())))
+        return [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's, which `generate_batch` calls.

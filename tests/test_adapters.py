@@ -512,3 +512,31 @@ def test_only_some_maps_of_some_layers(base, tmp_path):
     model = load(tmp_path / "x")
     assert [len(layer.updated) for layer in model.expanded_ffns().values()] == [2, 0, 2]
     close(logits(model, languages="el"), logits(merged(model, load(base), 1)))
+
+
+@pytest.mark.parametrize("ways", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+def test_a_prompt_that_ends_in_a_new_language_is_told(grown, ways):
+    """All of its layers run the adapter; one that ends at home is judged token by token."""
+    model = gated(grown)
+    with torch.no_grad():
+        passes, gate = [], model.expanded_ffns()[1].language_gate
+        ids = tokens(12, 9, seed=3)
+        mask = torch.ones_like(ids)
+        mask[::2, :3] = 0
+        hook = gate.register_forward_hook(lambda *_: passes.append(model.routing_control.gate_pass))
+        model(ids, attention_mask=mask, use_cache=False)
+        hook.remove()
+        ends = passes[0].classes.class_T.view(12, 9)[:, -1].tolist()
+        assert {*ends} == {0, 1, 2}
+        for row, number in enumerate(ends):
+            torch.manual_seed(row)
+            prompt = {"inputs": ids[row : row + 1], "attention_mask": mask[row : row + 1], **GREEDY, **ways}
+            judged = model.generate(**prompt)
+            torch.manual_seed(row)
+            if number:
+                assert torch.equal(judged, model.generate(languages=["el", "tr"][number - 1], **prompt))
+            else:
+                with model.routing_control.asking(classes=[None]):
+                    assert torch.equal(judged, model.generate(**prompt))
+        assert torch.equal(model.generate(inputs=ids, attention_mask=mask, languages="en", **GREEDY),
+                           load_base(model).generate(ids, attention_mask=mask, **GREEDY))  # fmt: skip

@@ -78,7 +78,8 @@ class MakePlan(RunStep):
         deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
         config = load_config(resolve_checkpoint(run.start, run.revision))
         gate, layers = gate_layer(run), count_layers(config)
-        if gate is not None and not getattr(planned, "only_layers", None):
+        adapters = run.expansion.expand.expert_kind == "adapter"  # told, they run below the gate, too
+        if gate is not None and not adapters and not getattr(planned, "only_layers", None):
             planned = changed(planned, only_layers=f"{gate}-{layers - 1}")  # no expert ever runs below the gate
         plan = make_plan(
             planned, layers, run.old, run.new, similarity, run.recipe.seed,
