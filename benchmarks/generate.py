@@ -7,7 +7,8 @@ The second row is a dense model with as many active FLOPs: `of limit` is the sha
 "eager" is the expansion with this `experts_implementation`. "classifiers" are in the last third of the layers (or in
 `--classifiers` layers); the row names the class that they give every token; "told" rows are told the language
 (`languages=`). "gate" rows have one gate in the first third and exclusive experts from its layer on; the row names
-where it sends every token. `--cache static` generates with a static cache, on a GPU compiled.
+where it sends every token. "adapter" rows update all linear layers of the dense base. `--cache static` generates with
+a static cache, on a GPU compiled.
 """
 
 import argparse
@@ -21,15 +22,17 @@ from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import parser, ratio, report, time_in_turn
 from torch import nn
 
-from hf_moe_expand import LayerMoEConfig, expand_model
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, expand_model
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
 EAGER = "expanded, eager"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
 WORD = "expanded, told an old language"
 HOME, GATED = "gate: home", "gate: new language"
-ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD, HOME, GATED)
+ADAPTER, ADAPTERS = "adapter of rank 16, told", "two adapters, told in turn"
+ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD, HOME, GATED, ADAPTER, ADAPTERS)
 HEAD = ["cache", "batch", "model", "tokens/s", "speed", "of limit"]
+_MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -45,6 +48,9 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
             continue
         if name in (HOME, GATED):
             found[name] = _gated(found[BASE], options.layers // 3, to_new=name == GATED)
+            continue
+        if name in (ADAPTER, ADAPTERS):
+            found[name] = _adapted(found[BASE], options.layers, options.seed)
             continue
         plan = uniform_plan(options.layers, options.experts, classifiers if name in (NEW, OLD) else 0)
         # A copy, since an expansion in memory shares the base's weights.
@@ -65,6 +71,20 @@ def _gated(base: Any, layer: int, to_new: bool) -> Any:
     model = copy.deepcopy(expand_model(base, config))
     with torch.no_grad():
         model.expanded_ffns()[layer].language_gate.bias.copy_(torch.tensor([float(not to_new), float(to_new)]))
+    return model
+
+
+def _adapted(base: Any, layers: int, seed: int) -> Any:
+    """The base with an adapter for each of two languages."""
+    maps = {name: [16, 1.0] for name in _MAPS}
+    config = LayerMoEConfig.from_dense(
+        base.config, num_experts_per_layer=[3] * layers, earlier_experts_per_layer=[[2] * layers],
+        exclusive_experts=True, expert_kind="adapter", adapters=[{"maps": maps}] * 2,
+    )  # fmt: skip
+    config.expansions = [{"old_languages": ["en"], "new_languages": [code]} for code in ("el", "hu")]
+    torch.manual_seed(seed)
+    model = LayerMoEForCausalLM(config).to(base.device, base.dtype)
+    model.load_state_dict(base.state_dict(), strict=False)
     return model
 
 
@@ -89,7 +109,8 @@ def generation(
     options: dict[str, Any] = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "use_cache": True}
     if cache == "static":
         options["cache_implementation"] = "static"
-    told = {"languages": "en"} if name == WORD else {}
+    turns = [("el", "hu")[row % 2] for row in range(len(prompts))]
+    told = {WORD: {"languages": "en"}, ADAPTER: {"languages": "el"}, ADAPTERS: {"languages": turns}}.get(name, {})
 
     def call() -> torch.Tensor:
         return model.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, **options, **told)

@@ -166,7 +166,9 @@ class Study:
         recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
         reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
         parts = len(self.new) if row.get("packs") else 1
-        recipe["post_pretrain"] = self.stage("post_pretrain", tokens * (1 - reviewed) / parts)
+        has_adapters = recipe.get("expand", {}).get("expert_kind") == "adapter"
+        kind = "lora" if has_adapters else "post_pretrain"
+        recipe["post_pretrain"] = self.stage(kind, tokens * (1 - reviewed) / parts)
         if reviewed:
             recipe["review"] = self.stage("review", tokens * reviewed) | recipe["review"]
         if recipe["plan"]["method"] == "layer-moe":

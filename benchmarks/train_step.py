@@ -4,7 +4,8 @@
 
 The base has Qwen2's shape and 30 M parameters by default; its expansion has classifiers in the last third of the
 layers. A step is the whole step of `Trainer`, `PostPretrainTrainer` or `ReviewTrainer`: forward, losses, backward,
-clipping and AdamW, with float32 weights under bfloat16 autocast (`--dtype fp32`: without).
+clipping and AdamW, with float32 weights under bfloat16 autocast (`--dtype fp32`: without). About half of the blocks are
+of the new language; exclusive experts and adapters stand in all layers.
 
 `--ways` adds rows: `default` runs the experts as they choose, `eager` one after the other.
 
@@ -34,12 +35,18 @@ from timing import CLOCKS, in_own_process, parser, ratio, report, reset_peak, re
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_moe_expand import PostPretrainConfig, PostPretrainTrainer, ReviewConfig, ReviewTrainer, expand_model
+from hf_moe_expand import Plan, PostPretrainConfig, PostPretrainTrainer, ReviewConfig, ReviewTrainer, expand_model
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.demo.base import collate_without_languages
 
 BASE = "full fine-tuning of the base"
-STAGES = {"post-pretrain": (PostPretrainTrainer, PostPretrainConfig), "review": (ReviewTrainer, ReviewConfig)}
+EXCLUSIVE, ADAPTERS = "exclusive experts", "adapters of rank 16"
+_POST_PRETRAIN = (PostPretrainTrainer, PostPretrainConfig)
+STAGES = {
+    "post-pretrain": _POST_PRETRAIN, "review": (ReviewTrainer, ReviewConfig), EXCLUSIVE: _POST_PRETRAIN,
+    ADAPTERS: _POST_PRETRAIN,
+}  # fmt: skip
+KINDS = {EXCLUSIVE: {}, ADAPTERS: {"expert_kind": "adapter", "lora_rank": 16}}
 TRAINERS = {BASE: (Trainer, TrainingArguments), **STAGES}
 WAYS = ("default", "eager")
 HEAD = ["step", "parameters", "trained", "ms", "time", "FLOPs", "TFLOP/s", "peak MiB", "memory"]
@@ -77,8 +84,11 @@ def make_model(case: Case, options: argparse.Namespace) -> Any:
     dense = dense_model(dense_config(options, options.layers), options.seed, device=options.device)
     if case.stage == BASE:
         return dense
-    plan = uniform_plan(options.layers, options.experts, options.layers // 3)
-    model = expand_model(dense, plan, seed=options.seed)
+    if case.stage in KINDS:
+        plan = Plan("moe-lpr", [2] * options.layers, old=["en"], new=["el"], exclusive=True)
+    else:
+        plan = uniform_plan(options.layers, options.experts, options.layers // 3)
+    model = expand_model(dense, plan, seed=options.seed, **KINDS.get(case.stage, {}))
     model.set_experts_implementation(None if case.way == "default" else case.way)
     return model
 

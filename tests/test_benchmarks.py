@@ -126,12 +126,15 @@ TINY = "--hidden 32 --vocabulary 64 --layers 3"
 def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
     module = script("train_step")
     rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16")
-    assert [row["step"] for row in rows] == ["full fine-tuning of the base", "post-pretrain", "review"]
-    base, post_pretrain, review = rows
+    stages = ["post-pretrain", "review", "exclusive experts", "adapters of rank 16"]
+    assert [row["step"] for row in rows] == ["full fine-tuning of the base", *stages]
+    base, post_pretrain, review, exclusive, adapters = rows
     assert base["trained"] == base["parameters"]
     expert, routers, classifiers = 3 * 32 * 64, 3 * 3 * 32, 2 * 32
     assert post_pretrain["trained"] == f"{3 * 2 * expert + routers:,}"
     assert review["trained"] == f"{routers + classifiers:,}"
+    assert exclusive["trained"] == f"{3 * expert:,}"
+    assert adapters["trained"] == f"{3 * 16 * (4 * (32 + 32) + 3 * (32 + 64)):,}"
     for row in rows:
         assert min(float(row[name].replace(",", "")) for name in ("ms", "time", "peak MiB", "memory")) > 0
     assert base["FLOPs"] == "1.00"
