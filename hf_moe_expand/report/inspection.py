@@ -143,7 +143,8 @@ def inspect_config(config: Any) -> Inspection:
         layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
         added += size_of(ffn) - size_of(ffn.experts[0])
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
-    trainable = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
+    counts = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
+    trainable = {name: count for name, count in counts.items() if count}  # exclusive experts have no router to review
     unpacked = getattr(config, "unpacked_from_gguf", None)
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle_weights(network), total - added,
@@ -186,11 +187,11 @@ def inspect_plan(
     kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width, target_modules)
     config: Any = planned_config(dense, plan, kind)
     trained: list[Any] = [stage for stage in stages_for(config.model_type) if issubclass(stage, StageConfig)]
-    rows = {stage.name: (network_of(config), stage()) for stage in trained}
+    model = inspect_config(config)
+    rows = {stage.name: (network_of(config), stage()) for stage in trained if stage.name in model.trainable}
     rows["full fine-tuning"] = whole, all_stages()["dense"]()
     at_hand = {} if tokens is None else {"all": int(tokens)}
     stages = {name: forecast(*row, at_hand, speed=tflops * 1e12).words() for name, row in rows.items()}
-    model = inspect_config(config)
     return model.rendered("forecast.txt", stages=stages).splitlines()
 
 
