@@ -56,7 +56,7 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
     """
     if lora.target_modules == ALL_LINEAR:
         lora = copy.copy(lora)
-        lora.target_modules = {*all_linear(network)}
+        lora.target_modules = all_linear(network)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself

@@ -183,8 +183,9 @@ def lora_updates(source: StoredModel, experts: Sequence[int]) -> dict[str, Store
         for inner, module in source.network.get_submodule(place).named_modules(prefix=place):
             if isinstance(module, LoraUpdate):
                 owner = f"{block}.experts.0" if isinstance(module, LoraLinear) else block.rpartition(".")[0]
-                factors = (f"{inner}.{factor}.weight" for factor in ("lora_B", "lora_A"))
-                updates[f"{owner}.{module.name}.weight"] = StoredUpdate(*factors, module.scaling)
+                updates[f"{owner}.{module.name}.weight"] = StoredUpdate(
+                    f"{inner}.lora_B.weight", f"{inner}.lora_A.weight", module.scaling
+                )
     return updates
 
 

@@ -158,7 +158,7 @@ def size_of(module: Any) -> int:
 def idle_weights(network: Any) -> int:
     """Weights that a token does not use; of a mixture of the backbone's own, none where the configuration does not say
     how many experts a token takes."""
-    blocks = getattr(network, "expanded_ffns", dict)().values()
+    blocks: Any = getattr(network, "expanded_ffns", dict)().values()
     adapters = [sorted(map(size_of, block.experts)) for block in blocks if isinstance(block, AdaptedLayer)]
     return _idle_in_ffns(network) + sum(size for sizes in adapters for size in sizes[:-1])
 
