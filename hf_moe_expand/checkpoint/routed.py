@@ -151,7 +151,8 @@ def stored_ffns(source: StoredModel) -> list[StoredFFN]:
         for expert, place in enumerate(own):
             kind = source.config.kind_of(number, expert)
             if isinstance(kind, LoraKind):
-                updates = lora_updates(source, [expert] * len(source.config.num_experts_per_layer))
+                layers = range(len(source.config.num_experts_per_layer))
+                updates = lora_updates(source, [expert if layer == number else 0 for layer in layers])
                 experts.append({part: merged(source, f"{own[0]}.{part}", updates) for part in parts})
             else:
                 experts.append({part: source.copied(f"{place}.{part}") for part in parts})
