@@ -31,7 +31,7 @@ from ..stages import all_stages
 from ..trainers.router_losses import CHECKPOINTING
 from .recipe import Recipe
 
-# The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
+# The blocks of the study whose rates these are (docs/choose.md#learning-rates).
 BLOCK = 512
 _BLOCKS_A_STEP = 16
 # A training of fewer steps takes smaller ones; one of more takes larger ones.
