@@ -32,10 +32,10 @@ SEED ?= 0
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/fuzz.py --cases $(CASES) --seed $(SEED)
 
-# Measures one GPU in at most eight minutes, and prints docs/speed_gpu.md. In an environment of your own:
-# python benchmarks/gpu.py --out docs/speed_gpu.md
+# Measures one GPU in at most eight minutes, and prints benchmarks/speed_gpu.md. In an environment of your own:
+# python benchmarks/gpu.py --out benchmarks/speed_gpu.md
 gpu: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/gpu.py --out docs/speed_gpu.md
+	$(BIN)/python benchmarks/gpu.py --out benchmarks/speed_gpu.md
 
 # Runs the suite with the lower bounds of torch and transformers in pyproject.toml.
 oldest: $(VENV)-oldest/.installed

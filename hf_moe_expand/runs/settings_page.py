@@ -28,10 +28,12 @@ def settings_page() -> str:
     stages = [stage.settings for stage in all_stages().values()]
     inside = [item for settings in stages for item in _fields(settings).items()]
     inner = {name: cls for name, field in inside for cls in settings_in(field.annotation)}
+    shared = _shared()
     facts = {
         "recipe": {name: field for name, field in Recipe.model_fields.items() if name not in steps},
         "sections": [
-            *map(_section, (*steps, "join", "self_written", "evaluation", *commands)),
+            *(_section(key, shared) for key in (*steps, "join", "self_written", "evaluation", *commands)),
+            ("Every stage that trains", ["Each of these stages takes these keys, too."], shared),
             *((f"`{name}`", [cls.__doc__], _fields(cls)) for name, cls in inner.items()),
         ],
         "methods": METHODS,
@@ -40,8 +42,15 @@ def settings_page() -> str:
     return render("settings.md", facts, {"rows": _rows, "first_paragraph": _first}) + "\n"
 
 
-def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
-    """A section's title, paragraphs and fields: of a stage, or of another key of a recipe."""
+def _shared() -> Mapping[str, FieldInfo]:
+    """The keys that every stage that trains takes, with one default and description."""
+    tables = [_fields(stage.settings) for stage in all_stages().values() if issubclass(stage.settings, StageConfig)]
+    rows = set.intersection(*(set(_rows(table)) for table in tables))
+    return {name: field for name, field in tables[0].items() if (name, _default(field), _about(field)) in rows}
+
+
+def _section(key: str, shared: Mapping[str, FieldInfo]) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
+    """A section's title, paragraphs and fields, but for the shared ones: of a stage, or of another key of a recipe."""
     if key == "plan":
         return f"`{key}`", [], LayerPlan.all_keys()
     if key not in all_stages():
@@ -55,7 +64,8 @@ def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
     title = f"`{key}`" if stage.place else f"A file of `train {stage.name}`"
-    return title, [_first(_docstring(key)) + when, settings.__doc__], _fields(settings)
+    own = {name: field for name, field in _fields(settings).items() if name not in shared}
+    return title, [_first(_docstring(key)) + when, settings.__doc__], own
 
 
 def stage_help(key: str) -> str:
@@ -112,7 +122,7 @@ def _about(field: FieldInfo) -> str:
     choices = [str(value) for value in get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
     if len(choices) < 8 and any(choice not in text for choice in choices):  # else they are the library's
         text += f": {', '.join(f'`{choice}`' for choice in choices)}"
-    return text.replace("|", "\\|")
+    return text
 
 
 def _first(text: str | None) -> str:
