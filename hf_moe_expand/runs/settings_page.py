@@ -28,12 +28,14 @@ def settings_page() -> str:
     stages = [stage.settings for stage in all_stages().values()]
     inside = [item for settings in stages for item in _fields(settings).items()]
     inner = {name: cls for name, field in inside for cls in settings_in(field.annotation)}
-    shared = _shared()
+    trained = [key for key, stage in all_stages().items() if issubclass(stage.settings, StageConfig)]
     facts = {
+        "first": trained[0],
+        "first_rows": _rows(_fields(all_stages()[trained[0]].settings)),
+        "stages": [_section(key)[0] for key in trained],
         "recipe": {name: field for name, field in Recipe.model_fields.items() if name not in steps},
         "sections": [
-            *(_section(key, shared) for key in (*steps, "join", "self_written", "evaluation", *commands)),
-            ("Every stage that trains", ["Each of these stages takes these keys, too."], shared),
+            *map(_section, (*steps, "join", "self_written", "evaluation", *commands)),
             *((f"`{name}`", [cls.__doc__], _fields(cls)) for name, cls in inner.items()),
         ],
         "methods": METHODS,
@@ -42,15 +44,8 @@ def settings_page() -> str:
     return render("settings.md", facts, {"rows": _rows, "first_paragraph": _first}) + "\n"
 
 
-def _shared() -> Mapping[str, FieldInfo]:
-    """The keys that every stage that trains takes, with one default and description."""
-    tables = [_fields(stage.settings) for stage in all_stages().values() if issubclass(stage.settings, StageConfig)]
-    rows = set.intersection(*(set(_rows(table)) for table in tables))
-    return {name: field for name, field in tables[0].items() if (name, _default(field), _about(field)) in rows}
-
-
-def _section(key: str, shared: Mapping[str, FieldInfo]) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
-    """A section's title, paragraphs and fields, but for the shared ones: of a stage, or of another key of a recipe."""
+def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
+    """A section's title, paragraphs and fields: of a stage, or of another key of a recipe."""
     if key == "plan":
         return f"`{key}`", [], LayerPlan.all_keys()
     if key not in all_stages():
@@ -64,8 +59,7 @@ def _section(key: str, shared: Mapping[str, FieldInfo]) -> tuple[str, list[str |
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
     title = f"`{key}`" if stage.place else f"A file of `train {stage.name}`"
-    own = {name: field for name, field in _fields(settings).items() if name not in shared}
-    return title, [_first(_docstring(key)) + when, settings.__doc__], own
+    return title, [_first(_docstring(key)) + when, settings.__doc__], _fields(settings)
 
 
 def stage_help(key: str) -> str:
