@@ -360,7 +360,7 @@ def test_the_verb_answers_for_a_model(tmp_path):
 
 def test_the_page_lists_the_proven_architectures():
     page = (Path(__file__).parents[1] / "docs" / "backbones.md").read_text("utf-8")
-    assert page.rstrip() == backbones_page().rstrip()
+    assert page.rstrip().endswith(backbones_page().rstrip())
     for names in (PROVEN, PROVEN_MIXTURES, PROVEN_ENCODER_DECODERS, [f"- {words}" for words in PROMISES]):
         assert (";\n" if names[0].startswith("- ") else ", ").join(names) in page
     for left_out in (LEFT_OUT, LEFT_OUT_ENCODER_DECODERS):

@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from conftest import invoke
 
 from hf_moe_expand.planning.methods import METHODS
@@ -79,7 +80,9 @@ def test_the_page_of_settings_has_every_key_with_its_description():
     sections = {}
     for part in re.split(r"^## ", settings_page(), flags=re.MULTILINE)[1:]:
         title = part.partition("\n")[0].replace("`", "")
-        sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
+        sections[title] = dict(re.findall(r"^- `(\w+)`(?: \(.*?\))?: (.+)$", part, re.MULTILINE))
+        for first, names in re.findall(r"^- as in `(\w+)`: (.*)$", part, re.MULTILINE):
+            sections[title] |= {name: sections[first][name] for name in re.findall(r"`(\w+)`", names)}
         assert all(sections[title].values()), title
     stages = {key: set(_fields(stage.settings)) for key, stage in all_stages().items()}
     assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "average", "adapt", "dense"]
@@ -109,9 +112,16 @@ def test_every_file_of_the_package_is_in_the_wheel():
     assert {file for file in files if file.is_file()} == shipped
 
 
+def equations_of_the_papers() -> dict[str, str]:
+    """The index: what stands behind each equation."""
+    text = (DOCS / "papers.md").read_text("utf-8").partition("## Where each equation lives\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^- \*\*(.+?)\*\*: (.+)$", re.sub(r"\n  +", " ", text), re.MULTILINE))
+
+
 def test_the_paper_index_leads_to_code():
     found = []
-    for line in (DOCS / "paper_index.md").read_text("utf-8").splitlines():
+    for line in equations_of_the_papers().values():
+        assert "`" in line, line
         folder = ROOT  # a file without its folder lies in that of the file before it
         for file, names in re.findall(r"`([\w/]+\.py)`:((?: `[\w.]+`,?)+)", line):
             places = [ROOT / file, ROOT / "hf_moe_expand" / file, folder / file]
@@ -136,11 +146,45 @@ EQUATIONS = {
 
 def test_the_paper_index_has_every_equation():
     found = {paper: set() for paper in EQUATIONS}
-    for line in (DOCS / "paper_index.md").read_text("utf-8").splitlines():
-        named = line.split("|")[1] if line.startswith("|") and "`" in line else ""
+    for named in equations_of_the_papers():
         for paper, numbers in re.findall(
             r"(MoE-LPR|LayerMoE|DMoE|Elbayad et al\.|DeltaMoE) ((?:\d+(?:–\d+)?(?:, )?)+)", named
         ):
             for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
                 found[paper] |= {*range(int(first), int(last or first) + 1)}
     assert found == EQUATIONS
+
+
+def test_the_documentation_stays_short():
+    pages = sorted(DOCS.glob("*.md"))
+    assert len(pages) <= 18, [page.name for page in pages]
+    words = {page.name: len(page.read_text("utf-8").split()) for page in pages}
+    assert sum(words.values()) <= 30_000, words
+    assert len((DOCS / "speed.md").read_text("utf-8").splitlines()) <= 80
+
+
+TERMS = {
+    "home": "home", "expert 0": "expert 0", "router": "routers?", "classifier": "classifiers?", "gate": "gates?",
+    "anchor": "anchors?", "named language": "(?:un)?named languages?", "review": "reviews?", "pack": "packs?",
+    "stage": "stages?",
+}  # fmt: skip
+
+
+def test_each_term_of_the_glossary_takes_two_sentences_at_most():
+    terms = re.findall(r"^## ([^\n]+)\n\n(.+?)(?=\n## |\Z)", (DOCS / "glossary.md").read_text("utf-8"), re.DOTALL | re.M)
+    assert TERMS.keys() <= {term for term, _ in terms}
+    for term, meaning in terms:
+        assert len(re.findall(r"[.?!](?:\s|$)", meaning)) <= 2, term
+
+
+@pytest.mark.parametrize("guide", [page for page in GUIDES if page.name != "glossary.md"], ids=lambda page: page.name)
+def test_a_term_leads_to_the_glossary_where_a_page_first_uses_it(guide):
+    code = r"^ *```.*?^ *```$|^#[^\n]*|``.+?``|`[^`]+`"
+    text = re.sub(code, lambda of: " " * len(of[0]), guide.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    links = list(re.finditer(r"\[[^]]+\]\(([^)]+)\)", text))
+    for term, words in TERMS.items():
+        for use in re.finditer(rf"\b{words}\b".replace(" ", r"\s+"), text, re.IGNORECASE):
+            link = next((link for link in links if link.start() < use.start() < link.end()), None)
+            if link is None or "glossary.md" in link[1]:
+                assert link, f"{term}: ...{text[use.start() - 60 : use.end() + 40]}"
+                break
