@@ -37,17 +37,31 @@ def test_the_file_tree_is_the_repository():
     assert wanted <= named
 
 
+def assert_leads_somewhere(file: Path, target: str) -> None:
+    name, _, anchor = target.partition("#")
+    there = file if not name else file.parent / name
+    assert there.exists(), f"{file.name}: {target}"
+    headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE) if anchor else []
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert not anchor or anchor in anchors, f"{file.name}: {target}"
+
+
 def test_links_lead_somewhere():
-    for guide in GUIDES:
+    for guide in (*GUIDES, ROOT / "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)]+)\)", guide.read_text("utf-8")):
-            if target.startswith("http"):
-                continue
-            file, _, anchor = target.partition("#")
-            there = guide if not file else guide.parent / file
-            assert there.exists(), f"{guide.name}: {target}"
-            headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE) if anchor else []
-            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-            assert not anchor or anchor in anchors, f"{guide.name}: {target}"
+            if not target.startswith("http"):
+                assert_leads_somewhere(guide, target)
+
+
+def test_pages_that_code_and_settings_name_exist():
+    rooms = ("hf_moe_expand", "modeling", "trainers", "model_cards", "benchmarks", "examples", "tests")
+    kinds = {".py", ".yaml", ".md", ".ipynb"}
+    files = [file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in kinds]
+    texts = {file: file.read_text("utf-8") for file in (*files, ROOT / "Makefile", ROOT / "pyproject.toml")}
+    named = [(file, page) for file in texts for page in re.findall(r"\bdocs/\w+\.md(?:#[\w-]+)?", texts[file])]
+    assert len(named) > 20
+    for file, page in named:
+        assert_leads_somewhere(ROOT / file.name, page)
 
 
 def raised_messages() -> set[str]:
