@@ -185,7 +185,9 @@ TERMS = {
 
 
 def test_each_term_of_the_glossary_takes_two_sentences_at_most():
-    terms = re.findall(r"^## ([^\n]+)\n\n(.+?)(?=\n## |\Z)", (DOCS / "glossary.md").read_text("utf-8"), re.DOTALL | re.M)
+    terms = re.findall(
+        r"^## ([^\n]+)\n\n(.+?)(?=\n## |\Z)", (DOCS / "glossary.md").read_text("utf-8"), re.DOTALL | re.M
+    )
     assert TERMS.keys() <= {term for term, _ in terms}
     for term, meaning in terms:
         assert len(re.findall(r"[.?!](?:\s|$)", meaning)) <= 2, term
