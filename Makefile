@@ -20,8 +20,8 @@ demo-real: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not guides"
 
-# Runs the guides of docs/ as commands, with tiny models. `make test` reads them all, and runs one of each kind, README.md
-# and trl_and_peft.md.
+# Runs the guides of docs/ as commands, with tiny models. `make test` reads them all, and runs README.md, the papers'
+# commands, and the guides to costs, to translation models and to TRL.
 guides: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not wide" \
 	  tests/test_docs.py tests/test_chat_guide.py tests/test_serving_guide.py tests/test_extending.py
@@ -32,10 +32,10 @@ SEED ?= 0
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/fuzz.py --cases $(CASES) --seed $(SEED)
 
-# Measures one GPU in at most eight minutes, and prints docs/speed_gpu.md. In an environment of your own:
-# python benchmarks/gpu.py --out docs/speed_gpu.md
+# Measures one GPU in at most eight minutes, and prints benchmarks/speed_gpu.md. In an environment of your own:
+# python benchmarks/gpu.py --out benchmarks/speed_gpu.md
 gpu: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/gpu.py --out docs/speed_gpu.md
+	$(BIN)/python benchmarks/gpu.py --out benchmarks/speed_gpu.md
 
 # Runs the suite with the lower bounds of torch and transformers in pyproject.toml.
 oldest: $(VENV)-oldest/.installed

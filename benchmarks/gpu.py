@@ -1,6 +1,6 @@
-"""Measures one GPU, and prints docs/speed_gpu.md.
+"""Measures one GPU, and prints benchmarks/speed_gpu.md.
 
-    python benchmarks/gpu.py --out docs/speed_gpu.md
+    python benchmarks/gpu.py --out benchmarks/speed_gpu.md
     python benchmarks/gpu.py --part ffn
 
 Parts: `correctness` runs the tests marked `gpu`; `ffn` measures one expanded FFN (expert_speed.py), `train` a training

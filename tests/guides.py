@@ -22,22 +22,34 @@ EXTRA = {
     "analyze routing": ["--tokens", "300", "--block-size", "32"],
     "analyze separability": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
-    "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
     "evaluate-translation nllb": ["--max-new-tokens", "8"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 
 
-def blocks(guide: str | Path, kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / guide).read_text("utf-8"), re.DOTALL)
+def blocks(guide: str | Path, kind: str, section: str = "") -> list[str]:
+    """The blocks of a guide, or of its section of this heading, subsections included."""
+    text = (DOCS / guide).read_text("utf-8")
+    if section:
+        (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
 
 
-def bash_lines(guide: str | Path) -> list[str]:
-    return [line for block in blocks(guide, "bash") for line in block.splitlines()]
+def shorthand(guide: str | Path) -> dict[str, str]:
+    """What `$NAME` stands for in the commands of a page, which says so."""
+    text = " ".join((DOCS / guide).read_text("utf-8").split())
+    return dict(re.findall(r"`(\$[A-Z]+)` (?:stands )?for `([^`]+)`", text))
 
 
-def commands(guide: str | Path) -> list[list[str]]:
-    lines = [LAUNCH.sub("hf-moe-expand", line) for line in bash_lines(guide)]
+def bash_lines(guide: str | Path, section: str = "") -> list[str]:
+    lines = [line for block in blocks(guide, "bash", section) for line in block.splitlines()]
+    for name, words in shorthand(guide).items():
+        lines = [line.replace(name, words) for line in lines]
+    return lines
+
+
+def commands(guide: str | Path, section: str = "") -> list[list[str]]:
+    lines = [LAUNCH.sub("hf-moe-expand", line) for line in bash_lines(guide, section)]
     return [shlex.split(line)[1:] for line in lines if line.startswith("hf-moe-expand")]
 
 
@@ -80,7 +92,7 @@ def small_file(text: str, steps: int = 1) -> dict:
 
 def workplace_in(tmp_path, monkeypatch, help_text):
     """Makes the folder that the guides speak of, with a base model and text; returns what writes the settings files of
-    a guide, and of MoE-LPR's, there."""
+    a guide, and those that all guides use, there."""
     monkeypatch.chdir(tmp_path)
     save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=8)
     for code in ("en", "es", "el", "hu", "tr", "hi"):
@@ -88,7 +100,7 @@ def workplace_in(tmp_path, monkeypatch, help_text):
         write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
 
     def prepare(guide: str, steps: int = 1) -> None:
-        for source in ("../README.md", "moe_lpr_layermoe.md", guide):
+        for source in ("../README.md", "tutorial.md", "papers.md", guide):
             for text in blocks(source, "yaml"):
                 if named := re.match(r"# (\S+)\n", text):
                     (tmp_path / named.group(1)).write_text(yaml.safe_dump(small_file(text, steps)))
@@ -96,9 +108,9 @@ def workplace_in(tmp_path, monkeypatch, help_text):
     return prepare
 
 
-def run(guide: str) -> dict[str, str]:
+def run(guide: str, section: str = "") -> dict[str, str]:
     said = {}
-    for words in commands(guide):
+    for words in commands(guide, section):
         verb = " ".join(words[:2])
         said[verb] = invoke(*words, *EXTRA.get(verb, []))
     return said

@@ -1,4 +1,5 @@
-"""docs/chat.md: its training and its commands run, and the training leaves all but the new experts alone."""
+"""Chat models in docs/trainers.md: its training and its commands run, and the training leaves all but the new experts
+alone."""
 
 import json
 import re
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "chat.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "trainers.md"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -32,34 +33,31 @@ def test_the_chat_guide(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    for name, seed in (("smollm2", 0), ("smollm2-base", 0)):
-        save_dense(tmp_path / name, seed=seed, max_position_embeddings=256)
-        tokenizer.save_pretrained(tmp_path / name)
+    save_dense(tmp_path / "chat", max_position_embeddings=256)
+    tokenizer.save_pretrained(tmp_path / "chat")
     changed = tiny_dense("qwen2", max_position_embeddings=256)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.add_(1e-3)
-    changed.save_pretrained(tmp_path / "smollm2")
-    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu", "tr"])
-    expand_checkpoint("smollm2", tmp_path / "smollm2-hu-tr-2", plan)
-    expand_checkpoint("smollm2-base", tmp_path / "smollm2-base-hu-1", plan)
-    row = {"messages": [{"role": "user", "content": "Egy szó?"}, {"role": "assistant", "content": "Kettő."}]}
-    Path("chat.hu.jsonl").write_text(f"{json.dumps(row)}\n" * 8, "utf-8")
+    changed.save_pretrained(tmp_path / "chat")
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
+    expand_checkpoint("chat", tmp_path / "qwen-el-2", plan)
+    row = {"messages": [{"role": "user", "content": "Μία λέξη;"}, {"role": "assistant", "content": "Δύο."}]}
+    Path("chat.el.jsonl").write_text(f"{json.dumps(row)}\n" * 8, "utf-8")
     monkeypatch.setattr(trl, "SFTConfig", Small)
-    (program,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
-    exec(compile(program, "chat.md", "exec"), {})
-    found = compare_checkpoints("smollm2-hu-tr-2", "smollm2-hu-tr-chat")
+    (program,) = re.findall(r"```python\n(# chat\.py\n.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
+    exec(compile(program, "chat.py", "exec"), {})
+    found = compare_checkpoints("qwen-el-2", "qwen-el-chat")
     assert found.changed
     assert all(re.search(r"\.experts\.1\.(gate|up|down)_proj\.weight$", name) for name in found.changed)
     assert (found.added, found.removed) == ([], [])
-    diff, generate, chat, graft = commands("chat.md")
+    diff, generate, chat = commands("trainers.md", "Chat models")
     said = CliRunner().invoke(cli.app, diff)
     assert said.exit_code == 1  # as where any tensor differs
     assert re.search(r"other experts .* 9 ", said.output)
     assert "base inside" in invoke(*generate[:-1], "4")
     invoke(*chat, "--max-new-tokens", "2")
-    assert "wrote" in invoke(*graft) or Path("smollm2-hu-grafted/config.json").is_file()
-    model = AutoModelForCausalLM.from_pretrained("smollm2-hu-tr-chat").eval()
+    model = AutoModelForCausalLM.from_pretrained("qwen-el-chat").eval()
     with torch.no_grad(), model.use_expert(0):
         here = model(torch.arange(20)[None]).logits
-        assert torch.equal(here, AutoModelForCausalLM.from_pretrained("smollm2").eval()(torch.arange(20)[None]).logits)
+        assert torch.equal(here, AutoModelForCausalLM.from_pretrained("chat").eval()(torch.arange(20)[None]).logits)

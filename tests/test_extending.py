@@ -77,7 +77,7 @@ def test_the_guides_package_adds_a_method_a_stage_and_a_loss(installed, place):
     said = in_a_process(installed, *lines, ["recipes", "settings"], ["run", "recipe.yaml"])
     assert "4 2 4 (total 10)" in said
     assert re.search(r"wrote qwen-el-0: .*1 steps.*frozen tensors are byte-identical", said)
-    assert "| `most` | 4 | experts of the first and of the last layer" in said
+    assert "- `most` (4): experts of the first and of the last layer" in said
     assert "## `warm_up`" in said
     assert "final checkpoint: run/post_pretrain" in said
     for folder in (place / "qwen-el-0", place / "run" / "warm_up", place / "run" / "post_pretrain"):

@@ -343,7 +343,7 @@ def test_a_run_keeps_the_whole_and_a_later_change_of_the_parent_is_refused(tmp_p
 
 def test_the_guides_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (text,) = re.findall(r"```yaml\n(inherits: .*?)```", (DOCS / "recipes.md").read_text("utf-8"), re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(inherits: .*?)```", (DOCS / "settings.md").read_text("utf-8"), re.DOTALL)
     recipe = Recipe.of_text(text, "el.yaml")
     assert (recipe.plan.experts, recipe.plan.top_k) == (4, 2)
     assert (recipe.review.old_documents, recipe.review.new_per_old) == (5000, 2)

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 import yaml
 from conftest import invoke, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
-from guides import DOCS, EXTRA
+from guides import EXTRA, bash_lines
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan
@@ -26,6 +25,8 @@ SMALL = {
 OPTIONS = EXTRA | {
     "analyze similarity": ["--tokens", "40", "--block-size", "16"],
     "analyze routing": ["--tokens", "24", "--block-size", "16"],
+    "sample base": ["--tokens", "10"],
+    "evaluate base": ["--block-size", "16"],
     "evaluate-translation base": ["--max-new-tokens", "3"],
     "evaluate-translation nllb": ["--max-new-tokens", "3"],
     "evaluate dense-1": ["--block-size", "16", "--max-tokens", "40"],
@@ -37,13 +38,14 @@ TEXTS = {
 
 
 def rows() -> list[tuple[str, str, list[list[str]]]]:
-    """What, settings and commands of each row."""
+    """What a comment of the page announces: its words, its settings, and the commands below it."""
     found = []
-    for line in (DOCS / "paper_commands.md").read_text("utf-8").splitlines():
-        cells = [cell.strip() for cell in line[1:-1].split("|")] if line.startswith("| ") else []
-        if len(cells) == 3 and cells[0] not in ("what", "---"):
-            commands = [shlex.split(command)[1:] for command in re.findall(r"`(hf-moe-expand [^`]+)`", cells[2])]
-            found.append((cells[0], cells[1].strip("` "), commands))
+    for line in bash_lines("papers.md"):
+        if line.startswith("# "):
+            what, _, settings = line[2:].partition("; s.yaml: ")
+            found.append((what, settings, []))
+        else:
+            found[-1][2].append(shlex.split(line)[1:])
     return found
 
 
@@ -75,7 +77,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def test_every_command_of_the_papers_runs(workplace):
-    made = rows()
+    made, said = rows(), {}
     assert len(made) > 60
     for what, settings, commands in made:
         if settings:
@@ -85,7 +87,7 @@ def test_every_command_of_the_papers_runs(workplace):
             Path("s.yaml").write_text(yaml.safe_dump({**small, **stage, "block_size": size}))
         for words in commands:
             assert ("s.yaml" in words) <= bool(settings), what
-            invoke(*words, *OPTIONS.get(" ".join(words[:2]), []))
+            said[" ".join(words)] = invoke(*words, *OPTIONS.get(" ".join(words[:2]), []))  # `diff`: no tensor differs
         gc.freeze()  # accelerate collects after each training: a third of its time
     assert Plan.load("random.json").classifier_layers == Plan.load("layer-moe.json").classifier_layers
     assert len(DeviationResult.from_json("deviation.json").similarity_at) == 1
@@ -93,3 +95,40 @@ def test_every_command_of_the_papers_runs(workplace):
     assert len(RoutingResult.from_json("pairs-routing.json").random_seeds) == 2
     assert Path("deviation-steps.svg").is_file()
     assert Path("comet/lpr-2/en-el.txt").is_file()
+
+    def answer(start):
+        return next(text for words, text in said.items() if words.startswith(start))
+
+    assert "disk up to" in answer("inspect base")
+    assert "mean of old" in answer("evaluate base lpr-1 lpr-2")
+    assert "random experts" in answer("analyze routing lpr-2")
+    assert "(total 10)" in answer("plan random")
+    assert "classifier layers  none: the paper's ablation" in said["plan layer-moe --analysis analysis.json "
+                                                                   "--total-experts 10 --out none.json"]  # fmt: skip
+    assert "wrote written.jsonl: 30 documents" in answer("sample base")
+    for stage in ("post-pretrain lpr lpr-1", "review lpr-1 lpr-2", "dense deep pro", "post-pretrain pairs eom"):
+        assert "frozen tensors are byte-identical" in answer(f"train {stage}"), stage
+    assert "frozen tensors are byte-identical, and so are the routers' other rows" in answer("train adapt")
+    assert "es (new)" in answer("train adapt")
+    assert len(config("layer-placed")["classifier_layers"]) == 2
+    assert stages("und-2")[-1]["written_by"] == {"und": "base"}
+    assert [stage["stage"] for name in ("lpr-one", "lpr-all") for stage in stages(name)] == [
+        "post-pretrain",
+        "everything",
+    ]
+    assert stages("eom")[-1]["settings"]["masking"]["expert_output"] == 0.1
+    log = json.loads(Path("cmr-1/trainer_state.json").read_text("utf-8"))["log_history"]
+    assert any({"budget_loss", "gate"} <= set(entry) for entry in log)
+    scored = Path("pairs-1/validation.json").read_text("utf-8")
+    assert '"es"' in scored
+    assert '"el"' in scored
+    assert json.loads(Path("steps.json").read_text("utf-8"))["steps"] == 2
+    assert json.loads(Path("counts.json").read_text("utf-8"))["steps"] == 100_000
+
+
+def config(name):
+    return json.loads(Path(name, "config.json").read_text("utf-8"))
+
+
+def stages(name):
+    return config(name)["expansions"][-1]["stages"]

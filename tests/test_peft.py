@@ -25,7 +25,7 @@ pytestmark = [
     # TRL and PEFT themselves use old names of transformers.
     pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
-DOCUMENT = Path(__file__).parents[1] / "docs" / "trl_and_peft.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "trainers.md"
 IDS = torch.arange(3, 27).view(2, 12)
 SOME_BACKBONES = ("qwen2", "bloom", "gpt_neox")
 
@@ -83,7 +83,7 @@ def test_the_documents_patterns_name_what_they_say():
     new = {name for name in experts if ".experts.0." not in name}
     assert f'exclude_modules=r"{NEW_EXPERTS["exclude_modules"]}"' in text
     patterns = re.findall(r'(target|exclude)_modules=r"(.*?)"', text)
-    assert len(patterns) == 3
+    assert len(patterns) == 4
     for kind, pattern in patterns:
         chosen = {"target_modules": "all-linear", f"{kind}_modules": pattern}
         assert adapted(get_peft_model(build(), lora(**chosen))) == (new if "[1-9]" in pattern else experts)

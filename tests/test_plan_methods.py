@@ -299,7 +299,7 @@ def test_examples_of_the_help_are_of_the_verb():
 
 def test_the_guides_own_plan_is_a_plan(tmp_path):
     guide = (Path(__file__).parents[1] / "docs" / "choose.md").read_text("utf-8")
-    (block,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
+    (block,) = re.findall(r"```json\n(.*experts_per_layer.*)\n```", guide)
     (tmp_path / "plan.json").write_text(block)
     plan = Plan.load(tmp_path / "plan.json")
     assert (METHODS.get(plan.method), plan.total_experts) == (None, 12)

@@ -204,5 +204,5 @@ def test_what_it_refuses(base, texts, tmp_path):
     with pytest.raises(InputError, match=r"takes 64 positions, but this recipe's blocks have 512"):
         new_recipe(str(small), {}, {"hu": str(texts["hu"])}, {})
     save_tiny(tmp_path / "t5", "t5")
-    with pytest.raises(InputError, match=r"is an encoder-decoder, for which docs/encoder_decoder\.md has recipes"):
+    with pytest.raises(InputError, match=r"is an encoder-decoder, for which docs/backbones\.md has the commands"):
         new_recipe(str(tmp_path / "t5"), {}, {"hu": str(texts["hu"])}, {})

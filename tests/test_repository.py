@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from conftest import invoke
 
 from hf_moe_expand.planning.methods import METHODS
@@ -36,17 +37,31 @@ def test_the_file_tree_is_the_repository():
     assert wanted <= named
 
 
+def assert_leads_somewhere(file: Path, target: str) -> None:
+    name, _, anchor = target.partition("#")
+    there = file if not name else file.parent / name
+    assert there.exists(), f"{file.name}: {target}"
+    headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE) if anchor else []
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert not anchor or anchor in anchors, f"{file.name}: {target}"
+
+
 def test_links_lead_somewhere():
-    for guide in GUIDES:
+    for guide in (*GUIDES, ROOT / "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)]+)\)", guide.read_text("utf-8")):
-            if target.startswith("http"):
-                continue
-            file, _, anchor = target.partition("#")
-            there = guide if not file else guide.parent / file
-            assert there.exists(), f"{guide.name}: {target}"
-            headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE) if anchor else []
-            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-            assert not anchor or anchor in anchors, f"{guide.name}: {target}"
+            if not target.startswith("http"):
+                assert_leads_somewhere(guide, target)
+
+
+def test_pages_that_code_and_settings_name_exist():
+    rooms = ("hf_moe_expand", "modeling", "trainers", "model_cards", "benchmarks", "examples", "tests")
+    kinds = {".py", ".yaml", ".md", ".ipynb"}
+    files = [file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in kinds]
+    texts = {file: file.read_text("utf-8") for file in (*files, ROOT / "Makefile", ROOT / "pyproject.toml")}
+    named = [(file, page) for file in texts for page in re.findall(r"\bdocs/\w+\.md(?:#[\w-]+)?", texts[file])]
+    assert len(named) > 20
+    for file, page in named:
+        assert_leads_somewhere(ROOT / file.name, page)
 
 
 def raised_messages() -> set[str]:
@@ -79,7 +94,9 @@ def test_the_page_of_settings_has_every_key_with_its_description():
     sections = {}
     for part in re.split(r"^## ", settings_page(), flags=re.MULTILINE)[1:]:
         title = part.partition("\n")[0].replace("`", "")
-        sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
+        sections[title] = dict(re.findall(r"^- `(\w+)`(?: \(.*?\))?: (.+)$", part, re.MULTILINE))
+        for first, names in re.findall(r"^- as in `(\w+)`: (.*)$", part, re.MULTILINE):
+            sections[title] |= {name: sections[first][name] for name in re.findall(r"`(\w+)`", names)}
         assert all(sections[title].values()), title
     stages = {key: set(_fields(stage.settings)) for key, stage in all_stages().items()}
     assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "average", "adapt", "dense"]
@@ -109,9 +126,16 @@ def test_every_file_of_the_package_is_in_the_wheel():
     assert {file for file in files if file.is_file()} == shipped
 
 
+def equations_of_the_papers() -> dict[str, str]:
+    """The index: what stands behind each equation."""
+    text = (DOCS / "papers.md").read_text("utf-8").partition("## Where each equation lives\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^- \*\*(.+?)\*\*: (.+)$", re.sub(r"\n  +", " ", text), re.MULTILINE))
+
+
 def test_the_paper_index_leads_to_code():
     found = []
-    for line in (DOCS / "paper_index.md").read_text("utf-8").splitlines():
+    for line in equations_of_the_papers().values():
+        assert "`" in line, line
         folder = ROOT  # a file without its folder lies in that of the file before it
         for file, names in re.findall(r"`([\w/]+\.py)`:((?: `[\w.]+`,?)+)", line):
             places = [ROOT / file, ROOT / "hf_moe_expand" / file, folder / file]
@@ -136,11 +160,47 @@ EQUATIONS = {
 
 def test_the_paper_index_has_every_equation():
     found = {paper: set() for paper in EQUATIONS}
-    for line in (DOCS / "paper_index.md").read_text("utf-8").splitlines():
-        named = line.split("|")[1] if line.startswith("|") and "`" in line else ""
+    for named in equations_of_the_papers():
         for paper, numbers in re.findall(
             r"(MoE-LPR|LayerMoE|DMoE|Elbayad et al\.|DeltaMoE) ((?:\d+(?:–\d+)?(?:, )?)+)", named
         ):
             for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
                 found[paper] |= {*range(int(first), int(last or first) + 1)}
     assert found == EQUATIONS
+
+
+def test_the_documentation_stays_short():
+    pages = sorted(DOCS.glob("*.md"))
+    assert len(pages) <= 18, [page.name for page in pages]
+    words = {page.name: len(page.read_text("utf-8").split()) for page in pages}
+    assert sum(words.values()) <= 30_000, words
+    assert len((DOCS / "speed.md").read_text("utf-8").splitlines()) <= 80
+
+
+TERMS = {
+    "home": "home", "expert 0": "expert 0", "router": "routers?", "classifier": "classifiers?", "gate": "gates?",
+    "anchor": "anchors?", "named language": "(?:un)?named languages?", "review": "reviews?", "pack": "packs?",
+    "stage": "stages?",
+}  # fmt: skip
+
+
+def test_each_term_of_the_glossary_takes_two_sentences_at_most():
+    terms = re.findall(
+        r"^## ([^\n]+)\n\n(.+?)(?=\n## |\Z)", (DOCS / "glossary.md").read_text("utf-8"), re.DOTALL | re.M
+    )
+    assert TERMS.keys() <= {term for term, _ in terms}
+    for term, meaning in terms:
+        assert len(re.findall(r"[.?!](?:\s|$)", meaning)) <= 2, term
+
+
+@pytest.mark.parametrize("guide", [page for page in GUIDES if page.name != "glossary.md"], ids=lambda page: page.name)
+def test_a_term_leads_to_the_glossary_where_a_page_first_uses_it(guide):
+    code = r"^ *```.*?^ *```$|^#[^\n]*|``.+?``|`[^`]+`"
+    text = re.sub(code, lambda of: " " * len(of[0]), guide.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    links = list(re.finditer(r"\[[^]]+\]\(([^)]+)\)", text))
+    for term, words in TERMS.items():
+        for use in re.finditer(rf"\b{words}\b".replace(" ", r"\s+"), text, re.IGNORECASE):
+            link = next((link for link in links if link.start() < use.start() < link.end()), None)
+            if link is None or "glossary.md" in link[1]:
+                assert link, f"{term}: ...{text[use.start() - 60 : use.end() + 40]}"
+                break

@@ -39,7 +39,7 @@ class DeviationSettings(Schema):
 
 
 class GateSettings(Schema):
-    """How the gate that sends home what it does not recognise is fitted."""
+    """How the gate is fitted."""
 
     layer: Annotated[Whole, Field(ge=0)] | None = Field(
         None, description="the layer that has the gate; by default the best one of the first third"

@@ -94,7 +94,7 @@ def check_takes_gate(model: str | os.PathLike | PreTrainedModel) -> Any:
         raise InputError(f"{name}: is a DMoE, which keeps no language of its base: a gate has nothing to send home.")
     if config.is_encoder_decoder:
         raise InputError(
-            f"{name}: is an encoder-decoder: a gate judges a text from its first token on (docs/encoder_decoder.md)."
+            f"{name}: is an encoder-decoder: a gate judges a text from its first token on (docs/backbones.md)."
         )
     return config
 

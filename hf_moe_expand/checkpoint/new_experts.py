@@ -5,8 +5,8 @@ Each tensor's place (seed, layer, ...) decides its values, which depend neither 
 
 The rows of an added expert are neurons of the block beside it, drawn by chance. A gated FFN's neuron is a row of `gate`
 and one of `up`. Those that the base has learned fire on text, so that the gradient of `down`, which starts at zero, is
-larger than with random rows (docs/added_experts.md). The experts of a mixture have their neurons in one tensor,
-`gate_up_proj`; of other blocks the rows stay random.
+larger than with random rows (docs/backbones.md#added-experts). The experts of a mixture have their neurons in one
+tensor, `gate_up_proj`; of other blocks the rows stay random.
 """
 
 import copy

@@ -39,11 +39,10 @@ def gates(
     max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
-    """Fit the gate that sends home every text whose language it does not recognise as new. Nothing is trained.
+    """Fit the gate: recognised new languages take the new experts, all other text goes home. Nothing is trained.
 
-    Give text of every new language, and of the base's own as far as you have some. What is not new the gate learns from
-    anchors, some twenty sentences in each of many languages, which come with the package. A language that nobody named
-    keeps the base's own output.
+    Give text of every new language, and of the base's own as far as you have some. Anchors show the gate what is not
+    new: some twenty sentences in each of many languages, which come with the package.
 
     Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
 

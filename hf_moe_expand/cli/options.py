@@ -74,7 +74,7 @@ Config = Annotated[
     Path | None,
     typer.Option(
         help="YAML file with the stage's settings; without it, one epoch at the papers' rate (5e-5; 2e-5 in "
-        "DMoE's stages; cosine): a small base wants more (docs/recipes.md#learning-rates)."
+        "DMoE's stages; cosine): a small base wants more (docs/choose.md#learning-rates)."
     ),
 ]
 Layers = Annotated[

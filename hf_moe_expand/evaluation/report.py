@@ -30,7 +30,7 @@ class Evaluation:
 
     Attributes:
         old, new: the languages that the models know: of the base model, and those that were added.
-        unnamed: languages that are neither; a model that sends home what it does not recognise loses nothing of them.
+        unnamed: languages that are neither; a model with a gate loses nothing of them.
         expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
         benchmarks: of a task list, each benchmark's task in each language.

@@ -100,7 +100,7 @@ def generating(model: Any, config: GenerationConfig) -> Iterator[None]:
 def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:
     """Refuses an encoder-decoder; the message says that `what`, in the plural, are for decoders."""
     if config.is_encoder_decoder:
-        raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/encoder_decoder.md).")
+        raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/backbones.md).")
 
 
 def check_finite(model: Any, name: str | os.PathLike) -> None:

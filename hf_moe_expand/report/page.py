@@ -121,7 +121,7 @@ def _curves(logs: list[dict], settings: dict, choice: bool) -> Iterator[tuple[st
             shown[words + (f", weight {weight:g}" if weight else "")] = {"loss": key}
     shares = [key for key in sorted(known, key=len) if choice and re.fullmatch(r"expert_\d+_share", key)]
     shown |= {
-        "Tokens that classifiers put on their side": {"old": "old_tokens_right", "new": "new_tokens_right"},
+        "Tokens that classifiers class right": {"old": "old_tokens_right", "new": "new_tokens_right"},
         "Tokens that routers give to their group": {"group": "group_accuracy"},
         "Mean weight of the routed experts": {"gate": "gate"},
         "Router's score of expert 0": {"old": "expert_0_score_old", "new": "expert_0_score_new"},

@@ -31,7 +31,7 @@ from ..stages import all_stages
 from ..trainers.router_losses import CHECKPOINTING
 from .recipe import Recipe
 
-# The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
+# The blocks of the study whose rates these are (docs/choose.md#learning-rates).
 BLOCK = 512
 _BLOCKS_A_STEP = 16
 # A training of fewer steps takes smaller ones; one of more takes larger ones.
@@ -101,7 +101,7 @@ def new_recipe(
     dense = load_base_config(folder)
     check_architecture(dense, base)
     if dense.is_encoder_decoder:
-        raise InputError(f"{base}: is an encoder-decoder, for which docs/encoder_decoder.md has recipes.")
+        raise InputError(f"{base}: is an encoder-decoder, for which docs/backbones.md has the commands.")
     longest = longest_block(dense)
     if longest is not None and longest < BLOCK:
         raise InputError(f"{base}: takes {longest} positions, but this recipe's blocks have {BLOCK}: write your own.")

@@ -28,7 +28,11 @@ def settings_page() -> str:
     stages = [stage.settings for stage in all_stages().values()]
     inside = [item for settings in stages for item in _fields(settings).items()]
     inner = {name: cls for name, field in inside for cls in settings_in(field.annotation)}
+    trained = [key for key, stage in all_stages().items() if issubclass(stage.settings, StageConfig)]
     facts = {
+        "first": trained[0],
+        "first_rows": _rows(_fields(all_stages()[trained[0]].settings)),
+        "stages": [_section(key)[0] for key in trained],
         "recipe": {name: field for name, field in Recipe.model_fields.items() if name not in steps},
         "sections": [
             *map(_section, (*steps, "join", "self_written", "evaluation", *commands)),
@@ -112,7 +116,7 @@ def _about(field: FieldInfo) -> str:
     choices = [str(value) for value in get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
     if len(choices) < 8 and any(choice not in text for choice in choices):  # else they are the library's
         text += f": {', '.join(f'`{choice}`' for choice in choices)}"
-    return text.replace("|", "\\|")
+    return text
 
 
 def _first(text: str | None) -> str:

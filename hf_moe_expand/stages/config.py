@@ -123,7 +123,7 @@ class StageConfig(TrainingArguments, Stage):
         1.0, "passes over the text, where `max_steps` does not say the steps"
     )
     per_device_train_batch_size: Count = setting(8, "blocks in a forward pass of a device")
-    learning_rate: Positive = setting(5e-5, "highest learning rate; a base below 1.8 B wants more (recipes.md)")
+    learning_rate: Positive = setting(5e-5, "highest learning rate; a base below 1.8 B wants more (docs/choose.md)")
     lr_scheduler_type: SchedulerType | str = setting(
         "cosine", "how the learning rate changes: a schedule of the library"
     )

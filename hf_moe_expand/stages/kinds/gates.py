@@ -1,4 +1,4 @@
-"""Fits gates that send home what they do not recognise, without training.
+"""Fits the gate, without training: recognised new languages take the new experts, all other text goes home.
 
 Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
 """
