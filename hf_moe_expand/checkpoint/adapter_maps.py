@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns
+from ..modeling.adapters import update_name
 from .stored import network_of
 
 ALL_LINEAR = "all-linear"
@@ -60,7 +61,7 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
-            wrapped = inject_adapter_in_model(lora, network_of(network.config))
+            wrapped = inject_adapter_in_model(lora, network_of(network.config), low_cpu_mem_usage=True)
     except Exception as error:  # of PEFT, in many types
         raise InputError(
             f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
@@ -79,6 +80,11 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         (adapter,) = module.r
         layers[layer][name.removeprefix(f"{places[layer]}.")] = [module.r[adapter], module.scaling[adapter]]
     return entry_of(layers)
+
+
+def update_of(place: str, map_name: str, expert: int) -> str:
+    """The name in an expanded model of an expert's update of a map of the layer `place`."""
+    return f"{place}.adapters.experts.{expert}.{update_name(map_name)}"
 
 
 def entry_of(layers: list[Maps]) -> dict[str, Any]:
