@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,8 +132,12 @@ def _check_fields(read: Mapping[str, Any], name: str | os.PathLike) -> None:
     """Refuses what is no plain LoRA of a language model, by the fields of its configuration."""
     kind = read.get("peft_type")
     if kind != "LORA":
-        named = f"an adapter of the kind {kind}" if isinstance(kind, str) else f"no adapter ({ADAPTER} has no peft_type)"
-        raise InputError(f"{name}: is {named}: only LoRA becomes an expansion; merge it into its base, or train a LoRA.")
+        named = (
+            f"an adapter of the kind {kind}" if isinstance(kind, str) else f"no adapter ({ADAPTER} has no peft_type)"
+        )
+        raise InputError(
+            f"{name}: is {named}: only LoRA becomes an expansion; merge it into its base, or train a LoRA."
+        )
     usual = LoraConfig().to_dict()
     for field, value in read.items():
         if field in _TAKEN or not value or value == usual.get(field):
@@ -153,7 +157,7 @@ def _check_fields(read: Mapping[str, Any], name: str | os.PathLike) -> None:
     first = str(read.get("init_lora_weights", True)).lower()
     if first.startswith(_CHANGE_BASE):
         raise InputError(
-            f"{name}: began with init_lora_weights {first!r}, for which PEFT changed the base's own weights: convert it "
+            f"{name}: began with init_lora_weights {first!r}, for which PEFT changed the base itself: convert it "
             "to a LoRA of the unchanged base (save_pretrained(..., path_initial_model_for_weight_conversion=...))."
         )
     if read.get("task_type") not in (None, "CAUSAL_LM"):

@@ -70,7 +70,9 @@ class LanguageAdapter:
             lora = self._lora(sorted({name.rpartition(".")[2] for name in self.updates}))
             if adapter_of(self.network, lora, ADAPTER) != entry_of(layers):
                 lora = self._lora(sorted(self.updates))  # the same name stands in layers that have no update
-            fields = {name: sorted(value) if isinstance(value, set) else value for name, value in lora.to_dict().items()}
+            fields = {
+                name: sorted(value) if isinstance(value, set) else value for name, value in lora.to_dict().items()
+            }
         name, commit = self.base
         known = commit is None and fields.get("base_model_name_or_path")
         return {**fields, "base_model_name_or_path": known or name, "revision": commit or fields.get("revision")}
@@ -112,8 +114,8 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
     config, history = source.config, History.of(source.config)
     if not config.has_kind("adapter"):
         raise InputError(
-            f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: `export --language` writes "
-            "the dense model of a language."
+            f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: `export --language` "
+            "writes the dense model of a language."
         )
     if changed := next((stage.stage for stage in history.stages if stage.changes_everything), None):
         raise InputError(
@@ -156,7 +158,9 @@ class ExportedAdapters:
         rank = next((taken for taken in _VLLM_RANKS if taken >= most), most)
         modules = " ".join(f"{name}={out}" for name, out in self.folders.items())
         if self.uneven:
-            serves = f"vLLM            not {', '.join(self.uneven)}: its scalings differ (alpha_pattern), and vLLM reads one"
+            serves = (
+                f"vLLM            not {', '.join(self.uneven)}: its scalings differ (alpha_pattern), and vLLM reads one"
+            )
         else:
             serves = f"vLLM            vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules {modules}"
         return [*wrote, f"base            {self.base}", serves]
