@@ -3,8 +3,6 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig, inject_adapter_in_model
@@ -15,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns
 from ..modeling.adapters import update_name
-from .stored import block_names, network_of
+from .stored import network_of
 
 ALL_LINEAR = "all-linear"
 Maps = dict[str, list]  # rank and scaling by the name of a map in its layer
@@ -87,33 +85,6 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
 def update_of(place: str, map_name: str, expert: int) -> str:
     """The name in an expanded model of an expert's update of a map of the layer `place`."""
     return f"{place}.adapters.experts.{expert}.{update_name(map_name)}"
-
-
-@dataclass(frozen=True)
-class Update:
-    """An expert's update of a map: its name in the expanded model, rank and scaling."""
-
-    name: str
-    rank: int
-    scaling: float
-
-
-def updates_of(model: Any, experts: Sequence[int]) -> dict[str, Update]:
-    """The updates of one expert of each layer, by the name of the map in the dense model.
-
-    Args:
-        model: an expanded checkpoint, as `StoredModel` shows it; without adapters it has none.
-        experts: the expert of each layer.
-    """
-    found = {}
-    for layer, adapted in model.network.expanded_ffns().items():
-        place = block_names(model.network)[layer].removesuffix(".adapters")
-        for map_name, which in getattr(adapted, "updated", {}).items():
-            if experts[layer] in which:
-                name = update_of(place, map_name, experts[layer])
-                update: Any = model.network.get_submodule(name)
-                found[f"{place}.{map_name}"] = Update(name, len(update.lora_A.weight), update.scaling)
-    return found
 
 
 def entry_of(layers: list[Maps]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def export_adapter_gguf(
     (alpha, _), *_ = Counter(update.scaling * update.rank for _, update in updates).most_common(1)
     tensors = []
     for name, update in updates:
-        a, b = (source[f"{update.name}.lora_{factor}.weight"] for factor in "AB")
+        a, b = source[update.lora_A], source[update.lora_B]
         rest = update.scaling * update.rank / alpha
         scaled = copy_of(b) if rest == 1 else computed(b, [b], partial(torch.mul, other=torch.tensor(rest)))
         (placed,) = _named([replace(scaled, name=f"{name}.weight")], form, config, folder)  # rows in llama.cpp's order

@@ -14,11 +14,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError
 from ..core.jsonfile import write_json
-from .adapter_maps import Maps, Update, adapter_of, entry_of, layer_modules, updates_of
+from .adapter_maps import Maps, adapter_of, entry_of, layer_modules
 from .export import dense_config, dense_experts
 from .local import ADAPTER
 from .peft_adapter import STAGE, WEIGHTS
 from .records import History
+from .routed import StoredUpdate, lora_updates
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
 from .writer import check_apart, new_folder, write_tensors
@@ -40,7 +41,7 @@ class LanguageAdapter:
     """
 
     languages: list[str]
-    updates: Mapping[str, Update]
+    updates: Mapping[str, StoredUpdate]
     network: Any
     kept: dict[str, Any] | None
     base: tuple[str | None, str | None]
@@ -137,8 +138,9 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         experts = dense_experts(source, None, record.new_languages[0])
         kept = next((stage.settings for stage in record.stages if stage.stage == STAGE and stage.settings), {})
         yield LanguageAdapter(
-            record.new_languages, updates_of(source, experts or []), network, kept.get(ADAPTER),
-            (history.first.base_model, history.first.base_revision),
+            record.new_languages,
+            {key.removesuffix(".weight"): update for key, update in lora_updates(source, experts or []).items()},
+            network, kept.get(ADAPTER), (history.first.base_model, history.first.base_revision),
         )  # fmt: skip
 
 
@@ -186,9 +188,9 @@ def export_peft(
     folders = {one.name: Path(out) if len(adapters) == 1 else Path(out, one.name) for one in adapters}
     for one in adapters:
         tensors = [
-            source.copied(f"{update.name}.{factor}.weight", f"base_model.model.{name}.{factor}.weight")
+            source.copied(key, f"base_model.model.{name}.{factor}.weight")
             for name, update in one.updates.items()
-            for factor in ("lora_A", "lora_B")
+            for factor, key in (("lora_A", update.lora_A), ("lora_B", update.lora_B))
         ]
         fields = one.fields()
         with new_folder(folders[one.name], overwrite, sum(tensor.nbytes for tensor in tensors)) as partial:

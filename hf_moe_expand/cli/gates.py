@@ -170,7 +170,7 @@ def _adapters(adapter: str, arguments: list[str]) -> dict[str, str]:
             )
         if not equals and adapter in adapters.values():
             raise InputError(
-                f"--language {argument}: ADAPTER has a language already; write {argument}=ADAPTER2 for another adapter, "
+                f"--language {argument}: ADAPTER has a language already; write {argument}=ADAPTER2 for another one, "
                 "or join the languages of one by commas."
             )
         adapters[code] = place if equals else adapter
