@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -59,9 +60,9 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         lora = copy.copy(lora)
         lora.target_modules = all_linear(network)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.device("meta"):
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
-            wrapped = inject_adapter_in_model(lora, network_of(network.config), low_cpu_mem_usage=True)
+            wrapped = inject_adapter_in_model(lora, network_of(network.config))
     except Exception as error:  # of PEFT, in many types
         raise InputError(
             f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."

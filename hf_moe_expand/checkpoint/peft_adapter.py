@@ -22,7 +22,7 @@ from .expand import check_plan_of_gate, expanded_tensors, planned_config, planne
 from .gate_file import Gate
 from .local import ADAPTER, own_name
 from .promises import check_architecture
-from .reader import StoredTensor, tensors_of_file
+from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
 from .records import History, StageRecord, without_folders
 from .source import COMPANIONS, load_base_config, resolve_adapter, resolve_checkpoint
 from .stored import StoredModel, network_of, stored_tensors
@@ -292,6 +292,11 @@ def _updates(dense: StoredModel, config: Any, adapters: Sequence[PeftAdapter]) -
                         raise InputError(
                             f"{adapter.name}: {tensor.name} has the shape {list(tensor.shape)}, but {dense.name} needs "
                             f"{list(shapes[name])}: {of_another}"
+                        )
+                    if tensor.dtype not in TORCH_DTYPES:
+                        raise InputError(
+                            f"{adapter.name}: {tensor.name} is stored as {tensor.dtype}: give the adapter in float32, "
+                            "bfloat16 or float16."
                         )
                     found[name] = tensor
         if factors:
