@@ -51,11 +51,6 @@ class LanguageAdapter:
         """The name of its folder, where there are several."""
         return "-".join(self.languages)
 
-    @property
-    def scalings(self) -> set[float]:
-        """The scalings of its updates."""
-        return {update.scaling for update in self.updates.values()}
-
     def fields(self) -> dict[str, Any]:
         """Its adapter_config.json: the kept one where that still says what its updates are, else a new one."""
         layers: list[Maps] = [
@@ -146,12 +141,11 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
 
 @dataclass(frozen=True)
 class ExportedAdapters:
-    """Result of `export_peft`: the folder and largest rank of each adapter, by its languages, and its lines."""
+    """Result of `export_peft`: the base's name, and the folder and largest rank of each adapter, by its languages."""
 
     base: str | None
     folders: dict[str, Path]
     ranks: dict[str, int]
-    uneven: list[str]
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
@@ -159,13 +153,7 @@ class ExportedAdapters:
         most = max(self.ranks.values())
         rank = next((taken for taken in _VLLM_RANKS if taken >= most), most)
         modules = " ".join(f"{name}={out}" for name, out in self.folders.items())
-        if self.uneven:
-            serves = (
-                f"vLLM            not {', '.join(self.uneven)}: its scalings differ (alpha_pattern), and vLLM reads one"
-            )
-        else:
-            serves = f"vLLM            vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules {modules}"
-        return [*wrote, f"base            {self.base}", serves]
+        return [*wrote, f"vllm serve {self.base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}"]
 
 
 def export_peft(
@@ -198,5 +186,4 @@ def export_peft(
             with tqdm(total=len(tensors), desc="export", unit="tensor") as bar:
                 write_tensors(partial / WEIGHTS, tensors, bar)
     ranks = {one.name: max(update.rank for update in one.updates.values()) for one in adapters}
-    uneven = [one.name for one in adapters if len(one.scalings) > 1]
-    return ExportedAdapters(History.of(source.config).first.base_model, folders, ranks, uneven)
+    return ExportedAdapters(History.of(source.config).first.base_model, folders, ranks)
