@@ -22,7 +22,7 @@ from .records import History
 from .routed import StoredUpdate, lora_updates
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
-from .writer import check_apart, new_folder, write_tensors
+from .writer import check_apart, check_output, new_folder, write_tensors
 
 # The ranks that vLLM's --max-lora-rank takes.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -174,6 +174,8 @@ def export_peft(
     check_apart(Path(out), folder)
     adapters = list(language_adapters(source, language))
     folders = {one.name: Path(out) if len(adapters) == 1 else Path(out, one.name) for one in adapters}
+    for place in folders.values():
+        check_output(place, overwrite)
     for one in adapters:
         tensors = [
             source.copied(key, f"base_model.model.{name}.{factor}.weight")
