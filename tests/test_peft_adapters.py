@@ -184,7 +184,8 @@ def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
 
     said = invoke("export", model, tmp_path / "all", "--peft")
     assert (
-        f"vllm serve tiny-llama --enable-lora --max-lora-rank 8 --lora-modules el={tmp_path / 'all/el'} hu-tr=" in said
+        f"vllm serve tiny-llama --enable-lora --max-loras 3 --max-lora-rank 8 --lora-modules el={tmp_path / 'all/el'} hu-tr="
+        in said
     )
     for name, original in (("el", adapter), ("hu-tr", second)):
         assert (tmp_path / "all" / name / WEIGHTS).read_bytes() == (original / WEIGHTS).read_bytes()

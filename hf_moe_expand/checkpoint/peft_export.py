@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError
 from ..core.jsonfile import write_json
+from ..core.schema import checked
 from .adapter_maps import Maps, adapter_of, entry_of, layer_modules
 from .export import dense_config, dense_experts
 from .local import ADAPTER
@@ -153,9 +154,12 @@ class ExportedAdapters:
         most = max(self.ranks.values())
         rank = next((taken for taken in _VLLM_RANKS if taken >= most), most)
         modules = " ".join(f"{name}={out}" for name, out in self.folders.items())
-        return [*wrote, f"vllm serve {self.base} --enable-lora --max-lora-rank {rank} --lora-modules {modules}"]
+        # With a free slot: on a CPU vLLM 0.32 gives requests of the base in a mixed batch the last slot's adapter.
+        slots = f"--max-loras {len(self.folders) + 1} --max-lora-rank {rank}"
+        return [*wrote, f"vllm serve {self.base} --enable-lora {slots} --lora-modules {modules}"]
 
 
+@checked
 def export_peft(
     model: str | os.PathLike, out: str | os.PathLike, *, language: str | None = None, overwrite: bool = False
 ) -> ExportedAdapters:

@@ -184,12 +184,11 @@ def test_adapters_of_several_languages_are_served_request_by_request(tmp_path, b
     }
     expand_from_peft(tmp_path / "base", adapters, tmp_path / "model", ["en"])
     lines = export_peft(tmp_path / "model", tmp_path / "back").lines()
-    assert "--max-lora-rank 8 " in lines[-1]
+    assert "--max-loras 3 --max-lora-rank 8 " in lines[-1]
     languages = ["el", "hu", "en", "hu"]
     places = [None if code == "en" else tmp_path / "back" / code for code in languages]
-    found = served(
-        tmp_path / "base", [PROMPTS, PROMPTS], adapters=places, enable_lora=True, max_lora_rank=8, max_loras=2
-    )
+    asked = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}  # as the line has it
+    found = served(tmp_path / "base", [PROMPTS, PROMPTS], adapters=places, **asked)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     options = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None}
     told = [
