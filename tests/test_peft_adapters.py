@@ -10,7 +10,7 @@ from bpe import bpe_tokenizer
 from conftest import invoke, save_dense, write_texts
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
@@ -458,6 +458,40 @@ def test_training_has_pefts_gradients(base, adapter, tmp_path):
         torch.testing.assert_close(own.grad, parameter.grad)
         compared += 1
     assert compared == 2 * 7 * 3
+
+
+def test_adapters_attach_to_maps_whose_weights_are_packed(model):
+    loaded = load(model)
+    for module in loaded.modules():
+        if isinstance(module, torch.nn.Linear):  # as bitsandbytes leaves them
+            module.weight = torch.nn.Parameter(module.weight.detach().reshape(-1, 1), requires_grad=False)
+    before = [len(module._forward_hooks) for module in loaded.modules()]
+    loaded._attach_adapters()
+    assert [len(module._forward_hooks) for module in loaded.modules()] == before
+
+
+def test_an_adapter_of_a_quantised_base(base, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing quantises to 4 bits")
+    quantised = {
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        "dtype": torch.float32,
+        "device_map": {"": "cpu"},
+    }
+    save_dense(tmp_path / "base", "llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    trained = get_peft_model(
+        load(tmp_path / "base", **quantised), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    )
+    optimizer = torch.optim.AdamW([one for one in trained.parameters() if one.requires_grad], lr=1e-2)
+    for _ in range(3):
+        trained(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    trained.save_pretrained(tmp_path / "lora")
+    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    wanted = PeftModel.from_pretrained(load(tmp_path / "base", **quantised), tmp_path / "lora").eval()(IDS).logits
+    ours, home = load(tmp_path / "model", **quantised), load(tmp_path / "base", **quantised)(IDS).logits
+    torch.testing.assert_close(ours(IDS, languages="el").logits, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours(IDS, languages="en").logits, home)
+    assert (wanted - home).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
