@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.checkpoint import source
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.checkpoint.gguf_export import export_adapter_gguf, export_gguf
@@ -412,6 +413,17 @@ def test_pickled_weights_are_not_read(base, adapter, tmp_path):
     (lora / "adapter_model.bin").unlink()
     with pytest.raises(InputError, match="give the folder that PEFT's save_pretrained wrote"):
         expand_from_peft(base, {"el": lora}, tmp_path / "out")
+
+
+def test_an_adapter_on_the_hub(base, adapter, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(source, "hub_problem", lambda: "")
+    monkeypatch.setattr(source, "snapshot_download", lambda name, **options: asked.append((name, options)) or adapter)
+    expand_from_peft(base, {"el": "me/lora-el"}, tmp_path / "model")
+    ((name, options),) = asked
+    assert (name, options["allow_patterns"]) == ("me/lora-el", [CONFIG, WEIGHTS])
+    (record,) = json.loads((tmp_path / "model" / "config.json").read_text())["expansions"]
+    assert record["stages"][0]["settings"]["adapter"] == "me/lora-el"
 
 
 def test_a_table_of_who_knows_the_language(base, adapter, tmp_path):

@@ -107,7 +107,7 @@ def resolve_adapter(name: str | os.PathLike) -> Path:
         raise InputError(f"{name}: is a file; give the adapter's folder.")
     if not folder.is_dir():
         local_checkpoint(name)  # refuses what is no hub id either
-        folder = _downloaded(name, None, [ADAPTER, "adapter_model.*"])
+        folder = _downloaded(name, None, [ADAPTER, "adapter_model.safetensors"])
     if (folder / ADAPTER).is_file():
         return folder
     inside = sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER}"))
