@@ -17,6 +17,8 @@ from .checkpoint.join import join_expansions as join_expansions
 from .checkpoint.join import leave_out_pack as leave_out_pack
 from .checkpoint.merge import average_checkpoints as average_checkpoints
 from .checkpoint.merge import average_experts as average_experts
+from .checkpoint.peft_adapter import expand_from_peft as expand_from_peft
+from .checkpoint.peft_export import export_peft as export_peft
 from .core.extensions import register_loss as register_loss
 from .core.extensions import register_plan_method as register_plan_method
 from .core.extensions import register_stage as register_stage

@@ -120,6 +120,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 else:
                     setattr(layer, attribute, expanded)
         self.routing_control = control
+        # Noted now: quantised weights no longer have the shapes by which an FFN is known.
+        adapted = [ffn.place for ffn, count in zip(ffns, config.num_experts_per_layer, strict=True) if count > 1]
+        self._adapted_ffns = adapted if config.has_kind("adapter") else []
         self._attach_adapters()
         self._use_requested_experts(bool(mixtures))
         use_rules(self, mixture_rules(self, decoder_ffns(self)) if mixtures else [])  # type: ignore[arg-type]
@@ -135,10 +138,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def _attach_adapters(self) -> None:
         """Lets the maps that adapters update call them; again after loading, which replaces the maps of a quantised
         model."""
-        for index, ffn in enumerate(decoder_ffns(self) if self.config.has_kind("adapter") else ()):  # type: ignore[arg-type, attr-defined]
-            if self.config.num_experts_per_layer[index] > 1:  # type: ignore[attr-defined]
-                layer: Any = self.get_submodule(ffn.place.rpartition(".")[0])  # type: ignore[attr-defined]
-                layer.adapters.attach(layer, self.get_submodule(ffn.place))  # type: ignore[attr-defined]
+        for place in self._adapted_ffns:
+            layer: Any = self.get_submodule(place.rpartition(".")[0])  # type: ignore[attr-defined]
+            layer.adapters.attach(layer, self.get_submodule(place))  # type: ignore[attr-defined]
 
     def init_parallel_plans(self) -> None:
         # The backbone's tensor-parallel rules for its FFN apply to every expert. Routers and classifiers have no rule:

@@ -12,11 +12,15 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed 
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, with a cache in float32; one thread."""
+    """A GGUF file in llama.cpp, perhaps with an adapter, with a cache in float32; one thread."""
 
-    def __init__(self, file: Path, context: int = 64) -> None:
+    def __init__(self, file: Path, context: int = 64, adapter: Path | None = None) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = str(file)
+        if adapter is not None:
+            lora = xllamacpp.CommonAdapterLoraInfo()
+            lora.path, lora.scale = str(adapter), 1.0
+            params.lora_adapters = [lora]
         params.n_ctx = params.n_batch = context
         params.n_parallel = params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         params.warmup = params.fit_params = False

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from bpe import bpe_tokenizer
 from conftest import DATA, byte_tokenizer, invoke, keywords, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
 from guides import (
@@ -34,6 +35,7 @@ from guides import (
     small,
     workplace_in,
 )
+from test_peft_adapters import make
 from transformers import AutoModelForCausalLM
 from typer.core import TyperCommand
 
@@ -307,6 +309,22 @@ def test_the_lora_guide(workplace):
     said = run("backbones.md", "LoRA experts")
     assert "expert 0 with updates of rank 8, alpha 16" in said["inspect qwen-mola-2"]
     assert "Qwen2ForCausalLM" in said["export qwen-mola-2"]
+
+
+@pytest.mark.guides
+def test_the_guide_to_adapters(workplace, quick_gates):
+    for seed, code in enumerate(("el", "hu")):
+        make(f"lora-{code}", "Qwen/Qwen2.5-0.5B", seed)
+    gates = ["--tokens", "200", "--anchor-tokens", "100", "--unseen-share", "0.99", "--layer", "2"]
+    said = {}
+    bpe_tokenizer().save_pretrained("Qwen/Qwen2.5-0.5B")  # llama.cpp wants a tokenizer that merges
+    for words in commands("adapters.md"):
+        said[" ".join(words[:3])] = invoke(*words, *(gates if words[0] == "gates" else []))
+    assert "told" in said["from-peft lora-el qwen-el-hu"]
+    assert "el=lora/el hu=lora/hu" in said["export qwen-el-hu lora"]
+    for block in blocks("adapters.md", "python"):
+        exec(block, {})
+    assert Path("qwen-el-hu-2/config.json").is_file()
 
 
 @pytest.mark.guides

@@ -10,7 +10,7 @@ import torch
 from conftest import run_python, save_dense, write_texts
 from safetensors.torch import load_file
 
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, expand_from_peft
 from hf_moe_expand.hub.files import published_files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -60,6 +60,14 @@ def test_train_trl(folder):
     said = run("train_trl.py", folder, "model", "chat", "--data", "chat.jsonl", "--steps", "2", "--max-length", "32")
     assert "train_loss" in said
     assert any(".experts." in name for name in changed(folder, "chat"))
+
+
+def test_train_adapter(folder):
+    options = ["--data", "el.jsonl", "--steps", "2", "--max-length", "32", "--batch-size", "2", "--rank", "2"]
+    run("train_adapter.py", folder, "tiny", "adapter", *options, forbid="hf_moe_expand")
+    expand_from_peft(folder / "tiny", {"el": folder / "adapter"}, folder / "adapted", ["en"])
+    base, adapted = (load_file(folder / name / "model.safetensors") for name in ("tiny", "adapted"))
+    assert len(adapted) == len(base) + 2 * 7 * 3
 
 
 def test_generate_needs_nothing_but_transformers(folder):

@@ -53,7 +53,9 @@ FUNCTIONS = {
     "evaluate_ensemble": {"models": [DENSE], "tokenizer": TOKENIZER, "texts": TEXTS},
     "evaluate_model": {"model": DENSE, "tokenizer": TOKENIZER, "texts": TEXTS},
     "expand_checkpoint": {"base": "m", "out": "o", "plan": PLAN},
+    "expand_from_peft": {"base": "m", "adapters": {"el": "a"}, "out": "o"},
     "expand_model": {"dense": DENSE, "plan": PLAN},
+    "export_peft": {"model": "m", "out": "o"},
     "fit_base_gate": {"base": "m", "out": "o", "texts": TEXTS, "new": ["el"]},
     "fit_gates": {"model": "m", "texts": TEXTS},
     "freeze": {},  # its arguments are of several kinds

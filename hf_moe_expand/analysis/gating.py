@@ -179,12 +179,16 @@ def fit_base_gate(
 
 @checked
 def gate_from_file(
-    file: str | os.PathLike, base: str | os.PathLike, new: Collection[str], revision: str | None = None
+    file: str | os.PathLike,
+    base: str | os.PathLike,
+    new: Collection[str] | Mapping[str, int],
+    revision: str | None = None,
 ) -> tuple[Gate, GateReport]:
     """The gate of a file of `fit_base_gate`, for a base and its new languages.
 
     Args:
         base: folder or hub id of the dense base.
+        new: the languages of one expansion, or the expansion of each, which are numbered from 1.
 
     Raises:
         InputError: the file is broken, was fitted on another base, or has no row for a new language; or the gate lets
@@ -210,7 +214,7 @@ def gate_from_file(
         )
     if missing := [code for code in new if code not in gate.codes]:
         raise InputError(f"{file}: has no row for {', '.join(missing)}: fit the gate with text in each new language.")
-    classes = dict.fromkeys(new, 1)
+    classes = dict(new) if isinstance(new, Mapping) else dict.fromkeys(new, 1)
     report = report_of(gate, classes, settings)
     return gate_of(gate, classes, report.bias, settings), report
 

@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -12,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns
+from ..modeling.adapters import update_name
 from .stored import network_of
 
 ALL_LINEAR = "all-linear"
@@ -58,7 +60,7 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         lora = copy.copy(lora)
         lora.target_modules = all_linear(network)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.device("meta"):
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
             wrapped = inject_adapter_in_model(lora, network_of(network.config))
     except Exception as error:  # of PEFT, in many types
@@ -79,6 +81,11 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         (adapter,) = module.r
         layers[layer][name.removeprefix(f"{places[layer]}.")] = [module.r[adapter], module.scaling[adapter]]
     return entry_of(layers)
+
+
+def update_of(place: str, map_name: str, expert: int) -> str:
+    """The name in an expanded model of an expert's update of a map of the layer `place`."""
+    return f"{place}.adapters.experts.{expert}.{update_name(map_name)}"
 
 
 def entry_of(layers: list[Maps]) -> dict[str, Any]:

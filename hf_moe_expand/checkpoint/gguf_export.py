@@ -7,8 +7,10 @@ and Qwen2. `qwen2moe` does not renormalise. `ernie4_5-moe` adds a bias to the sc
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,15 @@ from ..core.jsonfile import write_text
 from ..core.scratch import new_file
 from .export import dense_config, dense_experts, expert_tensors
 from .gguf import tokenizer_fields
+from .local import own_name
 from .modelfile import modelfile_text
+from .peft_export import language_adapters
 from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .records import History
 from .routed import active_experts, check_routing, interleaved, needs_bias, other_tensors, stacked, stored_ffns
 from .source import load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, widened
-from .writer import OutputTensor, check_apart, check_place, full_disk, in_memory, zeros
+from .stored import StoredModel, computed, widened
+from .writer import OutputTensor, check_apart, check_place, copy_of, full_disk, in_memory, zeros
 
 # The types that this package writes, and the number of each in `general.file_type`.
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -149,6 +153,64 @@ def export_gguf(
         if modelfile and not there:
             beside_it.unlink(missing_ok=True)
         raise
+    return form.architecture
+
+
+def export_adapter_gguf(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    language: str | None = None,
+    kind: str | None = None,
+    modelfile: bool = False,
+    overwrite: bool = False,
+) -> str:
+    """Writes llama.cpp's adapter file of a language, for a GGUF file of the base.
+
+    llama.cpp scales all updates by one alpha over their rank: an update of another scaling has the rest in its B.
+
+    Args:
+        model: expanded checkpoint of adapters.
+        out: file to write.
+        language: the language; a model of one adapter needs none.
+        kind: `f32`, `f16` or `bf16`; by default that of the adapter.
+        modelfile: write `Modelfile` for Ollama beside it, which calls the base `base.gguf`.
+
+    Returns:
+        The architecture's name in llama.cpp.
+    """
+    import_extra("gguf", "gguf")
+    if kind not in (None, "f32", "f16", "bf16"):
+        raise InputError(f"--type is {kind!r}: an adapter is written as f32, f16 or bf16.")
+    out, folder = Path(out), resolve_checkpoint(model)
+    beside_it = out.with_name("Modelfile")
+    for file in (out, beside_it) if modelfile else (out,):
+        check_file(file, overwrite)
+    check_apart(out, folder)
+    source = StoredModel(model, load_expanded_config(folder))
+    adapter, *others = language_adapters(source, language)
+    if others:
+        raise InputError(
+            f"{folder}: has adapters of {', '.join(one.name for one in (adapter, *others))}, and a file holds one: say "
+            "which with --language."
+        )
+    config = dense_config(source.config)
+    form = gguf_form(config, folder)
+    updates = adapter.updates.items()
+    (alpha, _), *_ = Counter(update.scaling * update.rank for _, update in updates).most_common(1)
+    tensors = []
+    for name, update in updates:
+        a, b = source[update.lora_A], source[update.lora_B]
+        rest = update.scaling * update.rank / alpha
+        scaled = copy_of(b) if rest == 1 else computed(b, [b], partial(torch.mul, other=torch.tensor(rest)))
+        (placed,) = _named([replace(scaled, name=f"{name}.weight")], form, config, folder)  # rows in llama.cpp's order
+        tensors += [copy_of(a, f"{placed.name}.lora_a"), replace(placed, name=f"{placed.name}.lora_b")]
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(tensors[0].dtype, "f32")
+    fields = [("type", "adapter"), ("string", "adapter.type", "lora"), ("float32", "adapter.lora.alpha", alpha)]
+    if modelfile:
+        comment = f"# base.gguf: hf-moe-expand export {own_name(model)} base.gguf --gguf --expert 0"
+        write_text(beside_it, f"{comment}\nFROM ./base.gguf\nADAPTER ./{out.name}\n")
+    _write(out, form.architecture, fields, tensors, kind, overwrite)
     return form.architecture
 
 

@@ -14,6 +14,7 @@ from ..core.scratch import leftovers, restore
 MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
 # Ends of the names of files that are read from a checkpoint.
 _READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".py")
+ADAPTER = "adapter_config.json"  # of PEFT
 # The model types of expanded checkpoints.
 EXPANDED = ("layer_moe", "dmoe")
 
@@ -53,7 +54,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
 def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     """Refuses an adapter of PEFT in the place of a model, or beside a model's weights: transformers would load it too,
     and nothing says whether the weights have it already. Messages call the checkpoint `name`."""
-    file = folder / "adapter_config.json"
+    file = folder / ADAPTER
     if file.is_file():
         base = read_json(file, "an adapter's configuration").get("base_model_name_or_path")
     elif any(folder.glob("adapter_model.*")) and not (folder / "config.json").is_file():
@@ -66,7 +67,8 @@ def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     there = " If the weights have it already, move adapter_config.json away." if beside else ""
     raise InputError(
         f"{name}: {kind}: merge it into its base, and give the merged model: with PEFT, "
-        f"PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER).{there}"
+        "PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER). Or make an "
+        f"expansion of it: hf-moe-expand from-peft ADAPTER OUT --base BASE_MODEL --language CODE.{there}"
     )
 
 

@@ -154,7 +154,7 @@ class CheckpointReader:
         self.tensors: dict[str, StoredTensor] = {}
         self.files, named = self._files()
         for file in self.files:
-            tensors = _read_header(file)
+            tensors = tensors_of_file(file)
             if twice := sorted(set(tensors) & set(self.tensors)):
                 raise InputError(f"{file}: tensor {twice[0]!r} is in {self.tensors[twice[0]].file.name} too.")
             self.tensors.update(tensors)
@@ -244,8 +244,8 @@ def _plain_name(name: Any) -> str:
     return name if plain else f"{str(name)[:80]}?"
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The file's tensors, after the library has checked types, shapes and offsets; reads only the header."""
+def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
+    """A safetensors file's tensors, after the library has checked types, shapes and offsets; reads only the header."""
     try:
         # The library maps the file read-only for numpy, which takes no memory for the tensors.
         with safe_open(file, "np"), open(file, "rb") as handle:

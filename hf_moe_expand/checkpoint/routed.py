@@ -97,7 +97,7 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
     if config.language_gate is not None or getattr(config, "exclusive_experts", False):
         raise InputError(
             f"{folder}: its tokens go by their language, and no architecture of {target} knows languages: write the "
-            "dense model of one (`export --language`)."
+            f"dense model of one (`export --language`){', or its adapter (`--peft`)' * config.has_kind('adapter')}."
         )
     if config.classifier_layers:
         raise InputError(
@@ -169,11 +169,12 @@ def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> list[Output
 
 @dataclass(frozen=True)
 class StoredUpdate:
-    """An update `scaling * B A` in a checkpoint: the names of its factors."""
+    """An update `scaling * B A` in a checkpoint: the names of its factors, and its rank."""
 
     lora_B: str
     lora_A: str
     scaling: float
+    rank: int
 
 
 def lora_updates(source: StoredModel, experts: Sequence[int]) -> dict[str, StoredUpdate]:
@@ -185,7 +186,7 @@ def lora_updates(source: StoredModel, experts: Sequence[int]) -> dict[str, Store
             if isinstance(module, LoraUpdate):
                 owner = f"{block}.experts.0" if isinstance(module, LoraLinear) else block.rpartition(".")[0]
                 updates[f"{owner}.{module.name}.weight"] = StoredUpdate(
-                    f"{inner}.lora_B.weight", f"{inner}.lora_A.weight", module.scaling
+                    f"{inner}.lora_B.weight", f"{inner}.lora_A.weight", module.scaling, len(module.lora_A.weight)
                 )
     return updates
 

@@ -21,7 +21,7 @@ from ..core.jsonfile import read_json
 from ..core.schema import Count, Flag, Positive, Schema, Text, Whole, read
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
-from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
+from .local import ADAPTER, EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
 from .proven import UNCERTAIN, reason_left_out
 from .records import History, StageRecord
 
@@ -86,18 +86,46 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     folder = local_checkpoint(name, revision)
     if folder is not None:
         return folder
-    patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
+    snapshot = _downloaded(name, revision, ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else []))
+    refuse_adapter(snapshot, name)
+    if not (snapshot / "config.json").is_file() and not hub_problem() and _has_gguf(str(name), revision):
+        raise InputError(
+            f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, or "
+            "download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
+        )
+    return snapshot
+
+
+def resolve_adapter(name: str | os.PathLike) -> Path:
+    """The local folder of an adapter of PEFT, from a folder or a hub id.
+
+    Raises:
+        InputError: there is none; the message says what is there instead.
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise InputError(f"{name}: is a file; give the adapter's folder.")
+    if not folder.is_dir():
+        local_checkpoint(name)  # refuses what is no hub id either
+        folder = _downloaded(name, None, [ADAPTER, "adapter_model.safetensors"])
+    if (folder / ADAPTER).is_file():
+        return folder
+    inside = sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER}"))
+    raise InputError(
+        f"{name}: has no {ADAPTER}, so it is no adapter of PEFT"
+        + (f"; its folder {inside[-1]} has one: give that." if inside else ": give the folder that PEFT wrote.")
+    )
+
+
+def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[str]) -> Path:
+    """The snapshot of a repository on the hub, of which some files are fetched."""
     if unreachable := hub_problem():
         try:
-            snapshot = Path(
-                snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=True)
-            )
+            return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=True))
         except OSError:
             raise InputError(f"{name}: no such folder, and the hub cannot be reached ({unreachable}).") from None
-        refuse_adapter(snapshot, name)
-        return snapshot
     try:
-        snapshot = Path(patiently(snapshot_download, str(name), revision=revision, allow_patterns=patterns))
+        return Path(patiently(snapshot_download, str(name), revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise InputError(f"{name}: {refusal(error)}.") from None
     except RepositoryNotFoundError:
@@ -109,13 +137,6 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
     except Exception as error:  # an answer that is none of the hub's raises many types
         raise InputError(f"{name}: no such folder, and {refusal(error)}.") from None
-    refuse_adapter(snapshot, name)
-    if not (snapshot / "config.json").is_file() and _has_gguf(str(name), revision):
-        raise InputError(
-            f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, or "
-            "download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
-        )
-    return snapshot
 
 
 def _has_gguf(name: str, revision: str | None) -> bool:

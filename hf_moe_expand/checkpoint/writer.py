@@ -25,6 +25,7 @@ from ..core.jsonfile import read_json, write_json
 from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
+from .local import ADAPTER
 from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
 from .tokenizer import keep_tokenizer
@@ -35,7 +36,7 @@ _BELONGS = (
     *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
     "plan.json", "recipe.yaml", "analysis.json", "separability.json", "evaluation.json", "validation.json",
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
-    "rng_state*.pth", "adapter_config.json", "__pycache__/*.pyc",
+    "rng_state*.pth", ADAPTER, "__pycache__/*.pyc",
 )  # fmt: skip
 # Removed from a configuration before it is written: the base's own code, and what speaks of an expansion alone.
 _LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
@@ -101,7 +102,7 @@ def _write_weights(
     hidden = {"disable": True} if what is None else {}  # `disable=False` would show a bar in logs, too
     with tqdm(total=len(tensors), desc=what, unit="tensor", **hidden) as bar:
         for filename, names in split.filename_to_tensors.items():
-            _write_file(folder / filename, [by_name[name] for name in names], bar)
+            write_tensors(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:
         # The keys and their order are those of `save_pretrained`.
         metadata = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
@@ -111,7 +112,8 @@ def _write_weights(
         )
 
 
-def _write_file(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None:
+def write_tensors(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None:
+    """Writes a safetensors file as a stream."""
     # Widest type first, then by name: the order of the safetensors library, which keeps every tensor aligned.
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BITS[tensor.dtype], tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -235,7 +237,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise InputError(f"{out}: exists already; choose another folder or pass --overwrite.")
     if not out.is_dir() or out.is_symlink():
         raise InputError(f"{out}: is a {'link' if out.is_symlink() else 'file'}, not a folder.")
-    if any(out.iterdir()) and not (out / "config.json").is_file():
+    if any(out.iterdir()) and not any((out / name).is_file() for name in ("config.json", ADAPTER)):
         raise InputError(f"{out}: is not a checkpoint (no config.json), so it is not overwritten; delete it first.")
     if (foreign := foreign_file(out)) is not None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Verbs that make a checkpoint without training and without a plan: `gates`, `from-gguf` and `join`."""
+"""Verbs that make a checkpoint without training and without a plan: `gates`, `from-gguf`, `from-peft` and `join`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,8 +8,21 @@ import typer
 from ..analysis.settings import GateSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
-from .common import check_checkpoints, codes, texts_of
-from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app, whole_number, with_settings
+from ..evaluation.settings import EvaluationSettings
+from .common import check_checkpoints, codes, print_table, text_sources, texts_of
+from .options import (
+    Data,
+    Model,
+    OldCodes,
+    OutFolder,
+    Overwrite,
+    Revision,
+    Seed,
+    ShardSize,
+    app,
+    whole_number,
+    with_settings,
+)
 
 Anchors = Annotated[
     list[str] | None,
@@ -82,6 +95,89 @@ def from_gguf(
 
     parameters = checkpoint_from_gguf(file, out, overwrite)
     print(f"wrote {out}: {parameters:,} parameters")
+
+
+@app.command("from-peft")
+@with_settings("questions")
+def from_peft(
+    adapter: Annotated[str, typer.Argument(help="Folder or hub id of a LoRA in PEFT's format.")],
+    out: OutFolder,
+    base: Annotated[str, typer.Option("--base", help="Folder or hub id of the dense model that it was trained on.")],
+    language: Annotated[
+        list[str],
+        typer.Option(
+            "--language",
+            help="The language of ADAPTER, or several by comma; CODE=ADAPTER2 takes another adapter too; repeat.",
+        ),
+    ],
+    settings: EvaluationSettings,
+    old: OldCodes = "",
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="LANGUAGE=FILE of any language, to score; repeat."),
+    ] = None,
+    gate: Annotated[
+        Path | None, typer.Option(help="File of `gates BASE`: the language gate, for these languages.")
+    ] = None,
+    revision: Revision = None,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make an expansion of an adapter of PEFT, for text that is told or, after `gates`, recognised. Nothing is trained.
+
+    With --data, print bits per byte of the base, of each adapter alone, of text that is told its language, and, with
+    --gate, of text that nobody told.
+
+    Example: hf-moe-expand from-peft me/qwen-el-lora qwen-el --base Qwen/Qwen2.5-0.5B --language el --old en
+
+    Example: hf-moe-expand from-peft lora-el qwen-el-hu --base Qwen/Qwen2.5-0.5B --language el --language hu=lora-hu
+    """
+    adapters = _adapters(adapter, language)
+    check_checkpoints(base, revision=revision)
+    sources = text_sources(data or [], look=True)
+    from ..checkpoint.peft_adapter import codes_of, expand_from_peft
+
+    fitted = None
+    if gate is not None:
+        from ..analysis.gating import gate_from_file
+
+        classes = {code: number for number, codes in enumerate(adapters, 1) for code in codes_of(codes)}
+        fitted, of_gate = gate_from_file(gate, base, classes, revision)
+        print("\n".join(of_gate.lines()))
+    report = expand_from_peft(
+        base, adapters, out, codes(old), revision=revision, max_shard_size=max_shard_size, overwrite=overwrite,
+        gate=fitted,
+    )  # fmt: skip
+    print("\n".join([*report.warnings, f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters"]))
+    if sources:
+        from ..evaluation.ways import score_ways
+
+        print("bits per byte")
+        print_table(*score_ways(out, sources, settings).rows())
+    if gate is None:
+        print(f"no gate            text gets an adapter where it is told its language; else run `gates {out} OUT`")
+
+
+def _adapters(adapter: str, arguments: list[str]) -> dict[str, str]:
+    """The adapter of each `--language`."""
+    adapters: dict[str, str] = {}
+    for argument in arguments:
+        code, equals, place = argument.partition("=")
+        if code in adapters:
+            raise InputError(
+                f"--language {code} has two adapters ({adapters[code]}, {place or adapter}): give one of them."
+            )
+        if not equals and adapter in adapters.values():
+            raise InputError(
+                f"--language {argument}: ADAPTER has a language already; write {argument}=ADAPTER2 for another one, "
+                "or join the languages of one by commas."
+            )
+        adapters[code] = place if equals else adapter
+    if adapter not in adapters.values():
+        raise InputError(
+            "--language: name the language of ADAPTER itself, too, as in --language el --language hu=ADAPTER2."
+        )
+    return adapters
 
 
 @app.command()

@@ -305,6 +305,9 @@ def export(
         str | None, typer.Option(help="Write the dense model of a language: the base's, or its exclusive experts'.")
     ] = None,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Make FFN experts of LoRA experts.")] = False,
+    peft: Annotated[
+        bool, typer.Option("--peft", help="Write the adapter of a language, or a folder for each, in PEFT's format.")
+    ] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and Ollama.")] = False,
     type: Annotated[
         str | None, typer.Option(help="With --gguf: f32, f16, bf16 or q8_0; by default the checkpoint's own.")
@@ -316,13 +319,15 @@ def export(
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Write an expanded model as a native architecture of transformers, as a dense model of one language or with one of
-    its experts, or as a GGUF file.
+    its experts, as adapters of PEFT, or as a GGUF file.
 
     Example: hf-moe-expand export qwen-el-1 qwen-el-moe
 
     Example: hf-moe-expand export qwen-el-1 qwen-greek --language el
 
     Example: hf-moe-expand export qwen-el-1 qwen-el.gguf --gguf --type q8_0
+
+    Example: hf-moe-expand export qwen-el-1 adapter-el --peft --language el
     """
     if expert is not None and language is not None:
         raise InputError("--expert and --language: give only one of them.")
@@ -330,8 +335,20 @@ def export(
         raise InputError("One expert is written merged if it is a LoRA expert: leave --merge-lora out.")
     if not gguf and (type is not None or modelfile):
         raise InputError(f"{'--type' if type is not None else '--modelfile'} belongs to --gguf, which is not given.")
+    if peft and (expert is not None or merge_lora):
+        raise InputError("--peft writes the adapters of languages: leave --expert and --merge-lora out.")
     check_checkpoints(model, expanded=True)
-    if gguf:
+    if peft and not gguf:
+        from ..checkpoint.peft_export import export_peft
+
+        print("\n".join(export_peft(model, out, language=language, overwrite=overwrite).lines()))
+        return
+    if peft:
+        from ..checkpoint.gguf_export import export_adapter_gguf
+
+        of = export_adapter_gguf(model, out, language=language, kind=type, modelfile=modelfile, overwrite=overwrite)
+        name = f"an adapter for llama.cpp's {of}"
+    elif gguf:
         from ..checkpoint.gguf_export import export_gguf
 
         name = export_gguf(

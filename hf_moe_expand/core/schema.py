@@ -160,7 +160,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return not isinstance(value, str)
     if not isinstance(value, origin or hint):
         return False
-    if isinstance(value, Mapping) and inner:
+    if isinstance(value, Mapping) and len(inner) == 2:
         return all(_fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items())
     if isinstance(value, list | tuple | set) and inner:
         of_each = inner if origin is tuple and ... not in inner else inner[:1] * len(value)

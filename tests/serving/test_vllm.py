@@ -13,11 +13,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm` sets up a
 from conftest import byte_tokenizer, save_dense
 from encoder_decoders import save_tiny
 from test_join import make_pack
+from test_peft_adapters import make
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.gate_file import Gate
+from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
+from hf_moe_expand.checkpoint.peft_export import export_peft
 from hf_moe_expand.modeling.language_gate import GateRule
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.
@@ -82,9 +85,11 @@ def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [network.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
 
 
-def run_engine(model: Path, rounds: list[list[list[int]]], **options) -> subprocess.CompletedProcess:
+def run_engine(
+    model: Path, rounds: list[list[list[int]]], adapters: list[Path | None] | None = None, **options
+) -> subprocess.CompletedProcess:
     engine = Path(__file__).with_name("engine.py")
-    asked = json.dumps({"rounds": rounds, "count": COUNT, "options": options})
+    asked = json.dumps({"rounds": rounds, "count": COUNT, "options": options, "adapters": adapters}, default=str)
     command = [sys.executable, str(engine), str(model)]
     return subprocess.run(command, input=asked, capture_output=True, text=True, cwd="/", timeout=600, check=False)
 
@@ -168,6 +173,30 @@ def test_a_gate_is_refused_and_the_dense_model_of_a_language_is_served(tmp_path)
     assert "export --language" in done.stderr, done.stderr[-3000:]
     export_native(tmp_path / "gated", tmp_path / "el", language="el")
     assert served(tmp_path / "el", [PROMPTS]) == [expected(tmp_path / "el", PROMPTS)]
+
+
+@pytest.mark.parametrize("backbone", ["llama", "qwen2"])
+def test_adapters_of_several_languages_are_served_request_by_request(tmp_path, backbone):
+    save_dense(tmp_path / "base", backbone, **SIZES)
+    adapters = {
+        "el": make(tmp_path / "lora-el", tmp_path / "base", 1),
+        "hu": make(tmp_path / "lora-hu", tmp_path / "base", 2, use_rslora=True, rank_pattern={"q_proj": 7}),
+    }
+    expand_from_peft(tmp_path / "base", adapters, tmp_path / "model", ["en"])
+    lines = export_peft(tmp_path / "model", tmp_path / "back").lines()
+    assert "--max-loras 3 --max-lora-rank 8 " in lines[-1]
+    languages = ["el", "hu", "en", "hu"]
+    places = [None if code == "en" else tmp_path / "back" / code for code in languages]
+    asked = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}  # as the line has it
+    found = served(tmp_path / "base", [PROMPTS, PROMPTS], adapters=places, **asked)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    options = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None}
+    told = [
+        model.generate(torch.tensor([ids]), languages=code, **options)[0, len(ids) :].tolist()
+        for ids, code in zip(PROMPTS, languages, strict=True)
+    ]
+    assert found == [told, told]
+    assert told != expected(tmp_path / "base", PROMPTS)
 
 
 def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):

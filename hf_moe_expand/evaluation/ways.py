@@ -1,0 +1,58 @@
+"""Bits per byte of an expanded model by who knows the language of a text: nobody, its reader, or the gate."""
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.records import History
+from ..inference.models import load_for_inference
+from .perplexity import LanguageScore, evaluate_model
+from .settings import EvaluationSettings
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The scores of each language's text in each way, and the class of each language (0 of one that is not new)."""
+
+    scores: dict[str, dict[str, LanguageScore]]
+    classes: dict[str, int | None]
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Heading and rows of a table of bits per byte."""
+        kinds = {None: "unnamed", 0: "old"}
+        heads = [f"{code} ({kinds.get(number, 'new')})" for code, number in self.classes.items()]
+        rows = [[way, *(f"{of[code].bits_per_byte:.4f}" for code in self.classes)] for way, of in self.scores.items()]
+        return ["", *heads], rows
+
+
+def score_ways(
+    model: str | os.PathLike, sources: Mapping[str, Any], settings: EvaluationSettings | None = None
+) -> Ways:
+    """Scores text with the base inside, with each expansion alone, told its language, and behind the gate if there is
+    one. Text that is told its language takes its expansion's experts, or the base where it is no new language.
+
+    Args:
+        model: expanded checkpoint of exclusive experts.
+        sources: the `LanguageText` of each language.
+    """
+    loaded, tokenizer = load_for_inference(model)
+    options = (settings or EvaluationSettings()).model_dump(exclude={"questions"})
+    texts = {code: source.load()["text"] for code, source in sources.items()}
+
+    def scored(told: AbstractContextManager[Any]) -> dict[str, LanguageScore]:
+        with told:
+            return evaluate_model(loaded, tokenizer, texts, **options)
+
+    history = History.of(loaded.config)
+    classes = {code: history.classes.get(code) for code in sorted(texts, key=lambda c: history.classes.get(c, 1 << 30))}
+    alone = [scored(loaded.use_expert(0))]
+    alone += [scored(loaded.use_languages(record.new_languages[0])) for record in history.expansions]
+    scores = {"base": alone[0]}
+    for record, of in zip(history.expansions, alone[1:], strict=True):
+        scores[f"{', '.join(record.new_languages)} alone"] = of
+    scores["told"] = {code: alone[number or 0][code] for code, number in classes.items()}
+    if loaded.config.language_gate is not None:
+        scores["behind the gate"] = scored(nullcontext())
+    return Ways(scores, classes)

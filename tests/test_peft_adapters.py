@@ -1,0 +1,542 @@
+"""Adapters of PEFT in, `from-peft`, and out, `export --peft`: the logits are PEFT's, the tensors the same."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from bpe import bpe_tokenizer
+from conftest import invoke, save_dense, write_texts
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from typer.testing import CliRunner
+
+from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.checkpoint import source
+from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.gate_file import Gate
+from hf_moe_expand.checkpoint.gguf_export import export_adapter_gguf, export_gguf
+from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
+from hf_moe_expand.checkpoint.peft_export import export_peft
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.stored import StoredModel
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.modeling.language_gate import GateRule
+
+IDS = torch.arange(3, 27).view(2, 12)
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")
+        yield
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def make(folder, base, seed=1, config=LoraConfig, dtype=None, **options):
+    """An adapter that PEFT wrote, whose updates are not zero."""
+    if config is LoraConfig:
+        options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    model = get_peft_model(load(base), config(**options))
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    (model.to(dtype) if dtype else model).save_pretrained(folder)
+    return folder
+
+
+def altered(adapter, out, tensors=None, **fields):
+    """A copy of an adapter with other fields and tensors; fields that are None are left out."""
+    shutil.copytree(adapter, out)
+    own = json.loads((out / CONFIG).read_text()) | fields
+    (out / CONFIG).write_text(json.dumps({name: value for name, value in own.items() if value is not None}))
+    if tensors is not None:
+        save_file(tensors(load_file(out / WEIGHTS)), out / WEIGHTS, metadata={"format": "pt"})
+    return out
+
+
+def pefts(base, adapter):
+    with torch.no_grad():
+        return PeftModel.from_pretrained(load(base), adapter).eval()(IDS).logits
+
+
+def told(model, language):
+    with torch.no_grad():
+        return load(model)(IDS, languages=language).logits
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = save_dense(tmp_path_factory.mktemp("bases") / "tiny-llama", "llama")
+    bpe_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory):
+    return make(tmp_path_factory.mktemp("adapters") / "lora-el", base)
+
+
+@pytest.fixture(scope="module")
+def model(base, adapter, tmp_path_factory):
+    """Two adapters, of which the second has other ranks, alphas and layers."""
+    root = tmp_path_factory.mktemp("models")
+    make(root / "lora-hu", base, 2, **KINDS["patterns"][1])
+    expand_from_peft(base, {"el": adapter, "hu,tr": root / "lora-hu"}, root / "both", ["en"])
+    return root / "both"
+
+
+KINDS = {
+    "plain": ("llama", {}),
+    "rslora": ("llama", {"use_rslora": True, "r": 3}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "down_proj", "v_proj"],
+            "rank_pattern": {"down_proj": 2, r"model.layers.1.self_attn.q_proj": 7},
+            "alpha_pattern": {"v_proj": 5, r".*layers\.2.*q_proj": 3},
+        },
+    ),
+    "rslora with patterns": (
+        "qwen2", {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9}},
+    ),
+    "some layers": ("qwen2", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2]}),
+    "a pattern of names": ("llama", {"target_modules": r".*layers\.[12]\.(self_attn\.k_proj|mlp\.gate_proj)"}),
+    "without some": ("llama", {"exclude_modules": ["down_proj", "layers.1.self_attn.q_proj"]}),
+    "biases in the base": ("qwen2", {}),
+    "Conv1D": ("gpt2", {"fan_in_fan_out": True}),
+    "Conv1D that nobody named": ("gpt2", {"target_modules": ["c_attn"]}),
+    "one map for three": ("gpt_neox", {}),
+    "other names": ("bloom", {}),
+    "maps in the layer": ("opt", {}),
+    "Gemma": ("gemma3_text", {}),
+    "linear attention": ("qwen3_5_text", {}),
+    "a mixture's attention": ("olmoe", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    "trained with dropout": ("llama", {"lora_dropout": 0.3, "init_lora_weights": "gaussian"}),
+    "no task": ("llama", {"task_type": None}),
+    "half precision": ("llama", {"dtype": torch.bfloat16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_told_model_has_pefts_logits_and_gives_the_adapter_back(tmp_path, kind):
+    backbone, options = KINDS[kind]
+    save_dense(tmp_path / "base", backbone)
+    make(tmp_path / "lora", tmp_path / "base", **options)
+    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    wanted, home = pefts(tmp_path / "base", tmp_path / "lora"), load(tmp_path / "base")(IDS).logits
+    assert (wanted - home).abs().max() > 1e-3
+    torch.testing.assert_close(told(tmp_path / "model", "el"), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(told(tmp_path / "model", "en"), home)
+    before, after = (StoredModel(tmp_path / name) for name in ("base", "model"))
+    assert all(before[key].same_bytes(after[key]) for key in before.tensors)
+
+    export_peft(tmp_path / "model", tmp_path / "back")
+    assert (tmp_path / "back" / WEIGHTS).read_bytes() == (tmp_path / "lora" / WEIGHTS).read_bytes()
+    own, back = (json.loads((tmp_path / name / CONFIG).read_text()) for name in ("lora", "back"))
+    assert back.pop("base_model_name_or_path") == "base"
+    assert back == {name: value for name, value in own.items() if name != "base_model_name_or_path"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["rslora", "patterns", "rslora with patterns", "some layers", "a pattern of names", "Conv1D"]
+)
+def test_without_its_configuration_an_adapter_is_described_anew(tmp_path, kind):
+    backbone, options = KINDS[kind]
+    save_dense(tmp_path / "base", backbone)
+    make(tmp_path / "lora", tmp_path / "base", **options)
+    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    file = tmp_path / "model" / "config.json"
+    fields = json.loads(file.read_text())
+    fields["expansions"][0]["stages"] = []
+    file.write_text(json.dumps(fields))
+    export_peft(tmp_path / "model", tmp_path / "back")
+    assert load_file(tmp_path / "back" / WEIGHTS).keys() == load_file(tmp_path / "lora" / WEIGHTS).keys()
+    assert torch.equal(pefts(tmp_path / "base", tmp_path / "back"), pefts(tmp_path / "base", tmp_path / "lora"))
+    again = json.loads((tmp_path / "back" / CONFIG).read_text())
+    assert isinstance(again["lora_alpha"], int)
+    export_peft(tmp_path / "model", tmp_path / "twice")
+    assert (tmp_path / "twice" / CONFIG).read_bytes() == (tmp_path / "back" / CONFIG).read_bytes()
+
+
+def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
+    second = model.parent / "lora-hu"
+    assert torch.equal(told(model, "el"), pefts(base, adapter))
+    torch.testing.assert_close(told(model, "hu"), pefts(base, second), rtol=1e-5, atol=1e-5)
+    assert torch.equal(told(model, "tr"), told(model, "hu"))
+    mixed = load(model)(IDS, languages=["el", "tr"]).logits
+    torch.testing.assert_close(mixed[0], pefts(base, adapter)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixed[1], pefts(base, second)[1], rtol=1e-5, atol=1e-5)
+    records = json.loads((model / "config.json").read_text())["expansions"]
+    assert [record["new_languages"] for record in records] == [["el"], ["hu", "tr"]]
+    assert records[1]["old_languages"] == ["en", "el"]
+    assert records[0]["stages"][0]["settings"]["adapter"] == "lora-el"
+    assert str(tmp_path.parent) not in json.dumps(records)
+    stored = sum(tensor.numel for tensor in CheckpointReader(model).tensors.values())
+    assert records[1]["parameters"] == stored > records[0]["parameters"] > records[0]["base_parameters"]
+
+    said = invoke("export", model, tmp_path / "all", "--peft")
+    assert "vllm serve tiny-llama --enable-lora --max-loras 3 --max-lora-rank 8 --lora-modules" in said
+    assert f"el={tmp_path / 'all' / 'el'} hu-tr={tmp_path / 'all' / 'hu-tr'}" in " ".join(said.split())
+    for name, original in (("el", adapter), ("hu-tr", second)):
+        assert (tmp_path / "all" / name / WEIGHTS).read_bytes() == (original / WEIGHTS).read_bytes()
+    said = invoke("export", model, tmp_path / "one", "--peft", "--language", "el")
+    assert f"--max-lora-rank 8 --lora-modules el={tmp_path / 'one'}" in " ".join(said.split())
+    invoke("export", model, tmp_path / "one", "--peft", "--language", "tr", "--overwrite")
+    assert (tmp_path / "one" / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
+    export_native(model, tmp_path / "dense", language="hu")
+    torch.testing.assert_close(load(tmp_path / "dense")(IDS).logits, pefts(base, second), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_that_expand_made_are_exported(base, tmp_path):
+    plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el"], exclusive=True)
+    expand_checkpoint(base, tmp_path / "new", plan, expert_kind="adapter", lora_rank=3, lora_alpha=4.5)
+    network = load(tmp_path / "new")
+    for name, parameter in network.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    network.save_pretrained(tmp_path / "model")
+    bpe_tokenizer().save_pretrained(tmp_path / "model")
+    export_peft(tmp_path / "model", tmp_path / "back")
+    torch.testing.assert_close(pefts(base, tmp_path / "back"), told(tmp_path / "model", "el"), rtol=1e-5, atol=1e-5)
+    expand_from_peft(base, {"el": tmp_path / "back"}, tmp_path / "again", ["en"])
+    assert torch.equal(told(tmp_path / "again", "el"), told(tmp_path / "model", "el"))
+
+
+@pytest.mark.parametrize("given", ["with the module's name", "of a model of images"])
+def test_other_names_of_the_same_maps(base, adapter, tmp_path, given):
+    rename = {
+        "with the module's name": lambda name: name.replace(".weight", ".default.weight"),
+        "of a model of images": lambda name: name.replace("model.model.", "model.model.language_model."),
+    }[given]
+    other = altered(adapter, tmp_path / "other", lambda own: {rename(name): value for name, value in own.items()})
+    expand_from_peft(base, {"el": other}, tmp_path / "model")
+    assert torch.equal(told(tmp_path / "model", "el"), pefts(base, adapter))
+
+
+def test_a_base_of_another_name_or_commit_is_said(base, adapter, tmp_path):
+    other = altered(adapter, tmp_path / "other", base_model_name_or_path="me/TINY-llama")
+    assert expand_from_peft(base, {"el": other}, tmp_path / "same").warnings == []
+    other = altered(adapter, tmp_path / "third", base_model_name_or_path="/home/me/qwen")
+    (line,) = expand_from_peft(base, {"el": other}, tmp_path / "model").warnings
+    assert line == "warning: third was trained on qwen, by its name another base than tiny-llama"
+    export_peft(tmp_path / "same", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / CONFIG).read_text())["base_model_name_or_path"] == "me/TINY-llama"
+
+
+def another(base, root, kind):
+    """An adapter that is refused."""
+    llama = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    if kind == "wider":
+        save_dense(root / "wide", "llama", hidden_size=64)
+        return make(root / "lora", root / "wide")
+    if kind == "deeper":
+        save_dense(root / "deep", "llama", num_hidden_layers=4)
+        return make(root / "lora", root / "deep")
+    if kind == "shallower":
+        save_dense(root / "shallow", "llama", num_hidden_layers=2)
+        return make(root / "lora", root / "shallow", target_modules=["q_proj"])
+    if kind == "of another architecture":
+        save_dense(root / "gpt2", "gpt2")
+        return make(root / "lora", root / "gpt2")
+    if kind == "dora":
+        return make(root / "lora", base, use_dora=True, **llama)
+    if kind == "whole modules":
+        return make(root / "lora", base, modules_to_save=["embed_tokens"], **llama)
+    if kind == "new tokens":
+        return make(root / "lora", base, trainable_token_indices=[1, 2], **llama)
+    if kind == "the embedding":
+        return make(root / "lora", base, **{**llama, "target_modules": ["q_proj", "embed_tokens"]})
+    if kind == "the head":
+        return make(root / "lora", base, **{**llama, "target_modules": ["q_proj", "lm_head"]})
+    if kind == "biases":
+        return make(root / "lora", base, bias="all", **llama)
+    if kind == "biased updates":
+        return make(root / "lora", base, lora_bias=True, **llama)
+    if kind == "pissa":
+        return make(root / "lora", base, init_lora_weights="pissa", **llama)
+    if kind == "ia3":
+        config = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+        return make(root / "lora", base, config=IA3Config, **config)
+    if kind == "loha":
+        return make(root / "lora", base, config=LoHaConfig, target_modules=["q_proj"])
+    prompts = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    return make(root / "lora", base, config=PromptTuningConfig if kind == "prompts" else PrefixTuningConfig, **prompts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("wider", r"has the shape \[64, 4\], but tiny-llama needs \[32, 4\]: is lora an adapter of another base"),
+        ("deeper", r"updates maps that adapter_config.json does not name in tiny-llama \(model.layers.3"),
+        (
+            "shallower",
+            r"lacks model\.layers\.2\..*, which adapter_config.json names: the file is incomplete, or is lora",
+        ),
+        ("of another architecture", "PEFT finds no maps for it in LlamaForCausalLM"),
+        ("dora", "is or has a DoRA, .*use_dora True"),
+        ("whole modules", r"modules that trained whole \(modules_to_save \['embed_tokens'\]\)"),
+        ("new tokens", r"embeddings of tokens that trained \(trainable_token_indices \[1, 2\]\)"),
+        ("the embedding", "updates model.embed_tokens, which is no linear map of a layer"),
+        ("the head", "updates lm_head, which is no linear map of a layer"),
+        ("biases", r"trained biases \(bias 'all'\)"),
+        ("biased updates", "updates with biases"),
+        ("pissa", "init_lora_weights 'pissa', .* path_initial_model_for_weight_conversion"),
+        ("ia3", "an adapter of the kind IA3: only LoRA"),
+        ("loha", "an adapter of the kind LOHA: only LoRA"),
+        ("prompts", "an adapter of the kind PROMPT_TUNING: only LoRA"),
+        ("prefixes", "an adapter of the kind PREFIX_TUNING: only LoRA"),
+    ],
+)
+def test_what_is_no_lora_of_the_layers_is_refused(base, tmp_path, kind, words):
+    lora = another(base, tmp_path, kind)
+    with pytest.raises(InputError, match=words):
+        expand_from_peft(base, {"el": lora}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+FIELDS = {
+    "a field of a later PEFT": ({"use_xora": True}, "use_xora True, which PEFT .* does not know"),
+    "no kind": ({"peft_type": None}, "is no adapter .* has no peft_type"),
+    "a kind of number": ({"peft_type": 3}, "is no adapter .* has no peft_type"),
+    "an unknown kind": ({"peft_type": "XORA"}, "of the kind XORA"),
+    "olora": ({"init_lora_weights": "OLoRA"}, "init_lora_weights 'olora'"),
+    "pissa by iterations": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
+    "loftq": ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq'"),
+    "classification": ({"task_type": "SEQ_CLS"}, "for the task 'SEQ_CLS'"),
+    "translation": ({"task_type": "SEQ_2_SEQ_LM"}, "for the task 'SEQ_2_SEQ_LM'"),
+    "an aLoRA": ({"alora_invocation_tokens": [1]}, "an aLoRA"),
+    "layers anew": ({"layer_replication": [[0, 2], [1, 3]]}, "layers in another order"),
+    "parameters": ({"target_parameters": ["mlp.experts"]}, "parameters outside linear maps"),
+    "Megatron": ({"megatron_config": {"a": 1}}, "megatron_config"),
+    "QA-LoRA": ({"use_qalora": True}, "a QA-LoRA"),
+    "another rank": ({"r": 5}, r"has the shape \[4, 48\], but tiny-llama needs \[5, 48\]"),
+    "a rank of billions": ({"r": 10**12}, "has the shape"),
+    "a rank of 0": ({"r": 0}, "PEFT finds no maps"),
+    "a rank in words": ({"r": "four"}, "PEFT finds no maps"),
+    "no maps": ({"target_modules": ["nothing"]}, "PEFT finds no maps"),
+    "fewer maps": ({"target_modules": ["q_proj"]}, "updates maps that adapter_config.json does not name"),
+    "a broken pattern": ({"target_modules": "(("}, "PEFT finds no maps"),
+    "layers beside a pattern": ({"target_modules": ".*q_proj", "layers_to_transform": [1]}, "PEFT cannot read its"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_that_do_not_fit_are_refused(base, adapter, tmp_path, case):
+    fields, words = FIELDS[case]
+    with pytest.raises(InputError, match=words):
+        expand_from_peft(base, {"el": altered(adapter, tmp_path / "lora", **fields)}, tmp_path / "out")
+
+
+TENSORS = {
+    "the embedding": (lambda own: own | {"base_model.model.model.embed_tokens.weight": torch.ones(1)}, "embed_tokens"),
+    "a tensor less": (lambda own: dict(list(own.items())[1:]), "the file is incomplete"),
+    "none": (lambda own: {}, "the file is incomplete"),
+    "a layer more": (lambda own: own | {"base_model.model.model.layers.9.x.lora_A.weight": torch.ones(1)}, "layers.9"),
+    "NaN": (lambda own: {name: value * float("nan") for name, value in own.items()}, "NaN or infinite values"),
+    "whole numbers": (lambda own: {name: value.to(torch.int8) for name, value in own.items()}, "stored as I8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_that_do_not_fit_are_refused(base, adapter, tmp_path, case):
+    change, words = TENSORS[case]
+    with pytest.raises(InputError, match=words):
+        expand_from_peft(base, {"el": altered(adapter, tmp_path / "lora", change)}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def run(*words):
+    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    assert result.exit_code, result.output
+    assert isinstance(result.exception, InputError | SystemExit), result.exception
+    return " ".join(f"{result.output}{result.exception}".split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("from-peft ADAPTER OUT --base BASE --language en --old en", "given as an old and as a new language"),
+        ("from-peft ADAPTER OUT --base BASE --language xx1", "is not a language code"),
+        ("from-peft ADAPTER OUT --base BASE --language el --language el=ADAPTER", "--language el has two adapters"),
+        ("from-peft ADAPTER OUT --base BASE --language el --language ell=ADAPTER", "two names of one language"),
+        ("from-peft ADAPTER OUT --base BASE --language el --language hu", "has a language already"),
+        ("from-peft ADAPTER OUT --base BASE --language el=BASE", "name the language of ADAPTER itself"),
+        ("from-peft ADAPTER OUT --base BASE --language el,el", "given twice among the new languages"),
+        ("from-peft BASE OUT --base BASE --language el", "has no adapter_config.json, so it is no adapter of PEFT"),
+        ("from-peft ADAPTER/.. OUT --base BASE --language el", "its folder lora-el has one: give that"),
+        ("from-peft ADAPTER/adapter_config.json OUT --base BASE --language el", "is a file; give the adapter's folder"),
+        ("from-peft nowhere/at/all OUT --base BASE --language el", "no such folder, and not a hub id"),
+        ("from-peft ADAPTER OUT --base ADAPTER --language el", "is an adapter of"),
+        ("from-peft ADAPTER OUT --base MODEL --language el", "is an expanded checkpoint already"),
+        ("from-peft ADAPTER MODEL --base BASE --language el", "exists already"),
+        ("export MODEL OUT --peft --language en", "has no adapter for en; it has some for el, hu, tr"),
+        ("export MODEL OUT --peft --language de", "has no adapter for de"),
+        ("export MODEL OUT --peft --expert 1", "--peft writes the adapters of languages"),
+        ("export MODEL OUT --peft --type f16", "--type belongs to --gguf"),
+        ("export MODEL MODEL/x --peft", "lies in the input folder"),
+        ("export MODEL OUT", "or its adapter (`--peft`)"),
+    ],
+)
+def test_the_command_line_refuses(base, adapter, model, tmp_path, words, said):
+    for word, place in {"ADAPTER": adapter, "BASE": base, "MODEL": model, "OUT": tmp_path / "out"}.items():
+        words = words.replace(word, str(place)) if word != "ADAPTER" else words.replace("ADAPTER", str(adapter))
+    assert said in run(*words.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_experts_and_a_trained_base_are_no_adapters(base, model, tmp_path):
+    expand_checkpoint(base, tmp_path / "ffn", Plan("moe-lpr", [2] * 3, old=["en"], new=["el"], exclusive=True))
+    with pytest.raises(InputError, match="its experts are FFNs, not adapters"):
+        export_peft(tmp_path / "ffn", tmp_path / "out")
+    shutil.copytree(model, tmp_path / "grafted")
+    fields = json.loads((model / "config.json").read_text())
+    fields["expansions"][1]["stages"].append({"stage": "graft"})
+    (tmp_path / "grafted" / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match="`graft` changed the weights beside the adapters"):
+        export_peft(tmp_path / "grafted", tmp_path / "out")
+
+
+def test_pickled_weights_are_not_read(base, adapter, tmp_path):
+    lora = altered(adapter, tmp_path / "lora")
+    (lora / WEIGHTS).rename(lora / "adapter_model.bin")
+    with pytest.raises(InputError, match=r"has no adapter_model.safetensors: its weights are pickled"):
+        expand_from_peft(base, {"el": lora}, tmp_path / "out")
+    (lora / "adapter_model.bin").unlink()
+    with pytest.raises(InputError, match="give the folder that PEFT's save_pretrained wrote"):
+        expand_from_peft(base, {"el": lora}, tmp_path / "out")
+
+
+def test_an_adapter_on_the_hub(base, adapter, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(source, "hub_problem", lambda: "")
+    monkeypatch.setattr(source, "snapshot_download", lambda name, **options: asked.append((name, options)) or adapter)
+    expand_from_peft(base, {"el": "me/lora-el"}, tmp_path / "model")
+    ((name, options),) = asked
+    assert (name, options["allow_patterns"]) == ("me/lora-el", [CONFIG, WEIGHTS])
+    (record,) = json.loads((tmp_path / "model" / "config.json").read_text())["expansions"]
+    assert record["stages"][0]["settings"]["adapter"] == "me/lora-el"
+
+
+def test_a_table_of_who_knows_the_language(base, adapter, tmp_path):
+    texts = {"en": "The cat sat on the mat. ", "el": "abcdefg hij ", "de": "Die Katze liegt auf der Matte. "}
+    data = [word for code, text in texts.items() for word in
+            ("--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', [text * 2] * 3)}")]  # fmt: skip
+    said = invoke("from-peft", adapter, tmp_path / "model", "--base", base, "--language", "el", "--old", "en", *data)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in said.splitlines() if line.startswith("│")}
+    en, el, de = zip(*([float(cell) for cell in row] for row in rows.values()), strict=True)
+    assert list(rows) == ["base", "el alone", "told"]
+    assert en[0] == en[2] != en[1]
+    assert el[0] != el[1] == el[2]
+    assert de[0] == de[2] != de[1]
+    assert "no gate" in said
+
+
+def test_a_gate_knows_each_adapters_language(base, adapter, model, tmp_path):
+    gate = Gate(GateRule(1, [["en"], ["el"], ["hu", "tr"]]), torch.randn(4, 32), torch.zeros(4))
+    adapters = {"el": adapter, "hu,tr": model.parent / "lora-hu"}
+    expand_from_peft(base, adapters, tmp_path / "gated", ["en"], gate=gate)
+    config = load(tmp_path / "gated").config
+    assert config.language_gate["languages"] == [["en"], ["el"], ["hu", "tr"]]
+    export_peft(tmp_path / "gated", tmp_path / "back", language="el")
+    assert (tmp_path / "back" / WEIGHTS).read_bytes() == (adapter / WEIGHTS).read_bytes()
+
+
+def test_training_has_pefts_gradients(base, adapter, tmp_path):
+    expand_from_peft(base, {"el": adapter}, tmp_path / "model", ["en"])
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
+    theirs = PeftModel.from_pretrained(load(base), adapter, is_trainable=True).train()
+    losses = [ours(IDS, labels=IDS, languages="el").loss, theirs(IDS, labels=IDS).loss]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    compared = 0
+    for name, parameter in theirs.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        place, _, rest = name.removeprefix("base_model.model.").partition("layers.")
+        layer, inner = rest.replace(".default", "").split(".", 1)
+        factor = ".".join(inner.split(".")[-2:])
+        map_name = inner.removesuffix(f".{factor}").replace(".", "_")
+        own = ours.get_parameter(f"{place}layers.{layer}.adapters.experts.1.{map_name}_update.{factor}")
+        torch.testing.assert_close(own.grad, parameter.grad)
+        compared += 1
+    assert compared == 2 * 7 * 3
+
+
+def test_adapters_attach_to_maps_whose_weights_are_packed(model):
+    loaded = load(model)
+    for module in loaded.modules():
+        if isinstance(module, torch.nn.Linear):  # as bitsandbytes leaves them
+            module.weight = torch.nn.Parameter(module.weight.detach().reshape(-1, 1), requires_grad=False)
+    before = [len(module._forward_hooks) for module in loaded.modules()]
+    loaded._attach_adapters()
+    assert [len(module._forward_hooks) for module in loaded.modules()] == before
+
+
+def test_an_adapter_of_a_quantised_base(base, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing quantises to 4 bits")
+    quantised = {
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        "dtype": torch.float32,
+        "device_map": {"": "cpu"},
+    }
+    save_dense(tmp_path / "base", "llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    trained = get_peft_model(
+        load(tmp_path / "base", **quantised), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    )
+    optimizer = torch.optim.AdamW([one for one in trained.parameters() if one.requires_grad], lr=1e-2)
+    for _ in range(3):
+        trained(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    trained.save_pretrained(tmp_path / "lora")
+    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    wanted = PeftModel.from_pretrained(load(tmp_path / "base", **quantised), tmp_path / "lora").eval()(IDS).logits
+    ours, home = load(tmp_path / "model", **quantised), load(tmp_path / "base", **quantised)(IDS).logits
+    torch.testing.assert_close(ours(IDS, languages="el").logits, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours(IDS, languages="en").logits, home)
+    assert (wanted - home).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("backbone", "kind"),
+    [("llama", "plain"), *((one, "patterns") for one in ("llama", "mistral", "qwen2", "qwen3", "granite"))],
+)
+def test_llama_cpp_computes_the_same(tmp_path, backbone, kind):
+    pytest.importorskip("gguf")
+    from llama_cpp import LlamaCpp
+
+    save_dense(tmp_path / "base", backbone, **({"sliding_window": None} if backbone == "mistral" else {}))
+    bpe_tokenizer().save_pretrained(tmp_path / "base")
+    make(tmp_path / "lora", tmp_path / "base", **KINDS[kind][1])
+    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    export_gguf(tmp_path / "model", tmp_path / "base.gguf", expert=0)
+    said = invoke("export", tmp_path / "model", tmp_path / "el.gguf", "--peft", "--gguf", "--modelfile")
+    assert "an adapter for llama.cpp's" in said
+    assert (tmp_path / "Modelfile").read_text().endswith("FROM ./base.gguf\nADAPTER ./el.gguf\n")
+    served, wanted = (
+        LlamaCpp(tmp_path / "base.gguf", adapter=tmp_path / "el.gguf"),
+        pefts(tmp_path / "base", tmp_path / "lora"),
+    )
+    for length in (1, 7, 12):
+        expected = wanted[0, length - 1].log_softmax(-1)
+        torch.testing.assert_close(served.logprobs(IDS[0, :length].tolist(), 257), expected, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_file_holds_one_language(model, tmp_path):
+    with pytest.raises(InputError, match="has adapters of el, hu-tr, and a file holds one"):
+        export_adapter_gguf(model, tmp_path / "out.gguf")
+    with pytest.raises(InputError, match="an adapter is written as f32"):
+        export_adapter_gguf(model, tmp_path / "out.gguf", language="el", kind="q8_0")
+    (tmp_path / "Modelfile").write_text("mine")
+    with pytest.raises(InputError, match="Modelfile: exists already"):
+        export_adapter_gguf(model, tmp_path / "out.gguf", language="el", modelfile=True)
+    assert not (tmp_path / "out.gguf").exists()
