@@ -1,5 +1,5 @@
-"""Files at any place that `fsspec` reaches (`s3://`, `gs://`, `file://`): they are listed, opened, and opened again where
-a connection breaks off. The user's own credentials open them: an address that holds some is refused."""
+"""Files at any place that `fsspec` reaches (`s3://`, `gs://`, `file://`): they are listed, opened, and opened again
+where a connection breaks off. The user's own credentials open them: an address that holds some is refused."""
 
 import glob
 import os
@@ -146,7 +146,7 @@ def _patiently(call: Any, path: str) -> Any:
             said = without_secrets(first_line(error))
             if isinstance(error, FileNotFoundError):
                 raise InputError(f"{path}: no such file: check the address.") from None
-            if isinstance(error, _FINAL) or isinstance(error, ValueError) or "redential" in f"{type(error)}{said}":
+            if isinstance(error, (*_FINAL, ValueError)) or "redential" in f"{type(error)}{said}":
                 raise UnreachableError(
                     f"{path}: cannot be opened ({said}): install what it names, or give your credentials as the "
                     "store's own tools read them."

@@ -92,9 +92,9 @@ class LanguageText:
         language: a language code such as `el`.
         source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, the first two
             also compressed, a folder or a pattern (`data/el/*.parquet`) of them, these at any place that `fsspec`
-            reaches (`s3://bucket/el/*.parquet`), or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]`
-            takes 1000 rows). Instead of `text` a row may have `translation`, sentences by language, which gives a
-            document `English: ... → Greek: ...` for each direction to and from `language`.
+            reaches (`s3://bucket/el/*.parquet`), or `hub:dataset[:config][:split]`, streamed
+            (`hub:name:el:train[:1000]` takes 1000 rows). Instead of `text` a row may have `translation`, sentences by
+            language, which gives a document `English: ... → Greek: ...` for each direction to and from `language`.
 
     Rows without text, and rows whose `language` is another one (`names_language`), are left out, counted and said.
 
@@ -146,7 +146,7 @@ class LanguageText:
         if left_out:
             dataset = dataset.select(numpy.flatnonzero(reasons.is_null().to_numpy()))
         if not len(dataset):
-            raise self._no_text(left_out, as_pairs)
+            raise self.no_text(left_out, as_pairs)
         if left_out:
             say_once(f"{self.source}, language {self.language!r}: {counted(len(dataset), 'document')} kept, {left_out}")
         return dataset.remove_columns(LEFT_OUT)
@@ -177,7 +177,7 @@ class LanguageText:
         files = self.files()
         first = next(self._rows(as_pairs, left_out), None)
         if files and first is None:
-            raise self._no_text(left_out, as_pairs)
+            raise self.no_text(left_out, as_pairs)
         return first
 
     def digests(self) -> list[str]:
@@ -283,7 +283,7 @@ class LanguageText:
                 else:
                     yield row
 
-    def _no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
+    def no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
         what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
         found = f" ({left_out})" if left_out else ""
         return InputError(
