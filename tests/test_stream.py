@@ -4,6 +4,7 @@ and places that drop."""
 import gzip
 import json
 import lzma
+from contextlib import nullcontext
 from itertools import islice, pairwise
 from unittest.mock import patch
 
@@ -14,11 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, save_dense, write_texts
+from fsspec.implementations.memory import MemoryFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_stage import same_files
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from hf_moe_expand import (
     DenseConfig,
@@ -31,9 +34,10 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.source import load_expanded_config
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data import stream_reader
+from hf_moe_expand.data import places, stream_reader
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.stream import TextStream
+from hf_moe_expand.data.stream_reader import passed_line, summed
 from hf_moe_expand.stages import streaming
 from hf_moe_expand.stages.streaming import is_streamed
 from hf_moe_expand.stages.trainer import StageTrainer
@@ -334,8 +338,7 @@ STAGES = {
 START = {"group": "dmoe", "dense": "base"}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("stage", "workers"), [*((stage, 0) for stage in STAGES), ("stage 1", 2)])
 def test_a_stage_that_was_interrupted_ends_the_same(root, tmp_path, stage, workers, capsys):
     kind, changes, codes = STAGES[stage]
 
@@ -390,12 +393,12 @@ def test_a_budget_in_tokens(root, tmp_path, given, steps, streams):
     assert record.steps == steps
 
 
-def test_passes_over_a_stream_are_counted_from_its_size(root, tmp_path, capsys):
+def test_passes_over_a_stream_are_counted_from_its_size(root, tmp_path, capfd):
     config = PostPretrainConfig(**QUICK, num_train_epochs=3)
     record = train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config)
     tokens = sum(len(text.encode()) + 1 for code, count in (("el", 60), ("tr", 30)) for text in texts_of(code, count))
     assert record.steps == pytest.approx(3 * tokens / 32, rel=0.05)
-    out, errors = capsys.readouterr()
+    out, errors = capfd.readouterr()
     assert "text is read while the model trains: el about 1," in out
     assert "of them again" in out
     assert "el: all of its text was read once; it is read again" in errors
@@ -439,3 +442,277 @@ def test_settings_that_contradict_a_stream(root, tmp_path, kind, changes, messag
 def test_a_budget_is_a_whole_number(value):
     with pytest.raises(InputError, match="tokens"):
         PostPretrainConfig(tokens=value)
+
+
+# --- bad shards ------------------------------------------------------------------------------------------------------
+
+ROWS = 40
+
+
+def good_file(path):
+    return write_texts(path, texts_of("el", ROWS))
+
+
+def cut(path):
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts_of("el", 60)).encode())
+    path.with_suffix(".jsonl.gz").write_bytes(whole[: len(whole) // 2])
+
+
+def cut_parquet(path):
+    pq.write_table(pa.table({"text": texts_of("el", 500)}), path.with_suffix(".parquet"))
+    path.with_suffix(".parquet").write_bytes(path.with_suffix(".parquet").read_bytes()[:-50])
+
+
+BAD = {
+    "cut": (cut, "cannot be read after line"),
+    "Parquet cut": (cut_parquet, "cannot be read as a Parquet file"),
+    "blank": (lambda path: path.write_text("\n\n"), "is empty"),
+    "no row": (
+        lambda path: pq.write_table(pa.table({"text": pa.array([], pa.string())}), path.with_suffix(".parquet")),
+        "is empty",
+    ),
+    "other column": (
+        lambda path: pq.write_table(pa.table({"body": ["x"]}), path.with_suffix(".parquet")),
+        "no column `text` or `translation`",
+    ),
+    "other type": (
+        lambda path: pq.write_table(pa.table({"text": [1, 2]}), path.with_suffix(".parquet")),
+        "the column `text` holds int64",
+    ),
+    "no JSON": (lambda path: path.write_text('{"text": "a"}\n{"text": "b"\n'), ":2: not a JSON object"),
+    "other key": (lambda path: path.write_text('{"body": "a"}\n'), ':1: needs an object with a string under "text"'),
+    "not UTF-8": (lambda path: path.write_bytes(b'{"text": "\xff"}\n'), ":1: not UTF-8 text"),
+}
+
+
+def with_bad_shard(folder, kind):
+    folder.mkdir()
+    good_file(folder / "a.jsonl")
+    BAD[kind][0](folder / "b.jsonl")
+    good_file(folder / "c.jsonl")
+    return LanguageText("el", str(folder))
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_shard_is_left_out_and_counted(tmp_path, kind, capsys):
+    source = with_bad_shard(tmp_path / "el", kind)
+    stream = begun([source], on_bad_shard="skip")
+    batches(stream, 150)
+    counts = summed([place["el"]["counts"] for place in stream.places])
+    (bad,) = counts["bad"]
+    assert "/b." in bad
+    assert f"1 bad shard left out: {bad}" in passed_line("el", counts)
+    said = capsys.readouterr().err
+    assert "el: left out from here: " in said
+    assert BAD[kind][1] in said
+    documents = counts["seen"]["documents"]
+    assert documents > 2 * ROWS  # the run went on, and read the others again
+    # It goes on as it would have without an interruption, wherever that is.
+    for taken in (1, 20, 77):
+        first, expected = begun([source], on_bad_shard="skip"), begun([source], on_bad_shard="skip")
+        batches(first, taken)
+        again = begun([source], on_bad_shard="skip", saved=[as_json(first.state())])
+        assert batches(again, 20) == batches(expected, taken + 20)[taken:]
+        assert again.state() == expected.state()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("kind", ["cut", "no row", "other type", "not UTF-8"])
+def test_a_bad_shard_stops_the_training(tmp_path, kind, processes):
+    source = with_bad_shard(tmp_path / "el", kind)
+    with pytest.raises(InputError, match=r"/b\..*on_bad_shard: skip") as stopped:
+        batches(begun([source], workers=processes), 400, processes)
+    assert BAD[kind][1] in str(stopped.value)
+    assert "Traceback" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("on_bad_shard", ["stop", "skip"])
+def test_a_file_that_goes_away(tmp_path, on_bad_shard):
+    for name in ("a", "b"):
+        good_file(tmp_path / f"{name}.jsonl")
+    stream = begun([LanguageText("el", str(tmp_path))], on_bad_shard=on_bad_shard)
+    (tmp_path / "b.jsonl").unlink()
+    if on_bad_shard == "stop":
+        with pytest.raises(InputError, match=r"b.jsonl: cannot be read .*No such file"):
+            batches(stream, 200)
+    else:
+        batches(stream, 200)
+        assert list(stream.places[0]["el"]["counts"]["bad"]) == [str(tmp_path / "b.jsonl")]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("rows", [["other language"], ["no text"], ["bad", "bad"]])
+def test_text_without_a_document_ends(tmp_path, rows, ranks):
+    written = {"other language": '{"text": "a", "language": "tr"}\n', "no text": '{"text": " "}\n', "bad": "no json\n"}
+    for number, row in enumerate(rows):
+        (tmp_path / f"{number}.jsonl").write_text(written[row] * 5)
+    stream = begun([LanguageText("el", str(tmp_path))], ranks - 1, ranks, on_bad_shard="skip")
+    with pytest.raises(InputError, match="el: its text has no document in this language"):
+        batches(stream, 1)
+
+
+def test_rows_that_are_left_out_are_counted_once(tmp_path):
+    rows = [{"text": "a b c"}, {"text": " "}, {"text": "x", "language": "tr"}, {"text": "d e f", "language": "ell"}]
+    (tmp_path / "el.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 10))
+    source = LanguageText("el", str(tmp_path / "el.jsonl"))
+    counts = []
+    for rank in range(2):
+        for batch in begun([source], rank, 2, rows=1, block_size=1):
+            if batch["place"][1]["el"]["counts"]["seen"].get("repeated"):
+                break
+            last = batch["place"][1]["el"]["counts"]
+        counts.append(last)
+    found = summed(counts)
+    assert found["left_out"] == {"without text": 10, "tagged 'tr'": 10}
+    assert found["seen"]["documents"] == 20
+    assert "el: 120 tokens of 20 documents passed; 20 rows left out: 10 " in passed_line("el", found)
+
+
+def test_text_that_the_tokenizer_loses_is_counted_and_refused(root, tmp_path):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "word": 1, "<end>": 2}, unk_token="<unk>")),
+        unk_token="<unk>", eos_token="<end>",
+    )  # fmt: skip
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    source = LanguageText("el", str(write_texts(tmp_path / "el.jsonl", ["word γάτα"] * 9)))
+    stream = begun([source], tokenizer=tokenizer)
+    batches(stream, 3)
+    assert "the tokenizer lost " in passed_line("el", stream.places[0]["el"]["counts"])
+    model = load_expanded_config(root / "expanded")
+    with pytest.raises(InputError, match=r"el: the tokenizer loses 66.7 % of the text's bytes"):
+        streaming.streamed(PostPretrainConfig(max_steps=1), {"el": source}, tokenizer, model, False)
+    assert streaming.streamed(PostPretrainConfig(max_steps=1), {"el": source}, tokenizer, model, True).lost["el"].lost
+
+
+# --- places that drop ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A place elsewhere, and how many of its reads fail from now on."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for name in "abc":
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts_of(name, 40)).encode()
+        memory.pipe(f"/bucket/{name}.jsonl", rows)
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"text": texts_of(name, 40)}), sink)
+        memory.pipe(f"/bucket/{name}.parquet", sink.getvalue().to_pybytes())
+    monkeypatch.setattr(places, "WAITS", (0, 0))
+    failures = {"left": 0, "error": ConnectionResetError("reset by peer"), "met": 0}
+    read = MemoryFile.read
+
+    def fails(self, *size):
+        if failures["left"]:
+            failures["left"] -= 1
+            failures["met"] += 1
+            raise failures["error"]
+        return read(self, *size)
+
+    monkeypatch.setattr(MemoryFile, "read", fails)
+    return failures
+
+
+ERRORS = [ConnectionResetError("reset"), TimeoutError("timed out"), OSError("503 Slow Down"), RuntimeError("aiohttp")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_a_read_that_fails_is_tried_again(bucket, kind, error):
+    source = LanguageText("el", f"memory://bucket/*.{kind}")
+    expected = batches(begun([source]), 60)
+    stream, found = begun([source]), []
+    bucket["error"] = error
+    for _ in range(6):
+        bucket["left"] = 2
+        stream = begun([source], saved=[as_json(stream.state())] if found else ())
+        found += batches(stream, 10)
+    assert found == expected
+    assert bucket["met"] >= 2
+
+
+@pytest.mark.parametrize("on_bad_shard", ["stop", "skip"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, bucket, kind, on_bad_shard):
+    data = {"el": LanguageText("el", f"memory://bucket/*.{kind}"), "tr": LanguageText("tr", str(root / "tr"))}
+
+    def train(name, callback=None):
+        config = PostPretrainConfig(**QUICK, max_steps=60, on_bad_shard=on_bad_shard)
+        config.dataloader_num_workers = 0
+        with patch.object(StopAt, "on_step_end", callback) if callback else nullcontext(), interrupted(-1):
+            return train_stage(root / "expanded", tmp_path / name, data, config)
+
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            bucket["left"] = 10**6
+
+    expected = train("whole")
+    with pytest.raises(
+        InputError, match=r"memory://bucket/.* does not answer after 3 tries \(.*reset by peer.*\): run"
+    ):
+        train("again", fail)
+    bucket["left"] = 0
+    assert [path.name for path in (tmp_path / "again.training").glob("checkpoint-*")]
+    assert train("again") == expected
+    same_files(tmp_path / "again", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (PermissionError("Access Denied"), "cannot be opened .*Access Denied.*your credentials as the store's own tools"),
+    (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Unable to locate credentials"),
+    (ImportError("Install s3fs to access S3"), "Install s3fs to access S3"),
+    (FileNotFoundError("gone"), "no such file: check the address"),
+])  # fmt: skip
+def test_a_place_that_does_not_open(error, said):
+    with patch.object(fsspec.core, "url_to_fs", side_effect=error), pytest.raises(InputError, match=said):
+        LanguageText("el", "s3://bucket/el").shards()
+
+
+@pytest.mark.parametrize("source", ["nowhere://a/b.jsonl", "memory://bucket/none*.jsonl", "memory://none", "memory://"])
+def test_addresses_of_nothing(bucket, source):
+    fsspec.filesystem("memory").store.clear()
+    with pytest.raises(InputError, match=source.split(":")[0]):
+        LanguageText("el", source).shards()
+
+
+@pytest.mark.parametrize("source", [
+    "s3://AKIA123:verysecret@bucket/el", "https://host/el.jsonl?token=verysecret", "gs://b/el.jsonl?a=1&X-Amz-Signature=verysecret",
+    "abfs://c@account.dfs/el.jsonl?sig=verysecret", "sftp://user:very/secret@host/el.txt", "https://host/a.jsonl?sv=1&sig=verysecret",
+])  # fmt: skip
+def test_an_address_with_credentials_is_refused_without_them(source):
+    with pytest.raises(InputError, match="the address holds credentials: leave them out") as refused:
+        LanguageText("el", source)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", [
+    "abfs://container@account.dfs.core.windows.net/el", "hdfs://node:8020/el/a@b.jsonl", "s3://bucket/key=el/part-?.jsonl",
+])  # fmt: skip
+def test_an_address_without_credentials_is_taken(source):
+    assert LanguageText("el", source).source == source
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("slice_of", ["", "::train[:17]"])
+def test_a_data_set_of_the_hub(tmp_path, slice_of, ranks):
+    for number in range(3):
+        write_texts(tmp_path / f"{number}.jsonl", texts_of("el", 40)[number::3])
+    source = LanguageText("el", f"hub:{tmp_path}{slice_of}")
+    assert len(source.shards()) == (1 if slice_of else 3)
+    found = read_once(lambda rank, ranks: begun([source], rank, ranks, rows=1, block_size=1), ranks)
+    assert sorted(found) == sorted(source.load()["text"])
+    first, expected = begun([source]), begun([source])
+    batches(first, 7)
+    assert batches(begun([source], saved=[as_json(first.state())]), 9) == batches(expected, 16)[7:]
+
+
+def test_the_amount_of_a_data_set_of_the_hub_is_asked_for(root, tmp_path):
+    write_texts(tmp_path / "data.jsonl", texts_of("el", 40))
+    data = {"el": LanguageText("el", f"hub:{tmp_path}"), "tr": LanguageText("tr", str(root / "tr"))}
+    with pytest.raises(InputError, match=r"how much text it has is not known .* set `tokens`, `tokens_per_language`"):
+        train_stage(root / "expanded", tmp_path / "out", data, PostPretrainConfig(**QUICK))
+    record = train_stage(root / "expanded", tmp_path / "out", data, PostPretrainConfig(**QUICK, tokens=640))
+    assert set(record.tokens_seen_by_language) == {"el", "tr"}

@@ -18,7 +18,9 @@ from ..core.hub_answers import without_secrets
 
 WAITS = (1, 2, 4, 8, 16)  # seconds before each new try to open or read a file elsewhere
 BUFFER = 1 << 20  # bytes
-_SECRET = re.compile(r"://[^/\s]*@|[?&][^=/&]*(token|sig|key|secret|password|credential)[^=/&]*=", re.IGNORECASE)
+_SECRET = re.compile(
+    r"://[^/\s:@]+:(?!\d+/)\S*@|[?&][^=/&]*(token|sig|key|secret|password|credential)[^=/&]*=", re.IGNORECASE
+)
 # Errors that another try does not mend.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError)
 
@@ -35,7 +37,7 @@ def is_elsewhere(source: str) -> bool:
 def check_address(source: str) -> None:
     """Refuses an address with a password or a token, which would reach records and logs."""
     if "://" in source and _SECRET.search(source):
-        shown = re.split(r"[?&]", re.sub(r"://[^/\s]*@", "://***@", source))[0]
+        shown = re.split(r"[?&]", re.sub(r"://\S*@", "://***@", source))[0]
         raise InputError(
             f"{shown}: the address holds credentials: leave them out, and give them as its store's own tools read them "
             "(environment variables, or a file in your home folder)."

@@ -35,6 +35,7 @@ _NO_TEXT = "has no string under `text`, nor strings by language under `translati
 LEFT_OUT = "left_out"  # the column that says why a row is left out
 _MOST_NAMED, _MOST_FILES = 8, 30  # reasons and files in a line
 BEGINNING = 1 << 20  # bytes of a file
+_ROWS = 256  # of a dataset on the hub, read at once
 LARGE = 1 << 30  # bytes of a source from which parts of its files stand for them in a fingerprint
 
 
@@ -377,7 +378,12 @@ def _shard_rows(source: str, stream: Any, part: int | None, after: int) -> Itera
     """The rows of a shard of a dataset on the hub; of all of it without `part`."""
     with _hub_errors(source, "the dataset cannot be read"):
         shard = stream if part is None else stream.shard(stream.num_shards, part)
-        for number, content in enumerate(shard.skip(after) if after else shard, start=after + 1):
+        # `iter(dataset)` in a worker would give its share of the shards.
+        batches = (shard.skip(after) if after else shard).iter(batch_size=_ROWS)
+        rows = (
+            dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True)
+        )
+        for number, content in enumerate(rows, start=after + 1):
             if not has_text(content):
                 raise InputError(f"{source}: row {number} {_NO_TEXT} (columns: {', '.join(content)}).")
             yield Row(number, content, 0.0)

@@ -1,8 +1,8 @@
 """Blocks from text that is read, shuffled, tokenised and packed while a model trains.
 
 Each language's shards come in a seeded order, pass after pass. A shard is read in windows, and each window is shuffled.
-Units, which are shards, or every n-th row of a shard where there are fewer shards than readers, are dealt in turn to the
-readers: the workers of all ranks. A reader's place (unit, window, document, token) is its whole state: a reader
+Units, which are shards, or every n-th row of a shard where there are fewer shards than readers, are dealt in turn to
+the readers: the workers of all ranks. A reader's place (unit, window, document, token) is its whole state: a reader
 that starts from it gives the blocks that follow. No reader waits for another.
 """
 
