@@ -1,7 +1,7 @@
 """Two ranks (gloo, CPU) against one process: data-parallel, FSDP2, tensor-parallel, DeepSpeed."""
 
-import logging
 import json
+import logging
 from importlib.resources import files
 from importlib.util import find_spec
 
@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 
-CHECKS = ("ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation", "streamed")
+CHECKS = (
+    "ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation", "streamed",
+)  # fmt: skip
 
 
 def prepared(folder):
@@ -181,7 +183,7 @@ def test_an_interruption_of_a_stream_on_two_ranks_changes_nothing(found, root):
 
 
 def test_a_stream_goes_on_with_fewer_ranks(found, root, capsys):
-    stage(root, "streamed left", post_pretraining(2, stream=True, save_steps=2, use_cpu=True))
+    stage(root, "streamed left", post_pretraining(2, stream=True, save_steps=2))
     out = capsys.readouterr().out
     assert "by 2 x 2 readers (ranks x workers) before the interruption, and is by 1 x 2 now" in out
     assert "resumes at step 2 of 4" in out

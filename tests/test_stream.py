@@ -648,7 +648,7 @@ def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, 
 
     expected = train("whole")
     with pytest.raises(
-        InputError, match=r"memory://bucket/.* does not answer after 3 tries \(.*reset by peer.*\): run"
+        InputError, match=r"memory:///bucket/.* does not answer after 3 tries \(.*reset by peer.*\): run"
     ):
         train("again", fail)
     bucket["left"] = 0
