@@ -79,7 +79,8 @@ def streamed(folder: Path, tokenizer: Any, options: Any, workers: int, tokens: f
     before, started = memory(), time.perf_counter()
     stream = TextStream({"el": LanguageText("el", str(folder))}, tokenizer, BLOCK, options.seed)
     stream.begin(LanguageMix([1]), ROWS, ACCUMULATION, workers=workers)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    context = "fork" if workers else None  # as a training on Linux, not as `in_own_process`
+    loader = DataLoader(stream, batch_size=None, num_workers=workers, multiprocessing_context=context)
     of_batch, most, batches = ROWS * BLOCK, 0, stream.received(loader)
     next(batches)
     first = time.perf_counter() - started
