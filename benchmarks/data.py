@@ -3,10 +3,10 @@
     python benchmarks/data.py TOKENIZER TEXT.jsonl --tokens 5e6 50e6 --workers 0 2
 
 TEXT.jsonl's documents are repeated, with a number and in another order of their lines, up to the tokens, in Parquet
-shards. A row is one way in a process of its own: seconds to the first batch, tokens a second (packed: of the packing;
-streamed: of the loader, with nothing else to do), the share of its time that a trainer waits which takes `--pace` tokens
-a second, the memory above that of the imports (all processes, without what they share), and bytes of disk a token. The
-last lines forecast `--forecast` tokens by the rates of the largest text. Linux only.
+shards. A row is one way in a process of its own: seconds to the first batch, tokens a second of one processor
+(packed: of the packing; streamed: of the loader, with nothing else to do), the share of its time that a trainer waits
+which takes `--pace` tokens a second, the memory above that of the imports (all processes, without what they share), and
+bytes of disk a token. The last lines forecast `--forecast` tokens by the rates of the largest text. Linux only.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from hf_moe_expand.data.stream import TextStream
 from hf_moe_expand.trainers import LanguageMix
 
 ROWS, BLOCK, SHARDS, ACCUMULATION = 8, 1024, 8, 1
-HEAD = ["tokens", "way", "seconds to step 1", "tokens a second", "waits", "memory MB", "bytes of disk a token"]
+HEAD = ["tokens", "way", "seconds to step 1", "tokens a CPU second", "waits", "memory MB", "bytes of disk a token"]
 
 
 def write_text(folder: Path, source: Path, tokens: float, tokenizer: Any) -> None:
@@ -61,17 +61,24 @@ def memory() -> int:
     return found
 
 
+def processor_seconds() -> float:
+    """Of this process and its children."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
+
+
 def packed(folder: Path, tokenizer: Any, options: Any) -> tuple[float, ...]:
     """Seconds to the first batch, tokens a second, bytes of memory and bytes of disk a token."""
     with TemporaryDirectory(dir=folder.parent) as cache:
         datasets.config.HF_DATASETS_CACHE = Path(cache)
-        before, started = memory(), time.perf_counter()
+        before, started, processor = memory(), time.perf_counter(), processor_seconds()
         with contextlib.redirect_stdout(sys.stderr):
             found = pack_texts({"el": LanguageText("el", str(folder)).load()}, tokenizer, BLOCK, options.seed)
             dict(found.dataset[0])
         seconds, tokens = time.perf_counter() - started, sum(found.tokens.values())
         disk = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
-    return seconds, tokens / seconds, float("nan"), memory() - before, disk / tokens
+        processor = processor_seconds() - processor
+    return seconds, tokens / processor, float("nan"), memory() - before, disk / tokens
 
 
 def streamed(folder: Path, tokenizer: Any, options: Any, workers: int, tokens: float) -> tuple[float, ...]:
@@ -85,11 +92,11 @@ def streamed(folder: Path, tokenizer: Any, options: Any, workers: int, tokens: f
     next(batches)
     first = time.perf_counter() - started
     count = max(int(min(tokens, options.most) / of_batch / 2), 20)
-    started = time.perf_counter()
+    processor = processor_seconds()
     for number, _ in enumerate(islice(batches, count)):
         if number % 50 == 0:
             most = max(most, memory() - before)
-    speed = count * of_batch / (time.perf_counter() - started)
+    speed = count * of_batch / (processor_seconds() - processor)
     waited, step = 0.0, of_batch / options.pace
     began = time.perf_counter()
     for _ in range(count):
@@ -129,9 +136,9 @@ def main() -> None:
             ])  # fmt: skip
         last = ways
     report("text", HEAD, rows, options)
-    print(f"\n{options.forecast:,.0f} tokens:")
+    print(f"\n{options.forecast:,.0f} tokens on two cores:")
     for way, (first, speed, _, _, disk) in last.items():
-        hours = options.forecast / speed / 3600
+        hours = options.forecast / speed / 2 / 3600
         begins = f"begins after {first:.0f} s" if way.startswith("streamed") else f"begins after {hours:,.1f} hours"
         print(f"{way}: {begins}, {options.forecast * disk / 1e9:,.0f} GB of disk, at least {hours:,.1f} hours in all")
 

@@ -225,7 +225,7 @@ def test_other_ranks_and_workers_read_on_without_a_gap(shards, files, before, af
             reader = reader_of(stream, worker)
             rest = []
             while not reader.counts["seen"]["repeated"]:
-                rest += reader.take(1)
+                rest += reader.take(1).tolist()
             finished += rest[:-1]
     # What was begun before, and what is begun afterwards: all documents, each once.
     assert finished.count(END) + sum(part.count(END) for part in tokens) == 60

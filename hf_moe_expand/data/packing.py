@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
@@ -183,14 +184,17 @@ def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]
     `[batch, block_size]`."""
     if "language_ids" not in rows[0]:
         return collate_without_languages(rows)
-    language_ids = torch.tensor([list(row["language_ids"]) for row in rows])
-    return {**collate_without_languages(rows), "language_ids": language_ids}
+    return {**collate_without_languages(rows), "language_ids": _stacked(rows, "language_ids")}
 
 
 def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
-    input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
+    input_ids = _stacked(rows, "input_ids")
     return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+def _stacked(rows: Sequence[Mapping[str, Any]], column: str) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(row[column], dtype=np.int64) for row in rows]))
 
 
 def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]) -> dict[str, int]:

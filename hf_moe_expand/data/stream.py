@@ -142,7 +142,7 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
                 for language in self._languages(batch):
                     ids = readers[language].take(self.block_size)
                     ids[: len(before)] = before
-                    rows.append({"input_ids": ids, "language_ids": [readers[language].number] * self.block_size})
+                    rows.append({"input_ids": ids, "language_ids": np.full_like(ids, readers[language].number)})
                 places = {reader.language: reader.state() for reader in readers}
                 yield {**self.collate(rows), "place": (own, places)}
         except InputError as error:  # a worker's would come with its traceback

@@ -91,18 +91,18 @@ class Reader:
         counts = {name: dict(counter) for name, counter in self.counts.items()}
         return {"open": [astuple(place) for place in self.open], "next": self.next, "counts": counts}
 
-    def take(self, size: int) -> list[int]:
+    def take(self, size: int) -> np.ndarray:
         """The next tokens."""
-        taken: list[int] = []
-        while len(taken) < size:
+        taken, filled = np.empty(size, dtype=np.int64), 0
+        while filled < size:
             document = self._document()
             place, seen = self.open[0], self.counts["seen"]
             if not place.token:
                 seen["documents"] += 1
                 self._count_special(document)
-            piece = document[place.token : place.token + size - len(taken)].tolist()
-            place.token += len(piece)
-            taken += piece
+            piece = document[place.token : place.token + size - filled]
+            taken[filled : filled + len(piece)] = piece
+            place.token, filled = place.token + len(piece), filled + len(piece)
             seen["tokens"] += len(piece)
             if place.unit >= self.units:
                 seen["repeated"] += len(piece)
