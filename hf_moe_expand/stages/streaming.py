@@ -79,7 +79,8 @@ def streamed(
     languages = [*old, *new]
     texts = {code: texts[code] for code in languages if code in texts}
     stream = TextStream(texts, tokenizer, config.block_size, config.seed, languages, config.on_bad_shard)
-    at_hand, lost = {}, {}
+    at_hand: dict[str, int | None] = {}
+    lost = {}
     for code, text in texts.items():
         at_hand[code], lost[code] = estimated(text, stream.shards[code], tokenizer, config.on_bad_shard)
     check_lost(lost, allow_lost_text)
@@ -91,7 +92,8 @@ def streamed(
             )
         known = [count for count in at_hand.values() if count is not None]
         at_hand |= dict.fromkeys(unknown, sum(known) // len(known) if known else config.block_size)
-    tokens = amounts_of(at_hand, **config.amounts(texts, model_config))
+    amounts = {code: count or 1 for code, count in at_hand.items()}
+    tokens = amounts_of(amounts, **config.amounts(texts, model_config))
     if config.process_index == 0:
         said = [
             f"{code} about {at_hand[code]:,} tokens in {len(stream.shards[code]):,} shards"
