@@ -365,7 +365,8 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         packed = self.packed
         if packed is not None and self.stream is not None:
             seen = {code: counts["seen"] for code, counts in self._passed().items()}
-            documents, tokens = ({code: of.get(name, 0) for code, of in seen.items()} for name in ("documents", "tokens"))
+            documents = {code: of.get("documents", 0) for code, of in seen.items()}
+            tokens = {code: of.get("tokens", 0) for code, of in seen.items()}
             packed = self.packed = replace(packed, documents=documents, tokens=tokens)
         # Validation affects neither the weights nor the history.
         settings = {name: value for name, value in self.settings.items() if name != "validation"}
