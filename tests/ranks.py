@@ -267,6 +267,14 @@ def adapt(folder, name, per_device, **changes):
     return adapt_language(folder / "dmoe", folder / name, LanguageText("el", str(folder / "el.jsonl")), config)
 
 
+def streamed(folder):
+    """A stage on streamed text, interrupted and gone on with; one that is not; and one that is left interrupted."""
+    for name, stops in (("streamed again", [3, None]), ("streamed", [None]), ("streamed left", [3])):
+        for stop in stops:
+            config = post_pretraining(2, stream=True, save_steps=2)
+            stage(folder, name, config, None if stop is None else StopAt(stop))
+
+
 def adaptation(folder):
     """Two ranks adapt a model to a language, data-parallel."""
     return adapt(folder, "adapted", 2).perplexity

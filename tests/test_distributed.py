@@ -1,5 +1,6 @@
 """Two ranks (gloo, CPU) against one process: data-parallel, FSDP2, tensor-parallel, DeepSpeed."""
 
+import json
 import logging
 from importlib.resources import files
 from importlib.util import find_spec
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 
-CHECKS = ("ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation")
+CHECKS = (
+    "ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation", "streamed",
+)  # fmt: skip
 
 
 def prepared(folder):
@@ -169,6 +172,23 @@ def test_dense_training_under_the_packaged_configurations(under_accelerate, root
         dense(root, alone.name, method, 2, gradient_accumulation_steps=2, use_cpu=True)
     same_checkpoint(under_accelerate[0] / alone.name, alone)
     assert compare_checkpoints(root / "base", alone).changed
+
+
+def test_an_interruption_of_a_stream_on_two_ranks_changes_nothing(found, root):
+    assert compare_checkpoints(root / "streamed", root / "streamed again").changed == []
+    records = [json.loads((root / name / "config.json").read_text())["expansions"][-1]["stages"][-1] for name in
+               ("streamed", "streamed again")]  # fmt: skip
+    assert records[0] == records[1]
+    assert records[0]["tokens"] == {"el": 4 * 2 * 2 * 16}
+
+
+def test_a_stream_goes_on_with_fewer_ranks(found, root, capsys):
+    stage(root, "streamed left", post_pretraining(2, stream=True, save_steps=2))
+    out = capsys.readouterr().out
+    assert "by 2 x 2 readers (ranks x workers) before the interruption, and is by 1 x 2 now" in out
+    assert "resumes at step 2 of 4" in out
+    record = json.loads((root / "streamed left" / "config.json").read_text())["expansions"][-1]["stages"][-1]
+    assert record["tokens"] == {"el": 2 * 2 * 2 * 16 + 2 * 2 * 16}
 
 
 def test_two_ranks_adapt_a_model_to_a_language(found, root):

@@ -239,7 +239,7 @@ def _or_null(part: dict[str, Any]) -> dict[str, Any]:
 def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
     """`unknown key ...`, with the nearest known one, or the first `shown` of them and what the `others` are."""
     known = list(known)
-    tries = ((known[:shown], 0.75), (known, 0.6), (known[:shown], 0.5))
+    tries = ((known[:shown], 0.75), (known, 0.6), (known[:shown], 0.51))
     near = next(filter(None, (difflib.get_close_matches(key, keys, 1, least) for keys, least in tries)), None)
     hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[:shown])}{others}."
     return f"unknown key `{key}`; {hint}"

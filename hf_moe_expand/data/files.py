@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
-from itertools import chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +21,7 @@ from pyarrow.parquet import ParquetFile
 
 from ..core.errors import InputError, first_line, is_unicode
 from ..core.saying import say_once
+from .places import BUFFER, opened
 
 KINDS = (".jsonl", ".txt", ".parquet")
 # Each kind of compression and what opens it. Parquet compresses by itself.
@@ -116,13 +117,17 @@ def _left_out(path: Path) -> str | None:
     return "about the data, by its name" if about else None
 
 
-def read_rows(path: str | os.PathLike) -> Iterator[Row]:
+def read_rows(path: str | os.PathLike, after: int = 0) -> Iterator[Row]:
     """The rows of a file, as they are there.
 
+    Args:
+        path: a file of this machine, or an address (`places.opened`).
+        after: the number of the row after which to begin.
+
     Raises:
-        InputError: the file is damaged or not UTF-8, or a row has no text.
+        InputError: the file is damaged or not UTF-8, a row has no text, or the place does not answer.
     """
-    yield from _parquet_rows(str(path)) if kind_of(path) == ".parquet" else _lines(str(path))
+    yield from _parquet_rows(str(path), after) if kind_of(path) == ".parquet" else _lines(str(path), after)
 
 
 def is_translation(row: Mapping[str, Any]) -> bool:
@@ -138,9 +143,9 @@ def has_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row["text"], str) if row.get("text") is not None else is_translation(row)
 
 
-def _lines(path: str) -> Iterator[Row]:
+def _lines(path: str, after: int) -> Iterator[Row]:
     is_json = kind_of(path) == ".jsonl"
-    for number, line, read in _raw_lines(path):
+    for number, line, read in islice(_raw_lines(path), after, None):
         text = line.lstrip("\ufeff")  # byte-order marks: of the file, or of files that were put together
         if text.strip():
             _check_utf8(line, path, number)
@@ -159,12 +164,12 @@ def count_lines(path: Path) -> int:
 
 def _raw_lines(path: str) -> Iterator[tuple[int, str, float]]:
     """Number and text of each line, and the share of the file that is read."""
-    size, number = os.path.getsize(path), 0
+    number = 0
     try:
-        with open(path, "rb") as raw, _decompressed(raw, path) as stream:
+        with opened(path) as (raw, size), _decompressed(raw, path) as stream:
             # A line that is not UTF-8 is found where it stands: a strict decoder reads ahead.
             for number, line in enumerate(TextIOWrapper(stream, "utf-8", "surrogateescape"), start=1):
-                yield number, line, min(raw.tell() / size, 1.0)
+                yield number, line, min(raw.tell() / max(size, 1), 1.0)
     except _BROKEN as error:
         after = f" after line {number}" if number else ""
         raise InputError(f"{path}: cannot be read{after} ({first_line(error)}).") from None
@@ -224,9 +229,10 @@ def _json_row(path: str, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(path: str) -> Iterator[Row]:
+def _parquet_rows(path: str, after: int) -> Iterator[Row]:
     try:
-        with ParquetFile(path) as file:
+        # Without a buffer, the whole column of a row group is read at once.
+        with opened(path) as (raw, _), ParquetFile(raw, buffer_size=BUFFER) as file:
             schema = file.schema_arrow
             columns = [name for name in ("text", "translation") if name in schema.names]
             if not columns:
@@ -239,9 +245,14 @@ def _parquet_rows(path: str) -> Iterator[Row]:
                 kind = schema.field(columns[0]).type
                 raise InputError(f"{path}: the column `{columns[0]}` holds {kind}; it must hold {wanted}.")
             needed = [name for name in (*columns, "language") if name in schema.names and name not in wrong]
-            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=256, columns=needed))
-            for number, content in enumerate(chain.from_iterable(batches), start=1):
-                yield Row(number, content, number / file.metadata.num_rows)
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            ends = list(accumulate(sizes))
+            groups = [group for group, end in enumerate(ends) if end > after]
+            first = ends[groups[0]] - sizes[groups[0]] if groups else 0
+            batches = file.iter_batches(batch_size=256, row_groups=groups, columns=needed)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, content in enumerate(islice(rows, max(after - first, 0), None), start=max(first, after) + 1):
+                yield Row(number, content, number / ends[-1])
     except (*_BROKEN, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a Parquet file ({first_line(error)}).") from None
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
@@ -23,7 +24,8 @@ class PackedText:
     """Blocks for training.
 
     Attributes:
-        dataset: columns `input_ids` and `language_ids`, `[block_size]`; a block may mix documents and languages.
+        dataset: columns `input_ids` and `language_ids`, `[block_size]`; a block may mix documents and languages. Or a
+            `TextStream` of such blocks, whose tokens are those to take, about.
         languages: `languages[i]` is the language with id `i`.
         tokens: tokens of each language, end-of-text tokens included.
         documents: documents of each language.
@@ -31,7 +33,7 @@ class PackedText:
         lost: what the tokenizer loses of a sample of each language's text.
     """
 
-    dataset: Dataset
+    dataset: Any
     languages: tuple[str, ...]
     tokens: dict[str, int]
     documents: dict[str, int]
@@ -127,8 +129,7 @@ def pack_texts(
         most = None if language in replayed else tokens_per_language
         encoded_texts[language], tokens[language] = take_tokens(encoded, most, language)
     if replayed:
-        others = sum(count for language, count in tokens.items() if language not in replayed)
-        each = round(share / (1 - share) * others / len(replayed))
+        each = _replayed_tokens(tokens, replayed, share)
         with errors_at(f"replay_share is {share:g}"):
             for language in replayed:
                 encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], each, language)
@@ -157,20 +158,43 @@ def pack_texts(
     return PackedText(packed, order, tokens, counts, tuple(map(len, blocks)), lost)
 
 
+def _replayed_tokens(tokens: Mapping[str, int], replayed: Sequence[str], share: float) -> int:
+    """Tokens of each replayed language, for them to have a share of all tokens."""
+    others = sum(count for language, count in tokens.items() if language not in replayed)
+    return round(share / (1 - share) * others / len(replayed))
+
+
+def amounts_of(
+    available: Mapping[str, int],
+    tokens_per_language: int | None = None,
+    sides: Sequence[Sequence[str]] | None = None,
+    replay: tuple[Sequence[str], float] | None = None,
+) -> dict[str, int]:
+    """Tokens of each language as `pack_texts` takes them, of so many. More than that come from reading text again."""
+    replayed, share = replay or ((), 0.0)
+    tokens = {code: count if code in replayed else tokens_per_language or count for code, count in available.items()}
+    if replayed:
+        tokens |= dict.fromkeys(replayed, _replayed_tokens(tokens, replayed, share))
+    return tokens if sides is None else {**tokens, **balanced_tokens(tokens, sides)}
+
+
 @checked
 def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch for the trainers: `input_ids`, `labels` and, where the rows have them, `language_ids`, each
     `[batch, block_size]`."""
     if "language_ids" not in rows[0]:
         return collate_without_languages(rows)
-    language_ids = torch.tensor([list(row["language_ids"]) for row in rows])
-    return {**collate_without_languages(rows), "language_ids": language_ids}
+    return {**collate_without_languages(rows), "language_ids": _stacked(rows, "language_ids")}
 
 
 def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
-    input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
+    input_ids = _stacked(rows, "input_ids")
     return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+def _stacked(rows: Sequence[Mapping[str, Any]], column: str) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(row[column], dtype=np.int64) for row in rows]))
 
 
 def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]) -> dict[str, int]:

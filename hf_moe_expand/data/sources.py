@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,19 @@ from ..core.hub_answers import is_of_hub, refusal, without_secrets
 from ..core.languages import check_old_and_new, is_language_code, names_language
 from ..core.saying import say_once
 from ..core.schema import checked
-from .files import KNOWN, has_text, is_translation, kind_of, read_rows, text_files, version
+from .files import KNOWN, Row, has_text, is_translation, kind_of, read_rows, text_files, version
+from .places import UnreachableError, check_address, files_elsewhere, has_pattern, is_elsewhere, local_files
 
 Pair = tuple[str, str]
 
 _TEXT = {"text": Value("string")}
 _PAIR = dict.fromkeys(("source", "target", "source_language", "target_language"), Value("string"))
-_LEFT_OUT = "left_out"  # the column that says why a row is left out
+_NO_TEXT = "has no string under `text`, nor strings by language under `translation`"
+LEFT_OUT = "left_out"  # the column that says why a row is left out
 _MOST_NAMED, _MOST_FILES = 8, 30  # reasons and files in a line
 BEGINNING = 1 << 20  # bytes of a file
+_ROWS = 256  # of a dataset on the hub, read at once
+LARGE = 1 << 30  # bytes of a source from which parts of its files stand for them in a fingerprint
 
 
 def counted(number: int, noun: str) -> str:
@@ -65,6 +69,21 @@ class Beginning:
     read: float
 
 
+@dataclass(frozen=True)
+class Shard:
+    """A part of a source that is read from its beginning, or from the row after one.
+
+    Attributes:
+        name: its file or address, for messages.
+        size: its bytes; None where they are not known.
+        rows: its rows after that of a number.
+    """
+
+    name: str
+    size: int | None
+    rows: Callable[[int], Iterator[Row]]
+
+
 @checked
 @dataclass(frozen=True)
 class LanguageText:
@@ -73,15 +92,22 @@ class LanguageText:
     Attributes:
         language: a language code such as `el`.
         source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, the first two
-            also compressed, a folder of them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]`
-            takes 1000 rows). Instead of `text` a row may have `translation`, sentences by language, which gives a
-            document `English: ... → Greek: ...` for each direction to and from `language`.
+            also compressed, a folder or a pattern (`data/el/*.parquet`) of them, these at any place that `fsspec`
+            reaches (`s3://bucket/el/*.parquet`), or `hub:dataset[:config][:split]`, streamed
+            (`hub:name:el:train[:1000]` takes 1000 rows). Instead of `text` a row may have `translation`, sentences by
+            language, which gives a document `English: ... → Greek: ...` for each direction to and from `language`.
 
     Rows without text, and rows whose `language` is another one (`names_language`), are left out, counted and said.
+
+    Raises:
+        InputError: the source is an address that holds credentials.
     """
 
     language: str
     source: str
+
+    def __post_init__(self) -> None:
+        check_address(self.source)
 
     @classmethod
     def parse(cls, argument: str) -> "LanguageText":
@@ -104,6 +130,10 @@ class LanguageText:
         of_kind: dict[str, Any] = {"language": self.language, "as_pairs": as_pairs}
         if self.source.startswith("hub:"):
             dataset = _generated(read_hub, source=self.source, **of_kind)
+        elif is_elsewhere(self.source):
+            dataset = concatenate_datasets([
+                _generated(read_file, path=path, stamp=size, **of_kind) for path, size in self._elsewhere().items()
+            ])  # fmt: skip
         else:
             # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
             stamps = {path: (str(path.resolve()), *version(path)) for path in self.files()}
@@ -112,15 +142,15 @@ class LanguageText:
             ])  # fmt: skip
             if not_read := self.files_left_out():
                 say_once(f"{self.source}: {not_read}")
-        reasons = dataset.data.column(_LEFT_OUT)
+        reasons = dataset.data.column(LEFT_OUT)
         left_out = LeftOut(reasons.drop_null().to_pylist())
         if left_out:
             dataset = dataset.select(numpy.flatnonzero(reasons.is_null().to_numpy()))
         if not len(dataset):
-            raise self._no_text(left_out, as_pairs)
+            raise self.no_text(left_out, as_pairs)
         if left_out:
             say_once(f"{self.source}, language {self.language!r}: {counted(len(dataset), 'document')} kept, {left_out}")
-        return dataset.remove_columns(_LEFT_OUT)
+        return dataset.remove_columns(LEFT_OUT)
 
     def load_pairs(self) -> Dataset:
         """`load(as_pairs=True)`."""
@@ -148,16 +178,53 @@ class LanguageText:
         files = self.files()
         first = next(self._rows(as_pairs, left_out), None)
         if files and first is None:
-            raise self._no_text(left_out, as_pairs)
+            raise self.no_text(left_out, as_pairs)
         return first
 
     def digests(self) -> list[str]:
-        """SHA-256 of each local file."""
-        return [_digest(path, *version(path)) for path in self.files()]
+        """SHA-256 of each local file, or of parts of it where all together have `LARGE` bytes; the addresses and sizes
+        of files elsewhere."""
+        if is_elsewhere(self.source):
+            return [f"{path} {size}" for path, size in self._elsewhere().items()]
+        files = self.files()
+        whole = sum(path.stat().st_size for path in files) < LARGE
+        return [_digest(path, whole, *version(path)) for path in files]
 
     def contents(self) -> list[str]:
         """Its source and the hashes of its files, for a fingerprint."""
         return [self.source, *self.digests()]
+
+    def shards(self) -> list[Shard]:
+        """Its shards: files, here or elsewhere, or those of a dataset on the hub.
+
+        Raises:
+            InputError: see `load`; or a place does not answer.
+        """
+        if self.source.startswith("hub:"):
+            stream, limit = _hub_stream(self.source)
+            if limit is not None:  # the first rows of all shards
+                return [Shard(self.source, None, partial(_shard_rows, self.source, stream.take(limit), None))]
+            parts = range(stream.num_shards)
+            return [
+                Shard(f"{self.source}, shard {part}", None, partial(_shard_rows, self.source, stream, part))
+                for part in parts
+            ]
+        if is_elsewhere(self.source):
+            return [Shard(path, size, partial(read_rows, path)) for path, size in self._elsewhere().items()]
+        if not_read := self.files_left_out():
+            say_once(f"{self.source}: {not_read}")
+        return [Shard(str(path), path.stat().st_size, partial(read_rows, str(path))) for path in self.files()]
+
+    def _elsewhere(self) -> dict[str, int | None]:
+        """The files of an address that are of a known kind, and their sizes; says which are not."""
+        found = files_elsewhere(self.source)
+        known = {path: size for path, size in found.items() if kind_of(path) is not None}
+        if not known:
+            raise InputError(f"{self.source}: holds no file of a known kind; known: {KNOWN}.")
+        if others := [Path(path).name for path in found if path not in known]:
+            more = f" and {len(others) - _MOST_FILES:,} others" if len(others) > _MOST_FILES else ""
+            say_once(f"{self.source}: files left out: {', '.join(others[:_MOST_FILES])}{more} (of another kind)")
+        return known
 
     def documents(self, say: bool = False) -> Iterator[str]:
         """Yields the documents of the local files one by one; none for text on the hub.
@@ -198,11 +265,11 @@ class LanguageText:
             left_out, bytes_read, share = LeftOut(), 0, 0.0
             for row in read_rows(path):
                 share = row.read
-                for judged in _judged(row.content, self.language, f"{path}:{row.number}", as_pairs):
-                    if reason := judged.pop(_LEFT_OUT):
+                for document in judged(row.content, self.language, f"{path}:{row.number}", as_pairs):
+                    if reason := document.pop(LEFT_OUT):
                         left_out[reason] += 1
                     else:
-                        kept.append(judged)
+                        kept.append(document)
                 bytes_read += sum(len(str(value)) for value in row.content.values())
                 if bytes_read >= size:
                     break
@@ -212,12 +279,12 @@ class LanguageText:
         """The documents or pairs of the local files; counts in `left_out` the rows without."""
         for path in self.files():
             for row in read_file(str(path), self.language, as_pairs=as_pairs):
-                if reason := row.pop(_LEFT_OUT):
+                if reason := row.pop(LEFT_OUT):
                     left_out[reason] += 1
                 else:
                     yield row
 
-    def _no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
+    def no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
         what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
         found = f" ({left_out})" if left_out else ""
         return InputError(
@@ -237,7 +304,7 @@ class LanguageText:
         return f"files left out: {'; '.join(parts)}" if parts else ""
 
     def files(self) -> list[Path]:
-        """The local files of this source; empty for the hub.
+        """The local files of this source; empty for the hub and other places.
 
         Raises:
             InputError: the file is missing, empty or of an unknown kind, or a folder holds none of a known kind.
@@ -247,6 +314,11 @@ class LanguageText:
             return []
         if not is_unicode(self.source):  # no record could name it
             raise InputError(f"{self.source!r}: the name is not Unicode; rename it.")
+        if has_pattern(self.source) and not path.exists():
+            files = [file for file in local_files(str(path)) if kind_of(file) is not None and file.stat().st_size]
+            if not files:
+                raise InputError(f"{self.source}: no file of a known kind has such a name; known: {KNOWN}.")
+            return files
         if path.is_dir():
             files = text_files(path)[0]
             if not files:
@@ -265,8 +337,8 @@ class LanguageText:
         return [path]
 
     def _path(self) -> Path | None:
-        """The local file or folder; None for the hub."""
-        if self.source.startswith("hub:"):
+        """The local file, folder or pattern; None for the hub and other places."""
+        if self.source.startswith("hub:") or is_elsewhere(self.source):
             return None
         try:
             return Path(self.source).expanduser()
@@ -276,7 +348,7 @@ class LanguageText:
 
 def _generated(rows: Callable[..., Iterator[dict[str, Any]]], **arguments: Any) -> Dataset:
     """A cached dataset of the rows of `rows(**arguments)`."""
-    features = Features({**(_PAIR if arguments["as_pairs"] else _TEXT), _LEFT_OUT: Value("string")})
+    features = Features({**(_PAIR if arguments["as_pairs"] else _TEXT), LEFT_OUT: Value("string")})
     if next(rows(**arguments), None) is None:
         # The library's error for an empty one is unclear.
         return Dataset.from_dict({name: [] for name in features}, features=features)
@@ -292,14 +364,33 @@ def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dic
     """Streams `hub:dataset[:config][:split]`, in rows as `read_file` gives them; the split `train[:1000]` has 1000."""
     for number, row in enumerate(_hub_rows(source)):
         if not has_text(row):
-            raise InputError(
-                f"{source}: row {number} has no string under `text`, nor strings by language under `translation` "
-                f"(columns: {', '.join(row)})."
-            )
-        yield from _judged(row, language, f"{source}: row {number}", as_pairs)
+            raise InputError(f"{source}: row {number} {_NO_TEXT} (columns: {', '.join(row)}).")
+        yield from judged(row, language, f"{source}: row {number}", as_pairs)
 
 
 def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    stream, limit = _hub_stream(source)
+    with _hub_errors(source, "the dataset cannot be read"):
+        yield from islice(stream, limit)
+
+
+def _shard_rows(source: str, stream: Any, part: int | None, after: int) -> Iterator[Row]:
+    """The rows of a shard of a dataset on the hub; of all of it without `part`."""
+    with _hub_errors(source, "the dataset cannot be read"):
+        shard = stream if part is None else stream.shard(stream.num_shards, part)
+        # `iter(dataset)` in a worker would give its share of the shards.
+        batches = (shard.skip(after) if after else shard).iter(batch_size=_ROWS)
+        rows = (
+            dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True)
+        )
+        for number, content in enumerate(rows, start=after + 1):
+            if not has_text(content):
+                raise InputError(f"{source}: row {number} {_NO_TEXT} (columns: {', '.join(content)}).")
+            yield Row(number, content, 0.0)
+
+
+def _hub_stream(source: str) -> tuple[Any, int | None]:
+    """The dataset that a source names, and how many of its rows."""
     name, *rest = source.removeprefix("hub:").split(":", 2)
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d{1,18})\]", split)  # more rows than 18 digits tell, nothing has
@@ -307,18 +398,18 @@ def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and (reason := hub_problem()):
         raise InputError(f"{source}: the hub cannot be reached ({reason}).")
     with _hub_errors(source, "the hub gives no dataset of that name"):
-        stream = patiently(load_dataset, name, config, split=split, streaming=True)
-    with _hub_errors(source, "the dataset cannot be read"):
-        yield from islice(stream, limit)
+        return patiently(load_dataset, name, config, split=split, streaming=True), limit
 
 
 @contextmanager
 def _hub_errors(source: str, otherwise: str) -> Iterator[None]:
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:  # the hub, what stands before it, and the dataset's own files raise many types
         if is_of_hub(error) and not isinstance(error, DatasetNotFoundError):
-            raise InputError(f"{source}: {refusal(error)}.") from None
+            raise UnreachableError(f"{source}: {refusal(error)}.") from None
         raise InputError(f"{source}: {otherwise} ({without_secrets(first_line(error))}).") from None
 
 
@@ -330,10 +421,10 @@ def read_file(path: str, language: str, stamp: Any = None, as_pairs: bool = Fals
         stamp: tells versions of the file apart.
     """
     for row in read_rows(path):
-        yield from _judged(row.content, language, f"{path}:{row.number}", as_pairs)
+        yield from judged(row.content, language, f"{path}:{row.number}", as_pairs)
 
 
-def _judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, Any]]:
+def judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, Any]]:
     """The rows of `read_file` for one row of a source."""
     tag = row.get("language")
     if isinstance(tag, list) and len(tag) == 1:
@@ -354,9 +445,9 @@ def _judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -
     else:
         reason = "without text"
     if found:
-        yield from ({**document, _LEFT_OUT: None} for document in found)
+        yield from ({**document, LEFT_OUT: None} for document in found)
     else:
-        yield {**dict.fromkeys(_PAIR if as_pairs else _TEXT), _LEFT_OUT: reason}
+        yield {**dict.fromkeys(_PAIR if as_pairs else _TEXT), LEFT_OUT: reason}
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
@@ -386,10 +477,18 @@ def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, P
 
 
 @cache
-def _digest(path: Path, *version: int) -> str:
-    """SHA-256 of a file; `version` tells an edited file from the one that was read before."""
+def _digest(path: Path, whole: bool, *version: int) -> str:
+    """SHA-256 of a file, or of its size, beginning, middle and end; `version` tells an edited file from the one that
+    was read before."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if whole:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        size, found = path.stat().st_size, hashlib.sha256()
+        found.update(str(size).encode())
+        for place in (0, size // 2, max(size - BEGINNING, 0)):
+            file.seek(place)
+            found.update(file.read(BEGINNING))
+        return found.hexdigest()
 
 
 def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ def forecast(
     """
     at_once, total = config.per_device_train_batch_size * config.block_size, size_of(network)
     of_step, trained = at_once * config.gradient_accumulation_steps, config.saved_parameters(network)[1]
-    wanted = config.max_steps * of_step if config.max_steps > 0 else None
+    wanted = config.max_steps * of_step if config.max_steps > 0 else config.tokens
     known = [count for count in tokens.values() if count is not None]
     some_documents = getattr(config, "old_documents", None) is not None  # of each language
     if wanted is None and known and len(known) == len(tokens) and not some_documents:

@@ -27,10 +27,24 @@ from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Place
-from ..core.schema import MOST, Coefficient, Count, Number, Positive, Schema, Text, Whole, check_seed, check_types, read
+from ..core.schema import (
+    MOST,
+    Coefficient,
+    Count,
+    Flag,
+    Number,
+    Positive,
+    Schema,
+    Text,
+    Whole,
+    check_seed,
+    check_types,
+    read,
+)
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
+from ..data.stream_reader import OnBadShard
 from ..evaluation.validation import VALIDATION, ValidationCallback
 from ..inference.memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
@@ -60,6 +74,8 @@ NO_BFLOAT16 = (
     "bf16: this machine has no instructions for bfloat16 and emulates it, up to thirty times slower than float32: "
     "leave `bf16: true` out here, or give `fp16: true` on a GPU."
 )
+# Bytes of text, as the files have them, from which a stage streams: to pack so much takes about half a minute.
+STREAMED = 64 << 20
 BlockSize = Annotated[Whole, Field(ge=2)]
 ReplayShare = Annotated[Number, Field(gt=0, lt=1)] | None
 REPLAY_SHARE = "share of all tokens that the old languages have, each the same; all of their text by default"
@@ -116,6 +132,16 @@ class StageConfig(TrainingArguments, Stage):
         default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
     )
     block_size: BlockSize = setting(1024, "tokens in a block")
+    tokens: Count | None = setting(None, "tokens to train on in all, in place of `max_steps` and `num_train_epochs`")
+    stream: Flag | None = setting(
+        None,
+        "read, tokenise and pack the text while the model trains, so that training begins at once. By default for "
+        f"files of more than {STREAMED >> 20} MB together, and for text on the hub or elsewhere where `tokens`, "
+        "`tokens_per_language` or `max_steps` is set",
+    )
+    on_bad_shard: OnBadShard = setting(
+        "stop", "what a file does that is broken, empty or of another schema in a stream: `stop`, or `skip` its rest"
+    )
     losses: Annotated[dict | str | None, PlainValidator(known_losses, json_schema_input_type=dict[str, float])] = (
         setting(dict, "name: weight of losses that other packages register")
     )
@@ -395,6 +421,10 @@ class StageConfig(TrainingArguments, Stage):
 
     def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]] | None:
         """Languages that may share a block; None for all."""
+        return None
+
+    def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int] | None:
+        """The group of each language, if a batch must hold only one group."""
         return None
 
     def mix(self, packed: PackedText, model_config: Any) -> LanguageMix | None:

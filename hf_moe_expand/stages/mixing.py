@@ -53,7 +53,3 @@ class MixedConfig(StageConfig):
         curriculum = read_curriculum(self, languages)
         entry = None if curriculum is None else [curriculum.entry[code] for code in languages]
         return LanguageMix(packed.blocks, self.temperature, entry, self.groups_of_languages(languages, model_config))
-
-    def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int] | None:
-        """The group of each language, if a batch must hold only one group."""
-        return None

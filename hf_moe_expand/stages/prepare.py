@@ -32,6 +32,7 @@ from .config import StageConfig
 from .distributed import check_sharding
 from .keywords import refused_by_the_library
 from .mixing import is_mixed, read_curriculum
+from .streaming import is_streamed, streamed
 
 # Optimizers that choose among the modules of the model, which is not there yet.
 _CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")
@@ -63,8 +64,16 @@ class Prepared:
     curriculum: Curriculum | None
     lines: Sequence[str]
 
+    @property
+    def streams(self) -> bool:
+        """Whether it reads its text while it trains."""
+        return is_streamed(self.config, self.texts, self.model)
+
     def pack(self, tokenizer: Any, allow_lost_text: bool = False) -> Any:
-        """The text, read and in blocks; refused if the tokenizer loses much of it, unless that is allowed."""
+        """The text, read and in blocks, or as a stream of them; refused if the tokenizer loses much of it, unless that
+        is allowed."""
+        if self.streams:
+            return streamed(self.config, self.texts, tokenizer, self.model, allow_lost_text)
         pairs = self.model.is_encoder_decoder
         loaded = {
             code: text.load(pairs) if isinstance(text, LanguageText) else text for code, text in self.texts.items()
@@ -76,7 +85,7 @@ class Prepared:
         """Refuses local text that is too little for one block, or has fewer tokens than asked for: packs the beginnings
         of short texts as training packs the texts."""
         pairs, config = self.model.is_encoder_decoder, copy.copy(self.config)
-        if any(isinstance(text, SelfWrittenText) or not text.files() for text in self.texts.values()):
+        if self.streams or any(isinstance(text, SelfWrittenText) or not text.files() for text in self.texts.values()):
             return  # text that is not at hand is taken to be enough
         beginnings = {code: list(text.beginnings(pairs)) for code, text in self.texts.items()}
         rows = {code: [row for one in of for row in one.rows] for code, of in beginnings.items()}
@@ -136,6 +145,8 @@ def prepare(
     with errors_at(key):
         check_arguments(config, model.is_encoder_decoder)
         lines = config.check(model, texts)
+        if config.stream:
+            is_streamed(config, texts, model)
     check_conditional_gate(
         getattr(config, "masking", None), bool(getattr(model, "conditional_routing", False)), f"{prefix}masking"
     )
@@ -179,6 +190,13 @@ def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> Non
     if config.label_smoothing_factor and is_encoder_decoder is False:
         # Of a decoder, Trainer would smooth the unshifted labels.
         raise InputError("label_smoothing_factor is not supported for decoders; set it to 0.")
+    if config.tokens is not None:
+        if is_encoder_decoder:
+            raise InputError("tokens: counts the tokens of blocks, but an encoder-decoder reads pairs: give max_steps.")
+        for other in ("max_steps", "num_train_epochs", "curriculum"):
+            if config.given.get(other) in (None, -1):
+                continue
+            raise InputError(f"tokens and {other} both say how long the training is: leave one of them out.")
     if config.max_steps == 0 or (config.max_steps < 0 and not config.num_train_epochs):
         raise InputError("max_steps and num_train_epochs give no step: set one of them above 0.")
     reporters = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []

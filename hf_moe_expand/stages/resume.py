@@ -14,6 +14,7 @@ from ..core.scratch import FolderLock, is_work_folder, remove_leftovers, remove_
 from ..data.sources import LanguageText
 
 STARTED_WITH = "started_with.json"
+_MAY_CHANGE = ("dataloader_num_workers",)  # without it the same text is read
 
 
 class TrainingFolder:
@@ -40,6 +41,7 @@ class TrainingFolder:
         self.lock = FolderLock(self.path, f"trains {out.name}")
         sources = {code: [text.source, *text.digests()] for code, text in data.items()}
         fingerprint = CheckpointReader(model).fingerprint()
+        settings = {name: value for name, value in settings.items() if name not in _MAY_CHANGE}
         # What must match for a run to resume, as JSON keeps it.
         started_with = {"model": fingerprint, "settings": settings, "seed": seed, "data": sources}
         self.started_with: dict[str, Any] = json.loads(json.dumps(started_with))
@@ -66,7 +68,8 @@ class TrainingFolder:
         if not record.is_file() or not whole:
             return None
         before = read_json(record, "the record of a training run")
-        before["settings"] = _as_now(before.get("settings") or {}, self.started_with["settings"], self.defaults)
+        was = {name: value for name, value in (before.get("settings") or {}).items() if name not in _MAY_CHANGE}
+        before["settings"] = _as_now(was, self.started_with["settings"], self.defaults)
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             named = [name for name in changed if name != "settings"]
             if "settings" in changed:

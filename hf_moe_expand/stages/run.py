@@ -112,7 +112,8 @@ def _train_stage(
     if config.process_index == 0:
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
-    with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
+    # The other ranks find the result in the cache; of a stream, each reads its own.
+    with nullcontext() if prepared.streams else config.main_process_first(desc="pack"):
         packed = prepared.pack(tokenizer, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
@@ -126,7 +127,7 @@ def _train_stage(
         check_finite(network, model)
     with work.begun(config.process_index == 0):  # before the Trainer makes the folder
         trainer = config.make_trainer(network, packed, callbacks)
-        trainer.settings = settings
+        trainer.settings = {**settings, "stream": True} if trainer.stream is not None else settings
         check_deepspeed(trainer, before)
         full = f"the disk is full; up to {readable_size(needed)} are needed. Make room, and run the same command again."
         with full_disk_as(InputError(f"{work.path}: {full}")):

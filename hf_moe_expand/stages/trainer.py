@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,11 +34,12 @@ from .mixing import is_mixed
 from .prepare import prepare
 from .recording import Progress, SeenText, took_away_usual
 from .stopping import Stops
+from .streaming import StreamMixin
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
+class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
     """A stage's Trainer: freezes the parameters that the stage does not train, and trains with the stage's losses.
 
     The finished training is recorded in `model.config.expansions`:
@@ -135,6 +137,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         self.mix = mix
         if eval_dataset is not None:
             eval_dataset = self._scored(eval_dataset, language_classes)
+        self._begin_steps(config)
         self._use_cache_before = getattr(model.config, "use_cache", None)
         pairs = model.config.is_encoder_decoder
         collator = PairCollator(model.config.pad_token_id or 0) if pairs else collate_blocks
@@ -145,6 +148,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
             compute_metrics=compute_metrics, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
+        self._set_steps()
         self.seen, self.stops = SeenText(), Stops(self)
         for callback in (Progress(self, shows=took_away_usual(self)), self.seen, self.stops):
             self.add_callback(callback)
@@ -193,6 +197,9 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
                 self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
         if self.packed is not None:
             mix = config.mix(self.packed, self.model_config) if mix is None else mix
+            if mix is None and self.stream is not None:
+                groups = config.groups_of_languages(list(self.packed.tokens), self.model_config)
+                mix = LanguageMix(self.packed.blocks, groups=groups)
             data = self.packed.dataset
             if classes is None:
                 classes = self.stage.language_classes(self.model_config, self.packed.languages)
@@ -336,6 +343,8 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         norm = logs.get("grad_norm")
         if norm is not None and not self.args.fp16:  # fp16's scaler skips such a step
             self._check_finite("norm of the gradient", norm, self.state.global_step)
+        if self.stream is not None and self.state.max_steps > 0:  # the library counts from the last interruption
+            self.state.epoch = self.state.global_step / self.state.max_steps
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,6 +354,7 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         """
         if self.train_dataset is None:
             raise InputError("train_dataset is None: give the Trainer a data set to train on.")
+        self._go_on_from(kwargs.get("resume_from_checkpoint") or next(iter(args), None))
         try:
             with self._in_float32(), self.stops.caught():
                 result = super().train(*args, **kwargs)
@@ -353,6 +363,11 @@ class StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
                 # The library sets it to false, and a saved model would generate slowly.
                 self.accelerator.unwrap_model(self.model).config.use_cache = self._use_cache_before
         packed = self.packed
+        if packed is not None and self.stream is not None:
+            seen = {code: counts["seen"] for code, counts in self._passed().items()}
+            documents = {code: of.get("documents", 0) for code, of in seen.items()}
+            tokens = {code: of.get("tokens", 0) for code, of in seen.items()}
+            packed = self.packed = replace(packed, documents=documents, tokens=tokens)
         # Validation affects neither the weights nor the history.
         settings = {name: value for name, value in self.settings.items() if name != "validation"}
         self.record = StageRecord(

@@ -100,9 +100,12 @@ class DenseConfig(StageConfig):
         return super().check(model, texts)
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, whole: bool = False) -> PackedText:
-        tokens = None if whole else self.tokens_per_language
-        replay = None if whole or self.replay_share is None else (self.replay, self.replay_share)
-        return pack_texts(texts, tokenizer, self.block_size, self.seed, tokens_per_language=tokens, replay=replay)
+        amounts = {} if whole else self.amounts(texts, model_config)
+        return pack_texts(texts, tokenizer, self.block_size, self.seed, **amounts)
+
+    def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
+        replay = {} if self.replay_share is None else {"replay": (self.replay, self.replay_share)}
+        return {**super().amounts(texts, model_config), **replay}
 
     def saved_parameters(self, network: Any) -> tuple[int, int]:
         if self.method == "lora":  # the adapters alone, which are small

@@ -1,0 +1,183 @@
+"""Blocks from text that is read, shuffled, tokenised and packed while a model trains.
+
+Each language's shards come in a seeded order, pass after pass. A shard is read in windows, and each window is shuffled.
+Units, which are shards, or every n-th row of a shard where there are fewer shards than readers, are dealt in turn to
+the readers: the workers of all ranks. A reader's place (unit, window, document, token) is its whole state: a reader
+that starts from it gives the blocks that follow. No reader waits for another.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import fsspec
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..core.errors import InputError
+from .packing import collate_blocks
+from .sources import LanguageText
+from .stream_reader import OnBadShard, Reader, random_numbers, summed
+from .tokens import begin_tokens
+
+_EVEN = 64  # draws among which each language has its share, to one draw
+
+
+class TextStream(IterableDataset):  # type: ignore[type-arg]
+    """Batches of blocks of `block_size` tokens, each of one language: those of one rank, without end.
+
+    `begin` says what they mix, and from where they go on. Each batch carries the place of its reader, which `received`
+    keeps; `state` has the places of all readers of this rank.
+
+    Args:
+        texts: text of each language.
+        languages: the order of the language ids; that of `texts` by default.
+        on_bad_shard: what happens at a shard that is broken, empty or of another schema: `stop`, or `skip` the rest of
+            it.
+
+    Raises:
+        InputError: a text is missing, or its place does not answer.
+    """
+
+    column_names = ("input_ids", "language_ids")
+
+    def __init__(
+        self, texts: Mapping[str, LanguageText], tokenizer: Any, block_size: int, seed: int,
+        languages: Sequence[str] | None = None, on_bad_shard: OnBadShard = "stop",
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.block_size, self.seed = tokenizer, block_size, seed
+        self.languages, self.on_bad_shard = list(languages or texts), on_bad_shard
+        self.shards = {code: text.shards() for code, text in texts.items()}
+
+    def begin(
+        self,
+        mix: Any,
+        rows: int,
+        accumulation: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        workers: int = 0,
+        collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]] = collate_blocks,
+        saved: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Sets what the batches hold, and from where they go on. Returns what there is to say of that.
+
+        Args:
+            mix: the weight and the schedule of each language, in the order of the texts: a `LanguageMix`.
+            rows: blocks of a batch.
+            accumulation: batches of a rank in an optimizer step.
+            workers: processes of this rank that read; 0 for this one.
+            saved: the `state` of each rank from which to go on.
+
+        Raises:
+            InputError: the state is one of other text.
+        """
+        self.mix, self.rows, self.accumulation, self.collate = mix, rows, accumulation, collate
+        self.rank, self.ranks, self.workers = rank, ranks, max(workers, 1)
+        self.readers, own = ranks * self.workers, range(rank * self.workers, (rank + 1) * self.workers)
+        self.taken = 0  # batches of this rank
+        if not saved:
+            self.parts = {code: -(-self.readers // len(shards)) for code, shards in self.shards.items()}
+            self.places = [{code: {"open": [], "next": one, "counts": {}} for code in self.shards} for one in own]
+            return ""
+        before = saved[0]
+        if before["shards"] != self._sizes():
+            raise InputError("The text has other shards than before the interruption: undo the change, or start anew.")
+        self.taken, self.parts = before["taken"], before["parts"]
+        if (before["ranks"], before["workers"]) == (ranks, self.workers):
+            self.places = list(saved[rank]["places"])
+            return ""
+        places = [place for state in saved for place in state["places"]]
+        dealt = {code: _dealt_again([place[code] for place in places], self.readers) for code in self.shards}
+        self.places = [{code: dealt[code][one] for code in self.shards} for one in own]
+        return (
+            f"the text was read by {before['ranks']} x {before['workers']} readers (ranks x workers) before the "
+            f"interruption, and is by {ranks} x {self.workers} now: no document is left out or read twice for it, but "
+            "the blocks are others than without the interruption"
+        )
+
+    def _sizes(self) -> dict[str, int]:
+        return {code: len(shards) for code, shards in self.shards.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The places of this rank's readers after the batches that were received; JSON."""
+        return {
+            "ranks": self.ranks, "workers": self.workers, "taken": self.taken, "shards": self._sizes(),
+            "parts": self.parts, "places": self.places,
+        }  # fmt: skip
+
+    def received(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The batches as a model takes them; keeps the places that they carry.
+
+        Raises:
+            InputError: a reader met an error.
+        """
+        for batch in batches:
+            if "error" in batch:
+                raise InputError(batch["error"])
+            worker, self.places[worker] = batch.pop("place")
+            self.taken += 1
+            yield batch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = 0
+        if info := get_worker_info():
+            worker = info.id
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            fsspec.asyn.reset_lock()  # it may be held in the process from which this one was forked
+        own = (worker + self.taken) % self.workers  # a loader's first batch is its first worker's
+        number = self.rank * self.workers + own
+        readers = [
+            Reader(
+                code, self.languages.index(code), shards, self.parts[code], self.tokenizer, self.seed,
+                self.on_bad_shard, self.places[own][code], self.readers, says=number == 0,
+            )
+            for code, shards in self.shards.items()
+        ]  # fmt: skip
+        before = begin_tokens(self.tokenizer)[: self.block_size]
+        try:
+            for batch in count(self.taken + worker, self.workers):
+                rows = []
+                for language in self._languages(batch):
+                    ids = readers[language].take(self.block_size)
+                    ids[: len(before)] = before
+                    rows.append({"input_ids": ids, "language_ids": np.full_like(ids, readers[language].number)})
+                places = {reader.language: reader.state() for reader in readers}
+                yield {**self.collate(rows), "place": (own, places)}
+        except InputError as error:  # a worker's would come with its traceback
+            yield {"error": str(error)}
+
+    def _languages(self, batch: int) -> list[int]:
+        """The language of each block of a batch of this rank."""
+        mix, step = self.mix, batch // self.accumulation
+        amounts = np.array(mix.rows, dtype=float)
+        entered = np.array(mix.entry or [0] * len(amounts)) <= step
+        weights = np.where(entered, (amounts / amounts[entered].max()) ** (1 / mix.temperature), 0.0)
+        if mix.groups is not None:
+            groups = np.array(mix.groups)
+            weights[groups != _chosen(np.bincount(groups, weights), self._even(3, batch))] = 0
+        return [_chosen(weights, self._even(4, batch * self.rows + row)) for row in range(self.rows)]
+
+    def _even(self, purpose: int, number: int) -> float:
+        """A random number from 0 to 1; `_EVEN` of them that follow one another are spread evenly."""
+        deck, place = divmod(number, _EVEN)
+        numbers = random_numbers(self.seed, purpose, self.rank, deck)
+        return (numbers.permutation(_EVEN)[place] + numbers.random()) / _EVEN
+
+
+def _chosen(weights: np.ndarray, number: float) -> int:
+    ends = np.cumsum(weights)
+    return int(np.searchsorted(ends, number * ends[-1], side="right"))
+
+
+def _dealt_again(places: Sequence[Mapping[str, Any]], readers: int) -> list[dict[str, Any]]:
+    """A language's places for another number of readers. Units that are begun, and those that come before one that is
+    begun, are dealt first."""
+    first = max(place["next"] for place in places)
+    begun = [place for one in places for place in one["open"]]
+    begun += [(unit, 0, 0, 0, 0) for one in places for unit in range(one["next"], first, len(places))]
+    counts = summed(one["counts"] for one in places)
+    return [
+        {"open": begun[one::readers], "next": first + one, "counts": {} if one else counts} for one in range(readers)
+    ]

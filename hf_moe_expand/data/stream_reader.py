@@ -1,0 +1,288 @@
+"""Reads one language's text for a stream: shards in a seeded order, in shuffled windows, from any place; and counts
+what passes."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from ..core.errors import InputError, printable
+from .files import Row
+from .lost import LostText, lost_text
+from .places import UnreachableError
+from .sources import LEFT_OUT, LanguageText, LeftOut, Shard, counted, judged
+from .tokens import document_frame, encode_documents, say_special, special_tokens
+
+OnBadShard = Literal["stop", "skip"]
+Counts = Mapping[str, Mapping[str, int]]
+
+COUNTS = ("seen", "left_out", "lost", "special", "bad")
+_WINDOW, _CHARACTERS = 1000, 8 << 20  # rows and characters of a window, whichever comes first
+_AT_ONCE = 64  # documents that are tokenised at once
+_SHARDS, _SAMPLE = 8, 2 << 20  # shards and characters by which the amount of text is estimated
+_LOST_SAMPLE = 4096  # characters of a document in each window that are looked at for lost text
+_NAMED = 8  # bad shards in a line
+
+
+@dataclass
+class Place:
+    """Where a reader is.
+
+    Attributes:
+        unit: a shard, or a part of its rows, counted over all passes.
+        window, row: the window in the unit, and the row after which it begins.
+        document, token: the document in the shuffled window, and how many of its tokens are taken; 0 where the window
+            is still to be read.
+    """
+
+    unit: int
+    window: int = 0
+    row: int = 0
+    document: int = 0
+    token: int = 0
+
+
+def random_numbers(seed: int, *purpose: int) -> np.random.Generator:
+    """A generator that depends on these numbers alone."""
+    return np.random.default_rng([seed, *purpose])
+
+
+class Reader:
+    """The tokens of a language that one of several readers takes, without end.
+
+    Args:
+        number: the language's id.
+        parts: units of each shard, each of which has its every `parts`-th row.
+        state: the places that are begun (`open`), the unit after them (`next`), and what was counted (`counts`).
+        readers: number of readers, among whom the units are dealt in turn.
+        says: whether this reader says that the text is read again.
+
+    Raises:
+        InputError: from `take`: a shard is bad and none are skipped, a place does not answer, or there is no text.
+    """
+
+    def __init__(
+        self, language: str, number: int, shards: Sequence[Shard], parts: int, tokenizer: Any, seed: int,
+        on_bad_shard: OnBadShard, state: Mapping[str, Any], readers: int, says: bool,
+    ) -> None:  # fmt: skip
+        self.language, self.number, self.shards, self.parts = language, number, shards, parts
+        self.tokenizer, self.seed, self.on_bad_shard, self.readers, self.says = (
+            tokenizer, seed, on_bad_shard, readers, says,
+        )  # fmt: skip
+        self.units = len(shards) * parts  # of a pass
+        self.open, self.next = [Place(*place) for place in state["open"]], state["next"]
+        self.counts = {name: Counter(state["counts"].get(name, {})) for name in COUNTS}
+        frame = [token for side in document_frame(tokenizer) for token in side]
+        self._special = {at: (name, frame.count(at)) for at, name in special_tokens(tokenizer).items()}
+        self._rows: Iterator[Row] | None = None  # of the shard at hand; None at its end
+        self._end = 0  # the last row of the window
+        self._texts: list[str] | None = None  # of the window
+        self._tokens: dict[int, np.ndarray] = {}  # of some of them
+        self._has_text = bool(self.open)  # whether the unit at hand gave a document
+        self._empty: set[int] = set()  # units without documents, since the last one with some
+
+    def state(self) -> dict[str, Any]:
+        """What another reader goes on from; JSON."""
+        counts = {name: dict(counter) for name, counter in self.counts.items()}
+        return {"open": [astuple(place) for place in self.open], "next": self.next, "counts": counts}
+
+    def take(self, size: int) -> np.ndarray:
+        """The next tokens."""
+        taken, filled = np.empty(size, dtype=np.int64), 0
+        while filled < size:
+            document = self._document()
+            place, seen = self.open[0], self.counts["seen"]
+            if not place.token:
+                seen["documents"] += 1
+                self._count_special(document)
+            piece = document[place.token : place.token + size - filled]
+            taken[filled : filled + len(piece)] = piece
+            place.token, filled = place.token + len(piece), filled + len(piece)
+            seen["tokens"] += len(piece)
+            if place.unit >= self.units:
+                seen["repeated"] += len(piece)
+        return taken
+
+    def _document(self) -> np.ndarray:
+        """The tokens of the document at hand, or of the next one where all of them are taken."""
+        while True:
+            if not self.open:
+                self._open_next()
+            place = self.open[0]
+            if self._texts is None:
+                self._texts, self._tokens = self._read(place), {}
+                self._has_text |= bool(self._texts)
+            if place.document < len(self._texts):
+                document = self._tokenised(place.document)
+                if place.token < len(document):
+                    return document
+                place.document, place.token = place.document + 1, 0
+            elif self._rows is None:
+                self._close(place)
+            else:
+                place.window, place.row, place.document, self._texts = place.window + 1, self._end, 0, None
+
+    def _open_next(self) -> None:
+        if self.says and self.next - self.readers < self.units <= self.next:
+            say(f"{self.language}: all of its text was read once; it is read again")
+        self.open.append(Place(self.next))
+        self.next += self.readers
+
+    def _close(self, place: Place) -> None:
+        """Ends a unit; refuses text of which no unit has a document."""
+        if self._has_text:
+            self._empty.clear()
+        else:
+            self._empty.add(self._unit_of(place)[1])
+        if len(self._empty) == self.units:
+            found = [str(LeftOut(self.counts["left_out"])), f"{counted(len(self.counts['bad']), 'bad shard')} left out"]
+            raise InputError(f"{self.language}: its text has no document in this language ({'; '.join(found)}).")
+        self.open.pop(0)
+        self._texts, self._has_text = None, bool(self.open)
+
+    def _unit_of(self, place: Place) -> tuple[int, int]:
+        """The pass, and the unit in the order of the shards."""
+        turn, number = divmod(place.unit, self.units)
+        return turn, int(random_numbers(self.seed, 1, self.number, turn).permutation(self.units)[number])
+
+    def _read(self, place: Place) -> list[str]:
+        """The documents of the window at a place, in their order."""
+        turn, unit = self._unit_of(place)
+        shard, part = self.shards[unit // self.parts], unit % self.parts
+        is_new = place.token == 0  # else the window of a resumed reader, which is counted already
+        left_out = LeftOut()
+        texts: list[str] = []
+        try:
+            if self._rows is None:
+                self._rows, self._end = shard.rows(place.row), place.row
+            self._read_window(shard, part, texts, left_out)
+        except UnreachableError:
+            raise
+        except InputError as error:
+            if self.on_bad_shard == "stop":
+                raise InputError(
+                    f"{error} Mend or remove it, or leave out what cannot be read with `on_bad_shard: skip`."
+                ) from None
+            self._rows = None
+            if is_new:
+                self.counts["bad"][shard.name] += 1
+                say(f"{self.language}: left out from here: {error}")
+        if is_new:
+            self.counts["left_out"] += left_out
+            self._count_lost(texts)
+        order = random_numbers(self.seed, 2, self.number, turn, unit, place.window).permutation(len(texts))
+        return [texts[one] for one in order]
+
+    def _read_window(self, shard: Shard, part: int, texts: list[str], left_out: LeftOut) -> None:
+        rows = size = 0
+        assert self._rows is not None
+        for row in self._rows:
+            self._end = row.number
+            if row.number % self.parts != part:
+                continue
+            rows, size = rows + 1, size + len(row.content.get("text") or "")
+            for document in judged(row.content, self.language, f"{shard.name}:{row.number}", False):
+                if reason := document[LEFT_OUT]:
+                    left_out[reason] += 1
+                else:
+                    texts.append(document["text"])
+            if rows == _WINDOW or size >= _CHARACTERS:
+                return
+        if not self._end:
+            raise InputError(f"{shard.name}: is empty.")
+        self._rows = None
+
+    def _tokenised(self, number: int) -> np.ndarray:
+        if number not in self._tokens:
+            assert self._texts is not None
+            some = self._texts[number : number + _AT_ONCE]
+            ids = encode_documents(some, self.tokenizer)
+            self._tokens = {number + one: np.array(row, dtype=np.int32) for one, row in enumerate(ids)}
+        return self._tokens[number]
+
+    def _count_special(self, document: np.ndarray) -> None:
+        for at, (name, around) in self._special.items():
+            if (found := int((document == at).sum()) - around) > 0:
+                self.counts["special"][name] += found
+
+    def _count_lost(self, texts: Sequence[str]) -> None:
+        if texts:
+            found = lost_text([texts[0][:_LOST_SAMPLE]], self.tokenizer)
+            self.counts["seen"]["looked_at"] += found.size
+            self.counts["lost"] += found.characters
+
+
+def say(line: str) -> None:
+    """Says a line at once, on any rank and in any of its workers."""
+    tqdm.write(printable(line), file=sys.stderr)
+
+
+def summed(counts: Iterable[Counts]) -> dict[str, dict[str, int]]:
+    """The sum of what several readers of a language counted."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in COUNTS}
+    for one in counts:
+        for name, counter in one.items():
+            found[name].update(counter)
+    return {name: dict(counter) for name, counter in found.items()}
+
+
+def passed_line(language: str, counts: Counts) -> str:
+    """What passed of a language's text, and what was left out, lost or read again."""
+    seen, bad = counts["seen"], sorted(counts["bad"])
+    said = [f"{seen.get('tokens', 0):,} tokens of {counted(seen.get('documents', 0), 'document')} passed"]
+    if repeated := seen.get("repeated", 0):
+        said.append(f"{repeated:,} of them again")
+    if left_out := LeftOut(counts["left_out"]):
+        said.append(str(left_out))
+    if bad:
+        more = f" and {len(bad) - _NAMED:,} others" if len(bad) > _NAMED else ""
+        said.append(f"{counted(len(bad), 'bad shard')} left out: {', '.join(bad[:_NAMED])}{more}")
+    if lost := LostText(seen.get("looked_at", 0), Counter(counts["lost"])).lost:
+        said.append(f"the tokenizer lost {lost:,} of {seen['looked_at']:,} bytes that were looked at")
+    say_special(f"language {language!r}", counts["special"])
+    return f"{language}: {'; '.join(said)}"
+
+
+def estimated(
+    text: LanguageText, shards: Sequence[Shard], tokenizer: Any, on_bad_shard: OnBadShard
+) -> tuple[int | None, LostText]:
+    """About how many tokens a text has, by the beginnings of some shards; None where the sizes are not known. Besides,
+    what the tokenizer loses of them.
+
+    Raises:
+        InputError: a shard is bad, unless such are skipped; or no shard has text in the language.
+    """
+    some = [shards[at] for at in sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})]
+    tokens, size, lost, left_out = 0.0, 0, LostText(), LeftOut()
+    for shard in some:
+        texts: list[str] = []
+        read = 1.0
+        characters = 0
+        try:
+            for row in shard.rows(0):
+                read = row.read
+                for document in judged(row.content, text.language, f"{shard.name}:{row.number}", False):
+                    if reason := document[LEFT_OUT]:
+                        left_out[reason] += 1
+                    else:
+                        texts.append(document["text"])
+                characters += len(row.content.get("text") or "")
+                if characters >= _SAMPLE // len(some):
+                    break
+        except InputError as error:
+            if on_bad_shard == "stop" or isinstance(error, UnreachableError):
+                raise
+        size += shard.size or 0
+        tokens += sum(sum(map(len, encode_documents(texts[at : at + _AT_ONCE], tokenizer))) for at in
+                      range(0, len(texts), _AT_ONCE)) / (read or 1.0)  # fmt: skip
+        found = lost_text(islice(texts, _SHARDS * 8), tokenizer)
+        lost = LostText(lost.size + found.size, lost.characters + found.characters)
+    if not tokens and len(some) == len(shards):
+        raise text.no_text(left_out)
+    known = [shard.size for shard in shards if shard.size is not None]
+    return (int(tokens / max(size, 1) * sum(known)) if len(known) == len(shards) else None), lost

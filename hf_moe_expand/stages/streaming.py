@@ -1,0 +1,219 @@
+"""Stages on streamed text: whether a stage streams, its mix and steps, and the part of a Trainer that reads a stream,
+saves its places and goes on from them."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+
+from ..core.errors import InputError
+from ..core.jsonfile import read_json, write_json
+from ..data.lost import check_lost
+from ..data.packing import PackedText, amounts_of
+from ..data.places import is_elsewhere
+from ..data.sources import LanguageText
+from ..data.stream import TextStream
+from ..data.stream_reader import estimated, passed_line, summed
+from ..trainers.samplers import LanguageMix
+from .config import STREAMED, StageConfig
+
+WORKERS = 2  # that tokenise beside the steps, of each rank
+_BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
+
+
+def is_streamed(config: StageConfig, texts: Mapping[str, Any], model_config: Any) -> bool:
+    """Whether a stage reads its text while it trains: as `stream` says, else by the size of the text.
+
+    Raises:
+        InputError: `stream` is set, and text, model or another setting does not allow it.
+    """
+    if config.stream is False:
+        return False
+    why = _hindrance(config, texts, model_config)
+    if config.stream and why:
+        raise InputError(f"stream: {why}.")
+    if why or not texts:
+        return False
+    return bool(config.stream) or _is_large(config, texts)
+
+
+def _hindrance(config: Any, texts: Mapping[str, Any], model_config: Any) -> str | None:
+    if model_config.is_encoder_decoder:
+        return "is for decoders, but the model is an encoder-decoder: leave it out"
+    if named := next((name for name in _BY_DOCUMENTS if getattr(config, name, None)), None):
+        return f"counts tokens, but {named} counts documents: leave one of them out"
+    if any(text is not None and not isinstance(text, LanguageText) for text in texts.values()):
+        return "reads files, folders and the hub, but the text is a data set in memory: leave it out"
+    return None
+
+
+def _is_large(config: Any, texts: Mapping[str, LanguageText | None]) -> bool:
+    """Whether packing the text first would let the devices wait, or it lies elsewhere and how much is asked of it is
+    known."""
+    here = [text for text in texts.values() if text is not None]
+    if any(text.source.startswith("hub:") or is_elsewhere(text.source) for text in here):
+        each = getattr(config, "tokens_per_language", None)
+        return bool(config.tokens or each or config.max_steps > 0)
+    # Text that a run writes before it reads it is no file yet.
+    return sum(path.stat().st_size for text in here if _is_there(text) for path in text.files()) > STREAMED
+
+
+def _is_there(text: LanguageText) -> bool:
+    return not hasattr(text, "tokens_to_come") or Path(text.source).exists()
+
+
+def streamed(
+    config: StageConfig, texts: Mapping[str, LanguageText], tokenizer: Any, model_config: Any, allow_lost_text: bool
+) -> PackedText:
+    """The stage's text as a stream, with about the tokens to take of each language.
+
+    Raises:
+        InputError: see `TextStream`; the tokenizer loses much of the text; or its size is needed, but is not known.
+    """
+    old, new = config.known_languages(model_config, texts)
+    languages = [*old, *new]
+    texts = {code: texts[code] for code in languages if code in texts}
+    stream = TextStream(texts, tokenizer, config.block_size, config.seed, languages, config.on_bad_shard)
+    at_hand: dict[str, int | None] = {}
+    lost = {}
+    for code, text in texts.items():
+        at_hand[code], lost[code] = estimated(text, stream.shards[code], tokenizer, config.on_bad_shard)
+    check_lost(lost, allow_lost_text)
+    if unknown := [code for code, count in at_hand.items() if count is None]:
+        if not (config.tokens or config.max_steps > 0 or getattr(config, "tokens_per_language", None)):
+            raise InputError(
+                f"{texts[unknown[0]].source}: how much text it has is not known before it is read: set `tokens`, "
+                "`tokens_per_language` or `max_steps`."
+            )
+        known = [count for count in at_hand.values() if count is not None]
+        at_hand |= dict.fromkeys(unknown, sum(known) // len(known) if known else config.block_size)
+    amounts = {code: count or 1 for code, count in at_hand.items()}
+    tokens = amounts_of(amounts, **config.amounts(texts, model_config))
+    if config.process_index == 0:
+        said = [
+            f"{code} about {at_hand[code]:,} tokens in {len(stream.shards[code]):,} shards"
+            if code not in unknown
+            else f"{code} {len(stream.shards[code]):,} shards of unknown size"
+            for code in texts
+        ]
+        print(f"text is read while the model trains: {', '.join(said)}")
+    blocks = tuple(max(count // config.block_size, 1) for count in tokens.values())
+    return PackedText(stream, tuple(languages), tokens, {}, blocks, lost)
+
+
+class StreamMixin:
+    """Put in front of a Trainer that has `packed`, `mix`, and a `StageConfig` as its arguments."""
+
+    args: Any
+    packed: PackedText | None
+    mix: LanguageMix | None
+    _saved: list[dict[str, Any]] = []  # noqa: RUF012 (replaced, not changed)
+
+    @property
+    def stream(self: Any) -> TextStream | None:
+        data = self.packed and self.packed.dataset
+        return data if isinstance(data, TextStream) else None
+
+    def _begin_steps(self: Any, config: Any) -> None:
+        """Before the library's constructor, which asks a stream for its steps, and sets up its workers."""
+        if self.stream is not None:
+            if "dataloader_num_workers" not in config.given:
+                vars(config)["dataloader_num_workers"] = WORKERS
+            vars(config)["ignore_data_skip"] = True  # a stream goes on from its places
+            self._counts_steps = config.max_steps <= 0
+            vars(config)["max_steps"] = max(config.max_steps, 1)
+        else:
+            self._counts_steps = bool(config.tokens)
+
+    def _set_steps(self: Any) -> None:
+        """The steps of a budget in tokens, or of passes over a stream."""
+        config = self.args
+        if not self._counts_steps:
+            return
+        wanted = config.tokens or config.num_train_epochs * sum(self.packed.tokens.values())
+        of_step = self.get_total_train_batch_size(config) * config.block_size
+        vars(config)["max_steps"] = max(math.ceil(wanted / of_step) if config.tokens else int(wanted / of_step), 1)
+
+    def get_train_dataloader(self: Any) -> Any:
+        if self.stream is None:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        # Accelerate would let the first rank read for all, or every rank read everything.
+        config, model_ranks = self.args, self.get_tp_size()
+        said = self.stream.begin(
+            self.mix, self._train_batch_size, config.gradient_accumulation_steps,
+            config.process_index // model_ranks, config.world_size // model_ranks, config.dataloader_num_workers,
+            self.data_collator, self._saved,
+        )  # fmt: skip
+        if said and self.is_world_process_zero():
+            print(said)
+        return DataLoader(
+            self.stream, batch_size=None, num_workers=config.dataloader_num_workers,
+            pin_memory=config.dataloader_pin_memory and torch.accelerator.is_available(),
+            prefetch_factor=config.dataloader_prefetch_factor,
+            multiprocessing_context=config.dataloader_multiprocessing_context,
+            generator=torch.Generator(),  # the global one's numbers are the training's
+        )  # fmt: skip
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+        stream = self.stream
+        if stream is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        before = stream.state()
+        moved = (send_to_device(batch, device) for batch in stream.received(epoch_iterator))
+        try:
+            return super().get_batch_samples(moved, num_batches, device)  # type: ignore[misc]
+        except InputError:
+            saves = self.args.save_strategy != SaveStrategy.NO and self.state.global_step > self._resumed_at()
+            if saves and self.args.world_size == 1:  # other ranks would wait for this one
+                stream.places, stream.taken = before["places"], before["taken"]
+                self._save_checkpoint(self.model, trial=None)
+            raise
+
+    def _resumed_at(self) -> int:
+        return self._saved[0]["step"] if self._saved else 0
+
+    def _save_rng_state(self: Any, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self.stream is None:
+            return
+        rank, of_step = self.stream.rank, self.get_total_train_batch_size(self.args)
+        state = {"step": self.state.global_step, "rows": of_step, **self.stream.state()}
+        if self.args.process_index % self.get_tp_size() == 0:
+            write_json(Path(output_dir) / f"stream-{rank}.json", state)
+        # All ranks have written theirs before the first one completes the checkpoint.
+        self._passed(says=self.state.global_step < self.state.max_steps)
+
+    def _passed(self: Any, says: bool = True) -> dict[str, dict[str, dict[str, int]]]:
+        """What passed of each language on all ranks; all of them call it."""
+        stream = self.stream
+        own = stream.places if self.args.process_index % self.get_tp_size() == 0 else []
+        places = gather_object(list(own))
+        passed = {code: summed(place[code]["counts"] for place in places) for code in stream.shards}
+        if says and self.is_world_process_zero():
+            print("\n".join(passed_line(code, counts) for code, counts in passed.items()))
+        return passed
+
+    def _go_on_from(self: Any, checkpoint: Any) -> None:
+        """Takes the places of an interrupted training, before it goes on."""
+        self._saved = []
+        if self.stream is None or not checkpoint:
+            return
+        folder = Path(get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint)
+        paths = sorted(folder.glob("stream-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+        states = [read_json(path, "the places of a stream") for path in paths]
+        if not states or len(states) != states[0]["ranks"]:
+            raise InputError(
+                f"{folder}: has the places of {len(states)} ranks in its text, not of all: it cannot be resumed; start "
+                "anew, or from another checkpoint."
+            )
+        self._saved = states
+        rows = self.get_total_train_batch_size(self.args)
+        if self._counts_steps and rows != (before := states[0]["rows"]):  # the budget stays
+            step, config = states[0]["step"], self.args
+            left = max(config.max_steps * rows - step * before, 0)
+            vars(config)["max_steps"] = step + math.ceil(left / rows)

@@ -1,0 +1,718 @@
+"""Text that is streamed: each document once a pass, the same blocks after an interruption, shares, budgets, bad shards
+and places that drop."""
+
+import gzip
+import json
+import lzma
+from contextlib import nullcontext
+from itertools import islice, pairwise
+from unittest.mock import patch
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, save_dense, write_texts
+from fsspec.implementations.memory import MemoryFile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_train_stage import same_files
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+from hf_moe_expand import (
+    DenseConfig,
+    GroupConfig,
+    Plan,
+    PostPretrainConfig,
+    ReviewConfig,
+    expand_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.checkpoint.source import load_expanded_config
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.data import places, stream_reader
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.data.stream import TextStream
+from hf_moe_expand.data.stream_reader import passed_line, summed
+from hf_moe_expand.stages import streaming
+from hf_moe_expand.stages.streaming import is_streamed
+from hf_moe_expand.stages.trainer import StageTrainer
+from hf_moe_expand.trainers import LanguageMix
+
+END = 256
+QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(stream_reader, "_WINDOW", 4)
+    monkeypatch.setattr(stream_reader, "_AT_ONCE", 3)
+
+
+def texts_of(code, count):
+    return [f"{code} {number}" + " word" * (number % 7) for number in range(count)]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """`shards("el", 3, 50)`: a folder of three files, with 50 documents together."""
+
+    def make(code, files, count):
+        (tmp_path / code).mkdir()
+        for number in range(files):
+            write_texts(tmp_path / code / f"{number}.jsonl", texts_of(code, count)[number::files])
+        return LanguageText(code, str(tmp_path / code))
+
+    return make
+
+
+def begun(texts, rank=0, ranks=1, workers=1, rows=2, mix=None, block_size=8, tokenizer=None, saved=(), **options):
+    texts = {text.language: text for text in texts}
+    stream = TextStream(texts, tokenizer or byte_tokenizer(), block_size, 7, **options)
+    stream.said = stream.begin(mix or LanguageMix([1] * len(texts)), rows, 1, rank, ranks, workers, saved=saved)
+    return stream
+
+
+def batches(stream, count, processes=0):
+    loader = DataLoader(stream, batch_size=None, num_workers=processes, generator=torch.Generator())
+    return [{name: value.tolist() for name, value in batch.items()} for batch in islice(stream.received(loader), count)]
+
+
+def as_json(value):
+    return json.loads(json.dumps(value))
+
+
+def read_once(make, ranks, code="el"):
+    """The documents that all readers together give before they read any again, those that are begun only left out."""
+    found = []
+    for rank in range(ranks):
+        tokens = []
+        for batch in make(rank, ranks):
+            assert "error" not in batch, batch
+            if batch["place"][1][code]["counts"]["seen"].get("repeated"):
+                break
+            tokens += batch["input_ids"].flatten().tolist()
+        found += documents_of(tokens)
+    return found
+
+
+def documents_of(tokens):
+    ends = [-1, *(place for place, token in enumerate(tokens) if token == END)]
+    assert ends[-1] == len(tokens) - 1
+    return [byte_tokenizer().decode(tokens[a + 1 : b]) for a, b in pairwise(ends)]
+
+
+# --- what it reads ---------------------------------------------------------------------------------------------------
+
+
+def write_as(folder, kind, texts):
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    lines = "".join(f"{text}\n" for text in texts).encode()
+    path = folder / f"el{kind}"
+    if kind == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
+    elif kind == ".jsonl.zst":
+        with pa.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(rows)
+    else:
+        open_ = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+        with open_(path, "wb") as file:
+            file.write(lines if ".txt" in kind else rows)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.xz", ".parquet"])
+def test_each_document_comes_once_in_a_pass(tmp_path, kind, ranks):
+    source = LanguageText("el", str(write_as(tmp_path, kind, texts_of("el", 33))))
+    found = read_once(lambda rank, ranks: begun([source], rank, ranks, rows=1, block_size=1), ranks)
+    assert sorted(found) == sorted(texts_of("el", 33))
+    assert found != texts_of("el", 33)  # but in another order
+
+
+@pytest.mark.parametrize("files", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shards_are_dealt_to_readers(shards, files, ranks):
+    source = shards("el", files, 40)
+    found = read_once(lambda rank, ranks: begun([source], rank, ranks, rows=1, block_size=1), ranks)
+    assert sorted(found) == sorted(texts_of("el", 40))
+
+
+@pytest.mark.parametrize(
+    "address", ["memory://bucket/el/*.jsonl", "memory://bucket/el", "memory://bucket/el/0.jsonl", "file://{}/*.jsonl"]
+)
+def test_any_place_is_read(shards, tmp_path, address):
+    local = shards("el", 2, 20)
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for path in (tmp_path / "el").iterdir():
+        memory.pipe(f"/bucket/el/{path.name}", path.read_bytes())
+    memory.pipe("/bucket/el/README.md", b"about")
+    expected = texts_of("el", 20)[::2] if address.endswith("0.jsonl") else texts_of("el", 20)
+    source = LanguageText("el", address.format(local.source))
+    found = read_once(lambda rank, ranks: begun([source], rank, ranks, rows=1, block_size=1), 2)
+    assert sorted(found) == sorted(expected)
+    assert sorted(source.load()["text"]) == sorted(expected)  # map mode, too
+
+
+def test_a_block_begins_as_in_map_mode(shards):
+    source = shards("el", 1, 20)
+    for batch in batches(begun([source], tokenizer=beginning_tokenizer()), 5):
+        assert [ids[0] for ids in batch["input_ids"]] == [BEGIN, BEGIN]
+        assert batch["labels"] == batch["input_ids"]
+        assert batch["language_ids"] == [[0] * 8] * 2
+
+
+# --- it goes on at the same document ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "taken"), [(0, 1), (0, 7), (2, 0), (2, 1), (2, 8), (3, 20)])
+def test_an_interruption_changes_no_block(shards, processes, taken):
+    sources = [shards("el", 3, 50), shards("en", 1, 20)]
+    options = {"workers": processes, "mix": LanguageMix([3, 1])}
+    whole = begun(sources, **options)
+    expected = batches(whole, 40, processes)
+    first = begun(sources, **options)
+    assert batches(first, taken, processes) == expected[:taken]
+    second = begun(sources, **options, saved=[as_json(first.state())])
+    assert batches(second, 40 - taken, processes) == expected[taken:]
+    assert second.said == ""
+    assert as_json(second.state()) == as_json(whole.state())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(0, 30), st.integers(1, 9), st.integers(1, 5),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_any_interruption_at_any_place(tmp_path_factory, sizes, taken, block_size, window, ranks):
+    folder = tmp_path_factory.mktemp("any")
+    for number, size in enumerate([*sizes, 3]):
+        write_texts(folder / f"{number}.jsonl", [f"{number} {one}" for one in range(size)] or [" "])
+    source = LanguageText("el", str(folder))
+    with patch.object(stream_reader, "_WINDOW", window):
+        expected = batches(begun([source], ranks - 1, ranks, block_size=block_size), 40)
+        first = begun([source], ranks - 1, ranks, block_size=block_size)
+        batches(first, taken)
+        saved = [as_json(first.state())] * ranks
+        second = begun([source], ranks - 1, ranks, block_size=block_size, saved=saved)
+        assert batches(second, 40 - taken) == expected[taken:]
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 2), (3, 1)), ((2, 2), (1, 3)), ((3, 1), (2, 2))])
+@pytest.mark.parametrize("files", [1, 4, 9])
+def test_other_ranks_and_workers_read_on_without_a_gap(shards, files, before, after):
+    source = shards("el", files, 60)
+    states, tokens = [], []
+    options = {"rows": 1, "block_size": 1}
+    for rank in range(before[0]):
+        stream = begun([source], rank, before[0], before[1], **options)
+        tokens.append([])
+        for batch in batches(stream, 50 + 30 * rank, before[1]):
+            tokens[-1] += batch["input_ids"][0]
+        states.append(as_json(stream.state()))
+    for state in states:  # ranks take equally many
+        state["taken"] = 50
+    said, finished = set(), []
+    for rank in range(after[0]):
+        stream = begun([source], rank, after[0], after[1], **options, saved=states)
+        said.add(stream.said)
+        for worker in range(after[1]):
+            reader = reader_of(stream, worker)
+            rest = []
+            while not reader.counts["seen"]["repeated"]:
+                rest += reader.take(1).tolist()
+            finished += rest[:-1]
+    # What was begun before, and what is begun afterwards: all documents, each once.
+    assert finished.count(END) + sum(part.count(END) for part in tokens) == 60
+    assert len(said) == 1
+    assert f"{before[0]} x {before[1]} readers" in said.pop()
+
+
+def reader_of(stream, worker):
+    return stream_reader.Reader(
+        "el", 0, stream.shards["el"], stream.parts["el"], stream.tokenizer, stream.seed, "stop",
+        stream.places[worker]["el"], stream.readers, False,
+    )  # fmt: skip
+
+
+def test_a_state_of_other_text_is_refused(shards):
+    state = begun([shards("el", 3, 9)]).state()
+    with pytest.raises(InputError, match="other shards than before the interruption"):
+        begun([LanguageText("el", shards("en", 2, 9).source)], saved=[state])
+
+
+# --- shares ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(mix, count, ranks=1, rows=4, accumulation=1):
+    """The language of each row of each batch, `[ranks, count, rows]`."""
+    stream = TextStream.__new__(TextStream)
+    stream.seed = 3
+    found = []
+    for rank in range(ranks):
+        stream.mix, stream.rank, stream.rows, stream.accumulation = mix, rank, rows, accumulation
+        found.append([stream._languages(batch) for batch in range(count)])
+    return np.array(found)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_shares_are_kept_all_the_way(temperature):
+    mix = LanguageMix([70, 25, 5], temperature)
+    weights = np.array([70, 25, 5]) ** (1 / temperature)
+    languages = drawn(mix, 400, ranks=2)
+    for rank in languages:
+        for some in np.split(rank.flatten(), 5):  # of 320 blocks each
+            assert np.abs(np.bincount(some, minlength=3) / len(some) - weights / weights.sum()).max() < 0.02
+    assert (languages[0] != languages[1]).any()
+
+
+def test_a_curriculum_counts_steps():
+    languages = drawn(LanguageMix([1, 1, 1], entry=[0, 5, 10]), 60, accumulation=3)[0]
+    assert [sorted(set(languages[3 * step : 3 * step + 3].flatten())) for step in (4, 9)] == [[0], [0, 1]]
+    assert {1} <= set(languages[15:30].flatten())
+    assert {0, 1, 2} == set(languages[30:].flatten())
+
+
+def test_a_batch_has_one_group():
+    groups = np.array([0, 1, 1])
+    languages = drawn(LanguageMix([2, 1, 1], groups=groups.tolist()), 300)[0]
+    of_batches = groups[languages]
+    assert (of_batches == of_batches[:, :1]).all()
+    assert abs(of_batches.mean() - 0.5) < 0.05
+    assert set(languages.flatten()) == {0, 1, 2}
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stream")
+    for code, count in (("en", 40), ("el", 60), ("tr", 30)):
+        (root / code).mkdir()
+        for number in range(3):
+            write_texts(root / code / f"{number}.jsonl", texts_of(code, count)[number::3])
+    base = save_dense(root / "base", vocab_size=258)
+    expand_checkpoint(base, root / "expanded", Plan("moe-lpr", [2, 1, 2], [0], old=["en"], new=["el", "tr"]))
+    expand_checkpoint(base, root / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el", "tr"]]))
+    return root
+
+
+def data_of(root, *codes):
+    return {code: LanguageText(code, str(root / code)) for code in codes}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def interrupted(step):
+    """Inside, a training ends after a step, as a time limit would end it."""
+    begun = StageTrainer.__init__
+
+    def begin(self, *args, **kwargs):
+        begun(self, *args, **kwargs)
+        self.add_callback(StopAt(step))
+
+    return patch.object(StageTrainer, "__init__", begin)
+
+
+STAGES = {
+    "stage 1": (PostPretrainConfig, {}, ("el", "tr")),
+    "replay": (PostPretrainConfig, {"replay": True, "replay_share": 0.25}, ("en", "el", "tr")),
+    "temperature": (PostPretrainConfig, {"temperature": 5.0}, ("el", "tr")),
+    "review": (ReviewConfig, {}, ("en", "el", "tr")),
+    "group": (GroupConfig, {}, ("en", "el", "tr")),
+    "dense": (DenseConfig, {}, ("el",)),
+}
+START = {"group": "dmoe", "dense": "base"}
+
+
+@pytest.mark.parametrize(("stage", "workers"), [*((stage, 0) for stage in STAGES), ("stage 1", 2)])
+def test_a_stage_that_was_interrupted_ends_the_same(root, tmp_path, stage, workers, capsys):
+    kind, changes, codes = STAGES[stage]
+
+    def config():
+        made = kind(**QUICK, **changes, max_steps=6, save_steps=2, gradient_accumulation_steps=2)
+        made.dataloader_num_workers = workers
+        return made
+
+    start, data = root / START.get(stage, "expanded"), data_of(root, *codes)
+    expected = train_stage(start, tmp_path / "whole", data, config())
+    with interrupted(5), pytest.raises(KeyboardInterrupt):
+        train_stage(start, tmp_path / "again", data, config())
+    assert train_stage(start, tmp_path / "again", data, config()) == expected
+    same_files(tmp_path / "again", tmp_path / "whole")
+    assert sum(expected.tokens.values()) == 6 * 2 * 2 * 16 == expected.tokens_seen
+    assert expected.settings["stream"] is True
+    assert "resumes at step 4 of 6" in capsys.readouterr().out
+
+
+def test_workers_may_change(root, tmp_path, capsys):
+    made = [PostPretrainConfig(**QUICK, max_steps=6, save_steps=2) for _ in range(2)]
+    made[0].dataloader_num_workers = 0
+    with interrupted(5), pytest.raises(KeyboardInterrupt):
+        train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), made[0])
+    record = train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), made[1])
+    assert record.tokens_seen == sum(record.tokens.values()) == 6 * 2 * 16
+    out = capsys.readouterr().out
+    assert "by 1 x 1 readers (ranks x workers) before the interruption, and is by 1 x 2 now" in out
+
+
+@pytest.mark.parametrize("stage", ["replay", "review"])
+def test_shares_of_old_and_new_text(root, tmp_path, stage):
+    kind, changes, codes = STAGES[stage]
+    record = train_stage(
+        root / "expanded", tmp_path / "out", data_of(root, *codes), kind(**QUICK, **changes, tokens=6400)
+    )
+    share = record.tokens_seen_by_language["en"] / record.tokens_seen
+    assert share == pytest.approx(0.5 if stage == "review" else 0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(("given", "steps"), [
+    ({"tokens": 640}, 20), ({"tokens": 641.0}, 21), ({"tokens": 1e4, "gradient_accumulation_steps": 4}, 79),
+    ({"tokens_per_language": 320}, 20), ({"tokens_per_language": 320, "num_train_epochs": 2}, 40),
+    ({"tokens_per_language": 320, "tokens": 64}, 2),
+])  # fmt: skip
+def test_a_budget_in_tokens(root, tmp_path, given, steps, streams):
+    if not streams and "tokens" not in given:
+        pytest.skip("whole documents are taken")
+    config = PostPretrainConfig(**{**QUICK, "stream": streams}, **given)
+    record = train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config)
+    assert record.steps == steps
+
+
+def test_passes_over_a_stream_are_counted_from_its_size(root, tmp_path, capfd):
+    config = PostPretrainConfig(**QUICK, num_train_epochs=3)
+    record = train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config)
+    tokens = sum(len(text.encode()) + 1 for code, count in (("el", 60), ("tr", 30)) for text in texts_of(code, count))
+    assert record.steps == pytest.approx(3 * tokens / 32, rel=0.05)
+    out, errors = capfd.readouterr()
+    assert "text is read while the model trains: el about 1," in out
+    assert "of them again" in out
+    assert "el: all of its text was read once; it is read again" in errors
+
+
+@pytest.mark.parametrize(("size", "changes", "streams"), [
+    (0, {}, False), (1, {}, True), (1, {"stream": False}, False), (0, {"stream": True}, True),
+])  # fmt: skip
+def test_large_text_is_streamed_by_default(root, size, changes, streams, monkeypatch):
+    texts = data_of(root, "el", "tr")
+    total = sum(path.stat().st_size for text in texts.values() for path in text.files())
+    monkeypatch.setattr(streaming, "STREAMED", total - size)
+    model = load_expanded_config(root / "expanded")
+    assert is_streamed(PostPretrainConfig(**changes), texts, model) is streams
+    assert not is_streamed(ReviewConfig(old_documents=5), data_of(root, "en", "el", "tr"), model)
+
+
+@pytest.mark.parametrize(("changes", "streams"), [
+    ({}, False), ({"tokens": 1e6}, True), ({"max_steps": 10}, True), ({"tokens_per_language": 100}, True),
+    ({"max_steps": 10, "stream": False}, False),
+])  # fmt: skip
+@pytest.mark.parametrize("source", ["hub:me/data", "s3://bucket/el/*.parquet"])
+def test_text_elsewhere_is_streamed_where_its_amount_is_known(root, source, changes, streams):
+    model = load_expanded_config(root / "expanded")
+    texts = {code: LanguageText(code, source) for code in ("el", "tr")}
+    assert is_streamed(PostPretrainConfig(**changes), texts, model) is streams
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), [
+    (ReviewConfig, {"old_documents": 3}, "stream: counts tokens, but old_documents counts documents"),
+    (PostPretrainConfig, {"tokens": 100, "max_steps": 2}, "tokens and max_steps both say how long"),
+    (PostPretrainConfig, {"tokens": 100, "num_train_epochs": 2}, "tokens and num_train_epochs both say how long"),
+    (PostPretrainConfig, {"tokens": 100, "curriculum": "c.json"}, "tokens and curriculum both say how long"),
+])  # fmt: skip
+def test_settings_that_contradict_a_stream(root, tmp_path, kind, changes, message):
+    with pytest.raises(InputError, match=message):
+        train_stage(root / "expanded", tmp_path / "out", data_of(root, "en", "el", "tr"), kind(**QUICK, **changes))
+
+
+@pytest.mark.parametrize("value", [0, -1, "24e9", 1.5])
+def test_a_budget_is_a_whole_number(value):
+    with pytest.raises(InputError, match="tokens"):
+        PostPretrainConfig(tokens=value)
+
+
+# --- bad shards ------------------------------------------------------------------------------------------------------
+
+ROWS = 40
+
+
+def good_file(path):
+    return write_texts(path, texts_of("el", ROWS))
+
+
+def cut(path):
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts_of("el", 60)).encode())
+    path.with_suffix(".jsonl.gz").write_bytes(whole[: len(whole) // 2])
+
+
+def cut_parquet(path):
+    pq.write_table(pa.table({"text": texts_of("el", 500)}), path.with_suffix(".parquet"))
+    path.with_suffix(".parquet").write_bytes(path.with_suffix(".parquet").read_bytes()[:-50])
+
+
+BAD = {
+    "cut": (cut, "cannot be read after line"),
+    "Parquet cut": (cut_parquet, "cannot be read as a Parquet file"),
+    "blank": (lambda path: path.write_text("\n\n"), "is empty"),
+    "no row": (
+        lambda path: pq.write_table(pa.table({"text": pa.array([], pa.string())}), path.with_suffix(".parquet")),
+        "is empty",
+    ),
+    "other column": (
+        lambda path: pq.write_table(pa.table({"body": ["x"]}), path.with_suffix(".parquet")),
+        "no column `text` or `translation`",
+    ),
+    "other type": (
+        lambda path: pq.write_table(pa.table({"text": [1, 2]}), path.with_suffix(".parquet")),
+        "the column `text` holds int64",
+    ),
+    "no JSON": (lambda path: path.write_text('{"text": "a"}\n{"text": "b"\n'), ":2: not a JSON object"),
+    "other key": (lambda path: path.write_text('{"body": "a"}\n'), ':1: needs an object with a string under "text"'),
+    "not UTF-8": (lambda path: path.write_bytes(b'{"text": "\xff"}\n'), ":1: not UTF-8 text"),
+}
+
+
+def with_bad_shard(folder, kind):
+    folder.mkdir()
+    good_file(folder / "a.jsonl")
+    BAD[kind][0](folder / "b.jsonl")
+    good_file(folder / "c.jsonl")
+    return LanguageText("el", str(folder))
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_shard_is_left_out_and_counted(tmp_path, kind, capsys):
+    source = with_bad_shard(tmp_path / "el", kind)
+    stream = begun([source], on_bad_shard="skip")
+    batches(stream, 150)
+    counts = summed([place["el"]["counts"] for place in stream.places])
+    (bad,) = counts["bad"]
+    assert "/b." in bad
+    assert f"1 bad shard left out: {bad}" in passed_line("el", counts)
+    said = capsys.readouterr().err
+    assert "el: left out from here: " in said
+    assert BAD[kind][1] in said
+    documents = counts["seen"]["documents"]
+    assert documents > 2 * ROWS  # the run went on, and read the others again
+    # It goes on as it would have without an interruption, wherever that is.
+    for taken in (1, 20, 77):
+        first, expected = begun([source], on_bad_shard="skip"), begun([source], on_bad_shard="skip")
+        batches(first, taken)
+        again = begun([source], on_bad_shard="skip", saved=[as_json(first.state())])
+        assert batches(again, 20) == batches(expected, taken + 20)[taken:]
+        assert again.state() == expected.state()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("kind", ["cut", "no row", "other type", "not UTF-8"])
+def test_a_bad_shard_stops_the_training(tmp_path, kind, processes):
+    source = with_bad_shard(tmp_path / "el", kind)
+    with pytest.raises(InputError, match=r"/b\..*on_bad_shard: skip") as stopped:
+        batches(begun([source], workers=processes), 400, processes)
+    assert BAD[kind][1] in str(stopped.value)
+    assert "Traceback" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("on_bad_shard", ["stop", "skip"])
+def test_a_file_that_goes_away(tmp_path, on_bad_shard):
+    for name in ("a", "b"):
+        good_file(tmp_path / f"{name}.jsonl")
+    stream = begun([LanguageText("el", str(tmp_path))], on_bad_shard=on_bad_shard)
+    (tmp_path / "b.jsonl").unlink()
+    if on_bad_shard == "stop":
+        with pytest.raises(InputError, match=r"b.jsonl: cannot be read .*No such file"):
+            batches(stream, 200)
+    else:
+        batches(stream, 200)
+        assert list(stream.places[0]["el"]["counts"]["bad"]) == [str(tmp_path / "b.jsonl")]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("rows", [["other language"], ["no text"], ["bad", "bad"]])
+def test_text_without_a_document_ends(tmp_path, rows, ranks):
+    written = {"other language": '{"text": "a", "language": "tr"}\n', "no text": '{"text": " "}\n', "bad": "no json\n"}
+    for number, row in enumerate(rows):
+        (tmp_path / f"{number}.jsonl").write_text(written[row] * 5)
+    stream = begun([LanguageText("el", str(tmp_path))], ranks - 1, ranks, on_bad_shard="skip")
+    with pytest.raises(InputError, match="el: its text has no document in this language"):
+        batches(stream, 1)
+
+
+def test_rows_that_are_left_out_are_counted_once(tmp_path):
+    rows = [{"text": "a b c"}, {"text": " "}, {"text": "x", "language": "tr"}, {"text": "d e f", "language": "ell"}]
+    (tmp_path / "el.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 10))
+    source = LanguageText("el", str(tmp_path / "el.jsonl"))
+    counts = []
+    for rank in range(2):
+        for batch in begun([source], rank, 2, rows=1, block_size=1):
+            if batch["place"][1]["el"]["counts"]["seen"].get("repeated"):
+                break
+            last = batch["place"][1]["el"]["counts"]
+        counts.append(last)
+    found = summed(counts)
+    assert found["left_out"] == {"without text": 10, "tagged 'tr'": 10}
+    assert found["seen"]["documents"] == 20
+    assert "el: 120 tokens of 20 documents passed; 20 rows left out: 10 " in passed_line("el", found)
+
+
+def test_text_that_the_tokenizer_loses_is_counted_and_refused(root, tmp_path):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "word": 1, "<end>": 2}, unk_token="<unk>")),
+        unk_token="<unk>", eos_token="<end>",
+    )  # fmt: skip
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    source = LanguageText("el", str(write_texts(tmp_path / "el.jsonl", ["word γάτα"] * 9)))
+    stream = begun([source], tokenizer=tokenizer)
+    batches(stream, 3)
+    assert "the tokenizer lost " in passed_line("el", stream.places[0]["el"]["counts"])
+    model = load_expanded_config(root / "expanded")
+    with pytest.raises(InputError, match=r"el: the tokenizer loses 66.7 % of the text's bytes"):
+        streaming.streamed(PostPretrainConfig(max_steps=1), {"el": source}, tokenizer, model, False)
+    assert streaming.streamed(PostPretrainConfig(max_steps=1), {"el": source}, tokenizer, model, True).lost["el"].lost
+
+
+# --- places that drop ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A place elsewhere, and how many of its reads fail from now on."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for name in "abc":
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts_of(name, 40)).encode()
+        memory.pipe(f"/bucket/{name}.jsonl", rows)
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"text": texts_of(name, 40)}), sink)
+        memory.pipe(f"/bucket/{name}.parquet", sink.getvalue().to_pybytes())
+    monkeypatch.setattr(places, "WAITS", (0, 0))
+    failures = {"left": 0, "error": ConnectionResetError("reset by peer"), "met": 0}
+    read = MemoryFile.read
+
+    def fails(self, *size):
+        if failures["left"]:
+            failures["left"] -= 1
+            failures["met"] += 1
+            raise failures["error"]
+        return read(self, *size)
+
+    monkeypatch.setattr(MemoryFile, "read", fails)
+    return failures
+
+
+ERRORS = [ConnectionResetError("reset"), TimeoutError("timed out"), OSError("503 Slow Down"), RuntimeError("aiohttp")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_a_read_that_fails_is_tried_again(bucket, kind, error):
+    source = LanguageText("el", f"memory://bucket/*.{kind}")
+    expected = batches(begun([source]), 60)
+    stream, found = begun([source]), []
+    bucket["error"] = error
+    for _ in range(6):
+        bucket["left"] = 2
+        stream = begun([source], saved=[as_json(stream.state())] if found else ())
+        found += batches(stream, 10)
+    assert found == expected
+    assert bucket["met"] >= 2
+
+
+@pytest.mark.parametrize("on_bad_shard", ["stop", "skip"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, bucket, kind, on_bad_shard):
+    data = {"el": LanguageText("el", f"memory://bucket/*.{kind}"), "tr": LanguageText("tr", str(root / "tr"))}
+
+    def train(name, callback=None):
+        config = PostPretrainConfig(**QUICK, max_steps=60, on_bad_shard=on_bad_shard)
+        config.dataloader_num_workers = 0
+        with patch.object(StopAt, "on_step_end", callback) if callback else nullcontext(), interrupted(-1):
+            return train_stage(root / "expanded", tmp_path / name, data, config)
+
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            bucket["left"] = 10**6
+
+    expected = train("whole")
+    with pytest.raises(
+        InputError, match=r"memory:///bucket/.* does not answer after 3 tries \(.*reset by peer.*\): run"
+    ):
+        train("again", fail)
+    bucket["left"] = 0
+    assert [path.name for path in (tmp_path / "again.training").glob("checkpoint-*")]
+    assert train("again") == expected
+    same_files(tmp_path / "again", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (PermissionError("Access Denied"), "cannot be opened .*Access Denied.*your credentials as the store's own tools"),
+    (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Unable to locate credentials"),
+    (ImportError("Install s3fs to access S3"), "Install s3fs to access S3"),
+    (FileNotFoundError("gone"), "no such file: check the address"),
+])  # fmt: skip
+def test_a_place_that_does_not_open(error, said):
+    with patch.object(fsspec.core, "url_to_fs", side_effect=error), pytest.raises(InputError, match=said):
+        LanguageText("el", "s3://bucket/el").shards()
+
+
+@pytest.mark.parametrize("source", ["nowhere://a/b.jsonl", "memory://bucket/none*.jsonl", "memory://none", "memory://"])
+def test_addresses_of_nothing(bucket, source):
+    fsspec.filesystem("memory").store.clear()
+    with pytest.raises(InputError, match=source.split(":")[0]):
+        LanguageText("el", source).shards()
+
+
+@pytest.mark.parametrize("source", [
+    "s3://AKIA123:verysecret@bucket/el", "https://host/el.jsonl?token=verysecret", "gs://b/el.jsonl?a=1&X-Amz-Signature=verysecret",
+    "abfs://c@account.dfs/el.jsonl?sig=verysecret", "sftp://user:very/secret@host/el.txt", "https://host/a.jsonl?sv=1&sig=verysecret",
+])  # fmt: skip
+def test_an_address_with_credentials_is_refused_without_them(source):
+    with pytest.raises(InputError, match="the address holds credentials: leave them out") as refused:
+        LanguageText("el", source)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", [
+    "abfs://container@account.dfs.core.windows.net/el", "hdfs://node:8020/el/a@b.jsonl", "s3://bucket/key=el/part-?.jsonl",
+])  # fmt: skip
+def test_an_address_without_credentials_is_taken(source):
+    assert LanguageText("el", source).source == source
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("slice_of", ["", "::train[:17]"])
+def test_a_data_set_of_the_hub(tmp_path, slice_of, ranks):
+    for number in range(3):
+        write_texts(tmp_path / f"{number}.jsonl", texts_of("el", 40)[number::3])
+    source = LanguageText("el", f"hub:{tmp_path}{slice_of}")
+    assert len(source.shards()) == (1 if slice_of else 3)
+    found = read_once(lambda rank, ranks: begun([source], rank, ranks, rows=1, block_size=1), ranks)
+    assert sorted(found) == sorted(source.load()["text"])
+    first, expected = begun([source]), begun([source])
+    batches(first, 7)
+    assert batches(begun([source], saved=[as_json(first.state())]), 9) == batches(expected, 16)[7:]
+
+
+def test_the_amount_of_a_data_set_of_the_hub_is_asked_for(root, tmp_path):
+    write_texts(tmp_path / "data.jsonl", texts_of("el", 40))
+    data = {"el": LanguageText("el", f"hub:{tmp_path}"), "tr": LanguageText("tr", str(root / "tr"))}
+    with pytest.raises(InputError, match=r"how much text it has is not known .* set `tokens`, `tokens_per_language`"):
+        train_stage(root / "expanded", tmp_path / "out", data, PostPretrainConfig(**QUICK))
+    record = train_stage(root / "expanded", tmp_path / "out", data, PostPretrainConfig(**QUICK, tokens=640))
+    assert set(record.tokens_seen_by_language) == {"el", "tr"}
