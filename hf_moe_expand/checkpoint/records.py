@@ -85,6 +85,8 @@ class ExpansionRecord(_Record):
         router_scale: factor of the pack's router, if a release before this one calibrated it.
         language_gate: the gate of the model (`GateRule`); None without one.
         exclusive: whether tokens of the new languages take its experts alone.
+        vocabulary: of each language with tokens of its own, their number, and the tokens a byte before and after, of
+            the text from which they were learned.
         seed: random seed of routers and random experts.
         expert_init: how new experts started: `copy`, `random`, `branches`; added ones: `neurons`, `random neurons`.
         branches: models that became the experts (Branch-Train-Mix).
@@ -106,6 +108,7 @@ class ExpansionRecord(_Record):
     router_scale: Annotated[Number, Field(gt=0)] | None = None
     language_gate: dict[Text, Any] | None = None
     exclusive: Flag | None = None
+    vocabulary: dict[Text, Any] | None = None
     seed: _Count | None = None
     expert_init: Text | None = None
     branches: list[Text] | None = None
