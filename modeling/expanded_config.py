@@ -270,7 +270,9 @@ class ExpandedConfig(PreTrainedConfig):
         elif getattr(self, "hidden_size_per_layer_input", None):
             why = "each of its layers embeds the tokens too (hidden_size_per_layer_input)"
         if why:
-            raise ValueError(f"vocabularies: a {self.backbone_model_type} model takes no tokens of a language, as {why}.")
+            raise ValueError(
+                f"vocabularies: a {self.backbone_model_type} model takes no tokens of a language, as {why}."
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,8 @@ from ..analysis.settings import AnalysisSettings
 from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
+from ..core.schema import changed
+from ..planning.plan import OWN_TOKENS
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 
@@ -25,6 +27,15 @@ def expand(
     gate: Annotated[
         Path | None, typer.Option(help="File of `gates BASE`: the language gate, for the plan's languages.")
     ] = None,
+    vocabulary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LANGUAGE=FILE of a new language that gets tokens of its own, learned from this text; repeat."
+        ),
+    ] = None,
+    vocabulary_size: Annotated[
+        int | None, opt.whole_number(f"With --vocabulary: tokens of each such language; {OWN_TOKENS} by default.")
+    ] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
@@ -35,11 +46,19 @@ def expand(
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
 
     Example: hf-moe-expand expand Qwen/Qwen3-30B-A3B moe-el --plan plan.json --expert-kind added --expert-width 512
+
+    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json --vocabulary el=el.jsonl
     """
     from ..planning.plan import Plan
 
     check_checkpoints(base, revision=revision)
     made = Plan.load(plan)
+    if vocabulary:
+        size = OWN_TOKENS if vocabulary_size is None else vocabulary_size
+        own = {code: {"text": one.source, "size": size} for code, one in text_sources(vocabulary).items()}
+        made = changed(made, vocabulary=own)
+    elif vocabulary_size is not None:
+        raise InputError("--vocabulary-size belongs to --vocabulary, which is not given.")
     from ..checkpoint.expand import expand_checkpoint
 
     options = settings.model_dump(exclude={"copy_from"})
@@ -54,6 +73,7 @@ def expand(
     )
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
+    print("\n".join(report.own_tokens), end="\n" * bool(report.own_tokens))
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 

@@ -145,6 +145,8 @@ def base_pieces(tokenizer: Any, tokens: Iterable[str]) -> list[list[int]]:
     for token in tokens:
         pieces = backend.model.tokenize(token)
         if "".join(piece.value for piece in pieces) != token:
-            raise InputError(f"The base's tokenizer has no tokens for the bytes of {token!r}: leave the vocabulary out.")
+            raise InputError(
+                f"The base's tokenizer has no tokens for the bytes of {token!r}: leave the vocabulary out."
+            )
         found.append([piece.id for piece in pieces])
     return found

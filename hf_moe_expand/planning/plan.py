@@ -145,7 +145,9 @@ class Plan(JsonFile):
             raise InputError(f"vocabulary: a language gets no tokens of its own here, as {reason}: leave it out.")
         for code in self.vocabulary:
             if code not in self.new:
-                kind = "an old language, whose text keeps the base's tokens" if code in self.old else "not a new language"
+                kind = (
+                    "an old language, whose text keeps the base's tokens" if code in self.old else "not a new language"
+                )
                 raise InputError(
                     f"vocabulary: {code} is {kind}: only a new one ({', '.join(self.new) or 'the plan names none'}) "
                     "gets tokens of its own."
