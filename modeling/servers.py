@@ -23,7 +23,7 @@ def check_model(config: Any, has_mixtures: bool) -> None:
         )
     if config.vocabularies:
         raise ValueError(
-            f"{server} has an embedding and a head of its own, which know nothing of the languages' own tokens: write a "
+            f"{server} has an embedding and a head of its own, which know nothing of languages' own tokens: write a "
             "dense model of one language (`hf-moe-expand export --language`), and serve that."
         )
     if has_mixtures:

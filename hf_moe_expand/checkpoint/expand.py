@@ -113,11 +113,9 @@ def expand_checkpoint(
     check_dense_plan(plan, dense_config, base)
     dense = StoredModel(folder, dense_config)
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
-    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
-    grown = None
-    if plan.vocabulary:
-        grown = grow_vocabulary(plan, load_tokenizer(folder, base), config.vocab_size, base)
-        config.vocabularies = grown.sizes
+    grown = grow_vocabulary(plan, dense_config, base, lambda: load_tokenizer(folder, base))
+    own = {"vocabularies": grown.sizes} if grown else {}
+    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing, **own)
     if gate is not None:
         check_plan_of_gate(plan, gate.rule.layer)
         gate.set_in(config)
@@ -190,11 +188,9 @@ def expand_model(
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name)
     kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
-    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
-    grown = None
-    if plan.vocabulary:
-        grown = grow_vocabulary(plan, processing_class, config.vocab_size, name)
-        config.vocabularies = grown.sizes
+    grown = grow_vocabulary(plan, dense.config, name, lambda: processing_class)
+    own = {"vocabularies": grown.sizes} if grown else {}
+    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing, **own)
     if gate is not None:
         check_plan_of_gate(plan, gate.rule.layer)
         gate.set_in(config)

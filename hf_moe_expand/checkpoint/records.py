@@ -6,7 +6,7 @@ All other modules write and read histories through these records.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from pydantic import ConfigDict, Field
 
@@ -71,6 +71,13 @@ class StageRecord(_Record):
         return self.stage in CHANGES_EVERYTHING
 
 
+class OwnTokensRecord(TypedDict):
+    """A language's own tokens: their number, and the tokens a byte before and after, of the text that gave them."""
+
+    tokens: _Count
+    tokens_per_byte: Annotated[list[Number], Field(min_length=2, max_length=2)]
+
+
 class ExpansionRecord(_Record):
     """One expansion of a model.
 
@@ -85,8 +92,7 @@ class ExpansionRecord(_Record):
         router_scale: factor of the pack's router, if a release before this one calibrated it.
         language_gate: the gate of the model (`GateRule`); None without one.
         exclusive: whether tokens of the new languages take its experts alone.
-        vocabulary: of each language with tokens of its own, their number, and the tokens a byte before and after, of
-            the text from which they were learned.
+        vocabulary: what each language with tokens of its own has.
         seed: random seed of routers and random experts.
         expert_init: how new experts started: `copy`, `random`, `branches`; added ones: `neurons`, `random neurons`.
         branches: models that became the experts (Branch-Train-Mix).
@@ -108,7 +114,7 @@ class ExpansionRecord(_Record):
     router_scale: Annotated[Number, Field(gt=0)] | None = None
     language_gate: dict[Text, Any] | None = None
     exclusive: Flag | None = None
-    vocabulary: dict[Text, Any] | None = None
+    vocabulary: dict[Text, OwnTokensRecord] | None = None
     seed: _Count | None = None
     expert_init: Text | None = None
     branches: list[Text] | None = None

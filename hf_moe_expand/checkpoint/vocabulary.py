@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,12 @@ from ..data.merges import OwnTokens, base_pieces, check_kind, grown_state, learn
 from ..data.sources import LanguageText
 from ..modeling.vocabulary import FOLDER
 from ..planning.plan import Plan
+from .reader import TORCH_DTYPES, tensor_bytes
+from .source import text_config
+from .stored import StoredModel
+from .writer import OutputTensor, copy_of
 
+FILES = f"{FOLDER}/*/*"  # in `COMPANIONS`
 EMBEDDING, HEAD = "vocabulary.embedding.weight", "vocabulary.head.weight"
 
 
@@ -66,13 +71,14 @@ class GrownVocabulary:
         ]
 
 
-def grow_vocabulary(plan: Plan, tokenizer: Any, rows: int, name: str | os.PathLike) -> GrownVocabulary | None:
+def grow_vocabulary(
+    plan: Plan, dense_config: Any, name: str | os.PathLike, of_base: Callable[[], Any]
+) -> GrownVocabulary | None:
     """Learns the tokens of a plan's languages; None if it gives none.
 
     Args:
-        tokenizer: the base's.
-        rows: of the base's embedding.
         name: the base's, for messages.
+        of_base: gives its tokenizer.
 
     Raises:
         InputError: the base's tokenizer is of another kind, a text is missing or too little, or a token is not written
@@ -80,6 +86,7 @@ def grow_vocabulary(plan: Plan, tokenizer: Any, rows: int, name: str | os.PathLi
     """
     if not plan.vocabulary:
         return None
+    tokenizer, rows = of_base(), text_config(dense_config).vocab_size
     if tokenizer is None:
         raise InputError("vocabulary: tokens are learned with the base's tokenizer: pass it as processing_class.")
     check_kind(tokenizer, name)
@@ -123,6 +130,22 @@ def matrices(network: Any) -> dict[str, str]:
     modules = {EMBEDDING: network.get_input_embeddings(), HEAD: network.get_output_embeddings()}
     names = {id(module): name for name, module in network.named_modules()}
     return {key: f"{names[id(module)]}.weight" for key, module in modules.items() if module is not None}
+
+
+def longer(source: StoredModel, key: str, name: str) -> OutputTensor:
+    """A tensor of the base, under a name, with the rows of the languages' own tokens behind it; a tensor without such
+    rows as it is. The head's bias gets zeros."""
+    stored, of_base = source[key], {matrix: rows for rows, matrix in matrices(source.network).items()}
+    rows, added = of_base.get(key), source.config.num_tokens - source.config.vocab_size
+    if rows is None and key.removesuffix("bias") + "weight" not in of_base:
+        return copy_of(stored, name)
+    more = source.tensor(rows) if rows is not None else torch.zeros(added, *stored.shape[1:])
+
+    def data() -> Iterator[bytes]:
+        yield from stored.finite_chunks()
+        yield tensor_bytes(more.to(TORCH_DTYPES[stored.dtype]))
+
+    return OutputTensor(name, stored.dtype, (stored.shape[0] + added, *stored.shape[1:]), data)
 
 
 def refuse_vocabulary(config: Any, folder: str | os.PathLike, what: str) -> None:

@@ -164,15 +164,27 @@ def shrink(
     without: Annotated[
         str | None, typer.Option(help="Pack of a joined model to leave out: its name, or one of its languages.")
     ] = None,
+    without_vocabulary: Annotated[
+        bool, typer.Option("--without-vocabulary", help="Leave out the tokens that languages have of their own.")
+    ] = False,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Return to an earlier expansion, without the experts that were added later; or take a language pack out.
+    """Return to an earlier expansion, without the experts that were added later; or take a language pack out, or the
+    languages' own tokens.
 
     Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
     """
-    if (to is None) == (without is None):
-        raise InputError("Give --to EXPANSION, for a model that grew, or --without PACK, for one that joins packs.")
+    if (to is not None) + (without is not None) + without_vocabulary != 1:
+        raise InputError(
+            "Give one of --to EXPANSION, for a model that grew, --without PACK, for one that joins packs, and "
+            "--without-vocabulary, for one whose languages have tokens of their own."
+        )
     check_checkpoints(model, expanded=True)
+    if without_vocabulary:
+        from ..checkpoint.grow import leave_out_vocabulary
+
+        print(f"wrote {leave_out_vocabulary(model, out, overwrite=overwrite)}")
+        return
     if without is not None:
         from ..checkpoint.join import leave_out_pack
 

@@ -46,8 +46,8 @@ def tokenize(
     """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`.
 
     Args:
-        own: the tokenizer of a language with tokens of its own; one of `WITH_BASE` documents has the base's, so that the
-            model understands text whose language nobody told it.
+        own: the tokenizer of a language with tokens of its own; one of `WITH_BASE` documents has the base's, so
+            that the model understands text whose language nobody told it.
     """
 
     def encode(batch: dict, at: list[int]) -> dict:

@@ -1,7 +1,7 @@
 """Describes an expanded checkpoint: layers, experts, parameters, history. Reads no weights."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -94,6 +94,11 @@ class Inspection:
     after_join: int = 0
     encoder_layers: int = 0
     unpacked: Sequence[str] = ()
+
+    @property
+    def own_tokens(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each language with tokens of its own has, as its record says."""
+        return self.expansions[-1].vocabulary or {} if self.expansions else {}
 
     def lines(self) -> list[str]:
         """The report, line by line."""
