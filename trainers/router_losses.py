@@ -225,7 +225,7 @@ class RouterLossMixin(PublishingMixin):
 
     def _token_classes(self, inputs: Mapping[str, Any]) -> TokenClasses | None:
         """For exclusive experts and languages' own tokens, the class of each token by its row's language, and those
-        that occur; None if no token of the batch has a language that is known: the newest expansion's experts run then."""
+        that occur; None if no token of the batch has a known language: the newest expansion's experts run then."""
         config = self.accelerator.unwrap_model(self.model).config
         needed = getattr(config, "exclusive_experts", False) or getattr(config, "vocabularies", None)
         if not needed or self._language_classes is None:

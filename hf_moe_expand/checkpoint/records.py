@@ -6,7 +6,7 @@ All other modules write and read histories through these records.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
@@ -71,7 +71,7 @@ class StageRecord(_Record):
         return self.stage in CHANGES_EVERYTHING
 
 
-class OwnTokensRecord(TypedDict):
+class OwnTokensRecord(_Record):
     """A language's own tokens: their number, and the tokens a byte before and after, of the text that gave them."""
 
     tokens: _Count
@@ -126,7 +126,9 @@ class ExpansionRecord(_Record):
     stages: list[StageRecord] = Field([])
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "stages": [stage.to_dict() for stage in self.stages]}
+        own = {} if self.vocabulary is None else {code: one.to_dict() for code, one in self.vocabulary.items()}
+        stages = {"stages": [stage.to_dict() for stage in self.stages]}
+        return {**super().to_dict(), **({"vocabulary": own} if own else {}), **stages}
 
 
 @dataclass(frozen=True)

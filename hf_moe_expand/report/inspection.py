@@ -13,7 +13,7 @@ from ..checkpoint.local import check_expanded
 from ..checkpoint.new_experts import check_kinds, chosen_kind
 from ..checkpoint.packs import stages_after_join
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.records import ExpansionRecord, History, StageRecord
+from ..checkpoint.records import ExpansionRecord, History, OwnTokensRecord, StageRecord
 from ..checkpoint.settings import LORA_ALPHA, LORA_RANK
 from ..checkpoint.source import load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
@@ -96,7 +96,7 @@ class Inspection:
     unpacked: Sequence[str] = ()
 
     @property
-    def own_tokens(self) -> Mapping[str, Mapping[str, Any]]:
+    def own_tokens(self) -> Mapping[str, OwnTokensRecord]:
         """What each language with tokens of its own has, as its record says."""
         return self.expansions[-1].vocabulary or {} if self.expansions else {}
 
