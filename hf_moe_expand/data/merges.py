@@ -106,7 +106,9 @@ def learn(tokenizer: Any, texts: Iterable[str], size: int, language: str) -> Own
             f"Language {language!r}: its text gives {len(own):,} tokens of its own (parts of words that stand in it "
             f"more than once), but {size:,} were asked for: give more text, or ask for {len(own):,} or fewer."
         )
-    grown = Tokenizer.from_str(json.dumps(grown_state(backend, list(merges), {t: len(known) for t in own})))
+    grown = Tokenizer.from_str(
+        json.dumps(grown_state(backend, list(merges), {token: len(known) + number for number, token in enumerate(own)}))
+    )
     before = sum(count * len(pieces[word]) for word, count in words.items())
     after = sum(count * len(grown.model.tokenize(word)) for word, count in words.items())
     return OwnTokens(list(merges), list(own), (round(before / read, 4), round(after / read, 4)))
