@@ -54,8 +54,8 @@ class Vocabulary(nn.Module):
             )
         self.first = config.vocab_size
         self.embedding = Rows(rows, embedding.embedding_dim)
-        has_own = head is not None and not config.tie_word_embeddings
-        self.head = Rows(rows, head.in_features) if has_own else None
+        is_tied = head is None or config.tie_word_embeddings
+        self.head = None if is_tied else Rows(rows, head.in_features)  # type: ignore[union-attr]
         # Partial, not bound or closed over: a copy of the model has a copy of this module.
         embedding.register_forward_pre_hook(partial(_with_base_ids, self, control))
         embedding.register_forward_hook(partial(_with_rows, self, control))

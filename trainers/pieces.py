@@ -44,7 +44,8 @@ class LogitsInPieces:
     def __init__(self, model: Any, autocast: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.head: nn.Linear = model.get_output_embeddings()
         self.vocabulary = self.head.weight.shape[0]
-        self._own, self._control = getattr(model, "vocabulary", None), getattr(model, "routing_control", None)
+        self._own: Any = getattr(model, "vocabulary", None)
+        self._control: Any = getattr(model, "routing_control", None)
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._scale = 1.0  # Cohere and Granite scale their logits
         self._autocast = autocast
@@ -94,7 +95,7 @@ class LogitsInPieces:
         with self._autocast():
             logits_TV = F.linear(hidden_TH, self.head.weight, self.head.bias)
             if is_new_T is not None:
-                logits_TV = torch.cat([logits_TV, self._own.columns(hidden_TH, is_new_T)], -1)  # type: ignore[union-attr]
+                logits_TV = torch.cat([logits_TV, self._own.columns(hidden_TH, is_new_T)], -1)
             logits_TV = logits_TV if self._scale == 1.0 else logits_TV * self._scale
             return logits_TV if self._softcap is None else torch.tanh(logits_TV / self._softcap) * self._softcap
 

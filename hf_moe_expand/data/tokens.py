@@ -30,7 +30,7 @@ def languages_of(tokenizer: Any) -> dict[str, Any]:
 
 def tokenizer_for(tokenizer: Any, language: str | None) -> Any:
     """The tokenizer that reads a language's text: its own, if it has one, or else the base's."""
-    return languages_of(tokenizer).get(language, tokenizer)
+    return languages_of(tokenizer).get(language or "", tokenizer)
 
 
 def decoder_of(tokenizer: Any) -> Any:
