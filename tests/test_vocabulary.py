@@ -536,3 +536,11 @@ def test_a_gguf_file_of_a_language_has_its_tokens(files, tmp_path):
     assert tokens[V:] == own.convert_ids_to_tokens(range(V, V + SIZE))
     shapes = {tensor.name: list(tensor.shape) for tensor in reader.tensors}
     assert shapes["token_embd.weight"][-1] == V + SIZE
+
+
+def test_added_tokens_keep_their_numbers(files, tmp_path):
+    tokenizer = bpe_tokenizer("qwen2")  # whose end-of-text token stands beside the model's vocabulary
+    model = expand_model(tiny_dense("llama"), plan(files, "el"), processing_class=tokenizer)
+    own = model.tokenizer_of("el")
+    assert own.get_vocab().items() >= tokenizer.get_vocab().items()
+    assert own("al<end>al").input_ids == tokenizer("al<end>al").input_ids == [255, 256, 255]

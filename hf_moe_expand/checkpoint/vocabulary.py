@@ -104,6 +104,8 @@ def grow_vocabulary(
     tokenizers = {code: _with_tokens(tokenizer, own, ids) for code, own in learned.items()}
     pieces = base_pieces(tokenizer, ids)
     for one in tokenizers.values():
+        if not tokenizer.get_vocab().items() <= one.get_vocab().items():
+            raise InputError(f"{name}: its tokens would have other numbers beside new ones: leave the vocabulary out.")
         for (token, number), base_ids in zip(ids.items(), pieces, strict=True):
             if one.decode([number]) != tokenizer.decode(base_ids):
                 raise InputError(f"{name}: its tokenizer does not write {token!r} as the base's tokens of it do.")

@@ -133,7 +133,8 @@ def grown_state(backend: Tokenizer, merges: Iterable[Pair], ids: Mapping[str, in
     model = state["model"]
     as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)
     model["merges"] += [" ".join(pair) if as_text else list(pair) for pair in merges]
-    model["vocab"] |= ids
+    # Added tokens that the model's own vocabulary lacks (Qwen's, Llama 3's) would get new numbers behind it.
+    model["vocab"] |= {token["content"]: token["id"] for token in state["added_tokens"]} | dict(ids)
     return state
 
 
