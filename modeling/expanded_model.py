@@ -31,6 +31,7 @@ from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, p
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
 from .servers import check_batching, check_gate, check_model
+from .vocabulary import Rows, Vocabulary, VocabularyMixin
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -39,7 +40,7 @@ class _PromptJudgedError(Exception):
     """Ends a pass that reads a prompt up to the gate."""
 
 
-class ExpandedModelMixin(ExpertsImplementationMixin):
+class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
     """The methods that every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers
     mapping from configuration class to model class), `_auto_map` (config.json's entry for the Auto classes) and
     `_of_encoder_decoders` (whether the class is for encoder-decoders; None if it is for all backbones)."""
@@ -133,6 +134,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
             decoder.register_forward_pre_hook(partial(_begin_pass, control, rule), with_kwargs=True)
             decoder.register_forward_hook(partial(_end_pass, control), with_kwargs=True, always_call=True)
+        self.vocabulary = Vocabulary(self, control) if config.vocabularies else None
         super().post_init()  # type: ignore[misc]
 
     def _attach_adapters(self) -> None:
@@ -195,6 +197,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Router):
             init_router(module.weight)
+        elif isinstance(module, Rows):
+            init.normal_(module.weight, std=getattr(self.config, "initializer_range", 0.02))  # type: ignore[attr-defined]
         elif isinstance(module, Classifier | ConditionalGate | LanguageGate):
             for parameter in module.parameters():
                 init.zeros_(parameter)
@@ -346,6 +350,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             carry_packs(self.config, save_directory)  # type: ignore[attr-defined]
+            self.save_tokenizers(save_directory)
             index_weights(save_directory)
         return result
 
@@ -414,6 +419,8 @@ def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
 
 def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     made, control.gate_pass = control.gate_pass, None
+    if decoder.config.vocabularies:  # else a compiled pass would return them too
+        control.judged = None if made is None else made.classes
     cache = cache_of_call(args, kwargs, output)
     if made is not None and cache is not None:
         made.remember(cache)

@@ -243,6 +243,8 @@ class GatePass:
         held: tokens in the cache before this pass; 0 without one.
         message_ends: columns at which the messages of a prompt end, which are judged whole; none by default.
         must_begin: whether the pass must begin its texts, since nothing is known of tokens before.
+        own: `[B, S]` bool, new languages' own tokens, which no other text has: the most evidence for class 1, which is
+            then the only later one; None without any.
 
     Attributes:
         classes: the classes of the pass's tokens, from the gate's layer on; None before it.
@@ -250,8 +252,9 @@ class GatePass:
 
     def __init__(
         self, rule: GateRule, counted: torch.Tensor, starts: torch.Tensor, memory: GateMemory | None = None,
-        held: int = 0, message_ends: Sequence[int] = (), must_begin: bool = False,
+        held: int = 0, message_ends: Sequence[int] = (), must_begin: bool = False, own: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
+        self.own = own
         self.rule, self.counted, self.starts = rule, counted, starts
         self.memory = GateMemory() if memory is None else memory
         self.held, self.message_ends, self.must_begin = held, message_ends, must_begin
@@ -285,7 +288,10 @@ class GatePass:
         """`[B, S]`, the class of each token, from the evidence of the pass's tokens."""
         (B, S), device = self.counted.shape, evidence_TE.device
         marks_BS2 = torch.stack([self.counted, self.starts], -1).to(device)
-        own_BSE = evidence_TE.view(B, S, -1).masked_fill(~marks_BS2[..., :1], 0)
+        own_BSE = evidence_TE.view(B, S, -1)
+        if self.own is not None:
+            own_BSE = own_BSE.masked_fill(self.own.to(device).unsqueeze(-1), round(UNIT * self.rule.bound))
+        own_BSE = own_BSE.masked_fill(~marks_BS2[..., :1], 0)
         self.kept, columns_S = self.memory.with_pass(torch.cat([marks_BS2.int(), own_BSE], -1))
         counted_BP, starts_BP = self.kept[..., 0].bool(), self.kept[..., 1].bool()
         sums_BPE = window_sums(self.kept[..., 2:], counted_BP, starts_BP, self.rule.window)
@@ -411,8 +417,9 @@ def pass_of_call(
         ValueError: see `GatePass.of_inputs` and `memory_of`; or the pass goes on with a text whose evidence is lost.
     """
     arguments = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
-    inputs = arguments.get("input_ids")
-    inputs = arguments["inputs_embeds"] if inputs is None else inputs
+    ids = arguments.get("input_ids")
+    inputs = arguments["inputs_embeds"] if ids is None else ids
+    own = ids >= decoder.config.vocab_size if ids is not None and decoder.config.vocabularies else None
     cache, positions = arguments.get("past_key_values"), arguments.get("position_ids")
     memory, held = memory_of(rule, cache, virtual)
     if memory.kept is not None and len(memory.kept) != len(inputs):
@@ -424,7 +431,7 @@ def pass_of_call(
     return GatePass.of_inputs(
         rule, inputs.shape[:2], inputs.device, attention_mask=arguments.get("attention_mask"), position_ids=positions,
         memory=memory, held=0 if compiling else held - memory.others, message_ends=() if compiling else ends,
-        must_begin=positions is not None and not compiling and not held,
+        must_begin=positions is not None and not compiling and not held, own=own,
     )  # fmt: skip
 
 

@@ -115,6 +115,24 @@ class RoutingControl:
     def decided(self, value: Any) -> None:
         self._own.decided = value
 
+    @property
+    def judged(self) -> TokenClasses | None:
+        """The classes that the gate gave the tokens of this thread's last forward pass, for the head after it."""
+        return getattr(self._own, "judged", None)
+
+    @judged.setter
+    def judged(self, value: TokenClasses | None) -> None:
+        self._own.judged = value
+
+    @property
+    def token_ids(self) -> Any:
+        """What this thread's embedding was given, with the ids of languages' own tokens."""
+        return getattr(self._own, "token_ids", None)
+
+    @token_ids.setter
+    def token_ids(self, value: Any) -> None:
+        self._own.token_ids = value
+
     def __reduce__(self) -> tuple:  # copies and pickles have requests of their own
         return RoutingControl, ()
 

@@ -26,6 +26,11 @@ def check_model(config: Any, has_mixtures: bool) -> None:
             f"{server} merges the linear layers that adapters update: serve the base with its adapters (`hf-moe-expand "
             "export --peft`), or the dense model of one language (`hf-moe-expand export --language`)."
         )
+    if config.vocabularies:
+        raise ValueError(
+            f"{server} has an embedding and a head of its own, which know nothing of languages' own tokens: write a "
+            "dense model of one language (`hf-moe-expand export --language`), and serve that."
+        )
     if has_mixtures:
         raise ValueError(
             f"{server} runs a mixture of experts by code of its own, which knows nothing of the experts beside it: "

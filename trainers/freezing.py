@@ -26,6 +26,7 @@ class Trained:
         experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
         routers: routers and the gates of conditional routing.
         classifiers: routing classifiers. The language gate, which is fitted, never trains but with everything.
+        vocabulary: the rows of languages' own tokens.
         last_router_row: only the last expert's row of each router. `requires_grad` cannot express this: the stage's
             trainer keeps the other rows, and the gates, unchanged.
     """
@@ -35,9 +36,10 @@ class Trained:
     routers: bool = True
     classifiers: bool = False
     last_router_row: bool = False
+    vocabulary: bool = False
 
 
-EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
+EVERYTHING = Trained(everything=True, experts="new", classifiers=True, vocabulary=True)
 
 
 def check_expanded(model: Any) -> None:
@@ -92,7 +94,7 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
         )
     check_expanded(model)
     model.requires_grad_(trained.everything)
-    parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
+    parts = dict.fromkeys(("base", "experts", "routers", "classifiers", "own tokens"), 0)
     for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
         parts[kind] += sum(_size(parameter) for parameter in module.parameters())
@@ -107,6 +109,9 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, nn.Module]]:
+    own: Any = getattr(model, "vocabulary", None)
+    if own is not None and trained.vocabulary:
+        yield "own tokens", own
     joined = joins_packs(model.config)  # its packs count as one expansion
     for ffn in model.expanded_ffns().values():  # type: ignore[operator]
         new = 1 if joined else ffn.experts_after_expansion[-2]

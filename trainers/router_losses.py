@@ -182,7 +182,7 @@ class RouterLossMixin(PublishingMixin):
     def asking(self, inputs: Mapping[str, Any]) -> AbstractContextManager:
         """Inside, the model routes as a training step on these inputs needs it."""
         control = getattr(self.accelerator.unwrap_model(self.model), "routing_control", None)
-        return nullcontext() if control is None else control.asking(token_classes=self._exclusive_classes(inputs))
+        return nullcontext() if control is None else control.asking(token_classes=self._token_classes(inputs))
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Called after the backward pass of each micro-batch, with its loss."""
@@ -224,14 +224,15 @@ class RouterLossMixin(PublishingMixin):
         """The trainer's own loss, without the routers'."""
         return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
-    def _exclusive_classes(self, inputs: Mapping[str, Any]) -> TokenClasses | None:
-        """For exclusive experts, the class of each token by its row's language, and those that occur; None if no token
-        of the batch has a language that is known: the newest expansion's experts run then."""
-        expanded = self.accelerator.unwrap_model(self.model)
-        if not getattr(expanded.config, "exclusive_experts", False) or self._language_classes is None:
+    def _token_classes(self, inputs: Mapping[str, Any]) -> TokenClasses | None:
+        """For exclusive experts and languages' own tokens, the class of each token by its row's language, and those
+        that occur; None if no token of the batch has a known language: the newest expansion's experts run then."""
+        config = self.accelerator.unwrap_model(self.model).config
+        needed = getattr(config, "exclusive_experts", False) or getattr(config, "vocabularies", None)
+        if not needed or self._language_classes is None:
             return None
         tokens = self._tokens(inputs)[0]
-        newest = torch.full_like(tokens.class_T, len(expanded.config.earlier_experts_per_layer or ()) + 1)
+        newest = torch.full_like(tokens.class_T, len(config.earlier_experts_per_layer or ()) + 1)
         # Padding and tokens without a language are the newest expansion's.
         class_T = torch.where(tokens.tagged_T, tokens.class_T, newest)
         return TokenClasses(class_T.to(self.args.device), class_T.unique().tolist())

@@ -9,6 +9,7 @@ from ..core.errors import InputError
 from ..core.jsonfile import write_json
 from ..core.languages import check_named_once
 from ..data.lost import MOST_LOST, LostText, share_in_words
+from ..data.tokens import bare_tokens, languages_of
 from ..evaluation.perplexity import tokenized
 
 
@@ -96,7 +97,7 @@ class FertilityResult:
 def measure_fertility(
     tokenizer: Any, texts: Mapping[str, Iterable[str]], characters: int = 1_000_000
 ) -> FertilityResult:
-    """The fertility of a tokenizer on each language's documents.
+    """The fertility of a tokenizer on each language's documents; of a language with tokens of its own, with these too.
 
     Args:
         characters: characters to read of each language, in whole documents.
@@ -106,10 +107,11 @@ def measure_fertility(
         raise InputError(f"characters is {characters}: must be at least 1.")
     by_language = {}
     for code, documents in texts.items():
-        tokens = words = read = size = 0
-        lost = LostText()
+        tokens = of_own = words = read = size = 0
+        lost, own = LostText(), languages_of(tokenizer).get(code)
         for text, ids in tokenized(documents, tokenizer):
             lost.add(text, ids, tokenizer)
+            of_own += 0 if own is None else len(bare_tokens([text], own)[0])
             tokens, words = tokens + len(ids), words + len(text.split())
             read, size = read + len(text), size + len(text.encode())
             if read >= characters:
@@ -117,4 +119,6 @@ def measure_fertility(
         if not words:
             raise InputError(f"Language {code!r}: no text to split into tokens.")
         by_language[code] = Fertility(tokens, words, read, size, lost.share)
+        if own is not None:
+            by_language[f"{code}, own tokens"] = Fertility(of_own, words, read, size, lost.share)
     return FertilityResult(by_language)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from ..core.errors import InputError
 from ..modeling import layer_names
 from ..modeling.routing_control import classes_of
+from ..modeling.vocabulary import FOLDER
 from .records import StageRecord, add_stage
 from .routed import (
     active_experts,
@@ -31,6 +33,7 @@ from .routed import (
 )
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
+from .vocabulary import longer
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
@@ -157,7 +160,7 @@ def export_native(
             of a model whose base was frozen gives the base. A LoRA expert's updates are added to expert 0's weights in
             float32 and rounded once.
         language: write the dense model of a language: the base for one of its own, and for a new one the base with the
-            FFNs that its tokens take alone (exclusive experts).
+            FFNs that its tokens take alone (exclusive experts), and with its own tokens and tokenizer, if it has some.
         merge_lora: make FFN experts of LoRA experts.
 
     Returns:
@@ -173,12 +176,20 @@ def export_native(
         tensors = list(_native_tensors(source, form, config))
         _check_fits(source, form, config, tensors)
     else:
-        config, tensors = dense_config(source.config), expert_tensors(source, chosen)
+        config, tensors = dense_config(source.config, language), expert_tensors(source, chosen, language)
     own = {name: value for name, value in (("expert", expert), ("language", language)) if value is not None}
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
-    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
+    tokenizer: list[tuple[Path, Sequence[str]]] = [(folder, TOKENIZER_FILES)]
+    if has_own_tokens(source.config, language):
+        tokenizer = [(folder, ("generation_config.json",)), (folder / FOLDER / str(language), ("*",))]
+    write_checkpoint(out, config, tensors, tokenizer, "export", max_shard_size, overwrite)
     return config.architectures[0]
+
+
+def has_own_tokens(config: Any, language: str | None) -> bool:
+    """Whether the dense model of a language has the languages' own tokens."""
+    return language in (config.vocabularies or {})
 
 
 def dense_experts(source: StoredModel, expert: int | None, language: str | None) -> list[int] | None:
@@ -205,8 +216,9 @@ def dense_experts(source: StoredModel, expert: int | None, language: str | None)
     return [expert] * len(config.num_experts_per_layer)
 
 
-def expert_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTensor]:
-    """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer."""
+def expert_tensors(source: StoredModel, experts: Sequence[int], language: str | None = None) -> list[OutputTensor]:
+    """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer; with the rows of
+    the languages' own tokens, if `language` has some."""
     if any(experts) and source.config.has_kind("added"):
         raise InputError(
             f"{source.folder}: its experts are added to expert 0's output, and the backbone has no FFN for both: only "
@@ -222,17 +234,24 @@ def expert_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTe
         has_ffn = source.config.kind_of(place.layer, expert).has_ffn
         if key in source and place.dense is not None and place.expert in (None, expert if has_ffn else 0):
             name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
-            tensors += [merged(source, key, updates, name)] if key in updates else source.copies(key, name)
+            if key in updates:
+                tensors.append(merged(source, key, updates, name))
+            elif place.layer < 0 and has_own_tokens(source.config, language):
+                tensors.append(longer(source, key, name))
+            else:
+                tensors += source.copies(key, name)
     return tensors
 
 
-def dense_config(config: Any) -> Any:
-    """The backbone's own configuration inside that of an expanded model."""
+def dense_config(config: Any, language: str | None = None) -> Any:
+    """The backbone's own configuration inside that of an expanded model; of the dense model of a language."""
     backbone = config.backbone_config_class
     ours = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(backbone)}
     values = {name: value for name, value in config.to_dict().items() if name not in {*ours, *_NOT_INHERITED}}
     causal, encoder_decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     architecture = (encoder_decoder if config.is_encoder_decoder else causal)[backbone.model_type]
+    if has_own_tokens(config, language):
+        values["vocab_size"] = config.num_tokens
     return backbone(**values, architectures=[architecture])
 
 

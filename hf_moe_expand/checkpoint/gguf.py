@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..core.errors import InputError, first_line
 from ..core.extra import import_extra
 from ..core.jsonfile import read_json, write_json
-from ..data.tokens import frame
+from ..data.tokens import frame, tokenizer_for
 from .tokenizer import load_tokenizer
 from .writer import new_folder
 
@@ -94,11 +94,15 @@ def _keep_tokenizer(reader: Any, tokenizer: Any, folder: Path) -> None:
     write_json(folder / KEPT, entries)
 
 
-def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
+def tokenizer_fields(folder: Path, rows: int, language: str | None = None) -> list[tuple[Any, ...]]:
     """The tokenizer of a checkpoint whose embedding has so many rows, with its chat template: methods `add_...` of a
-    `gguf.GGUFWriter`, each with its arguments."""
+    `gguf.GGUFWriter`, each with its arguments.
+
+    Args:
+        language: take its own tokenizer, if it has one.
+    """
     gguf = import_extra("gguf", "gguf")
-    tokenizer = load_tokenizer(folder, folder)
+    tokenizer = tokenizer_for(load_tokenizer(folder, folder), language)
     entries = _kept(folder, rows)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

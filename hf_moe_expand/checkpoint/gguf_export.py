@@ -128,7 +128,7 @@ def export_gguf(
     check_file(out, overwrite)
     check_apart(out, folder)
     source = StoredModel(model, load_expanded_config(folder))
-    config = dense_config(source.config)
+    config = dense_config(source.config, language)
     beside_it = out.with_name("Modelfile")
     lines = modelfile_text(out.name, config, folder) if modelfile else ""
     there = modelfile and os.path.lexists(beside_it)
@@ -141,10 +141,10 @@ def export_gguf(
         tensors, own = list(_mixture(source, form, config)), _mixture_fields(source.config, form)
     else:
         form = gguf_form(config, folder)
-        tensors, own = list(_named(expert_tensors(source, chosen), form, config, folder)), []
+        tensors, own = list(_named(expert_tensors(source, chosen, language), form, config, folder)), []
     tensors += _rope_factors(config)
     kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source[source.tensors[0]].dtype, "f32")
-    fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size)]
+    fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size, language)]
     if modelfile:  # before the file of weights: where that exists, all is done
         write_text(beside_it, lines)
     try:

@@ -94,6 +94,11 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
             f"{folder}: its experts are expert 0 with low-rank updates; no architecture of {target} has such experts. "
             "`export --merge-lora` makes FFNs of them; `export --expert` writes a dense model with one of them."
         )
+    if config.vocabularies:
+        raise InputError(
+            f"{folder}: its languages have tokens of their own, which no architecture of {target} keeps from others: "
+            "write a dense model of one language (`export --language`)."
+        )
     if config.language_gate is not None or getattr(config, "exclusive_experts", False):
         raise InputError(
             f"{folder}: its tokens go by their language, and no architecture of {target} knows languages: write the "

@@ -14,9 +14,10 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.schema import checked
 from .lost import LostText, lost_text
-from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens
+from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens, tokenizer_for
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
+WITH_BASE = 10  # of so many documents of a language with tokens of its own, one has the base's (docs/vocabulary.md)
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,28 @@ class PackedText:
     lost: dict[str, LostText] = field(default_factory=dict)
 
 
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`."""
+def tokenize(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize", own: Any = None
+) -> Dataset:
+    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`.
 
-    def encode(batch: dict) -> dict:
+    Args:
+        own: the tokenizer of a language with tokens of its own; one of `WITH_BASE` documents has the base's, so
+            that the model understands text whose language nobody told it.
+    """
+
+    def encode(batch: dict, at: list[int]) -> dict:
         ids = encode_documents(batch["text"], tokenizer)
+        if own is not None:
+            others = encode_documents(batch["text"], own)
+            ids = [base if n % WITH_BASE == 0 else row for n, base, row in zip(at, ids, others, strict=True)]
         return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
 
-    features = Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))})
-    return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
+    features, columns = (
+        Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))}),
+        dataset.column_names,
+    )
+    return dataset.map(encode, batched=True, with_indices=True, remove_columns=columns, features=features, desc=desc)
 
 
 def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -124,7 +138,10 @@ def pack_texts(
         lost[language] = lost_text((row["text"] for row in dataset), tokenizer)
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
-        encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
+        own = tokenizer_for(tokenizer, language)
+        encoded = tokenize(
+            dataset, tokenizer, order.index(language), f"tokenize {language}", None if own is tokenizer else own
+        )
         say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
         most = None if language in replayed else tokens_per_language
         encoded_texts[language], tokens[language] = take_tokens(encoded, most, language)

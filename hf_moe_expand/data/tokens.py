@@ -17,6 +17,27 @@ from ..core.errors import InputError
 from ..core.saying import say_once
 
 
+def with_languages(tokenizer: Any, of_languages: Mapping[str, Any]) -> Any:
+    """The base's tokenizer, which knows the tokenizers of languages with tokens of their own (`tokenizer_for`)."""
+    tokenizer.of_languages = dict(of_languages)
+    return tokenizer
+
+
+def languages_of(tokenizer: Any) -> dict[str, Any]:
+    """The tokenizers of languages with tokens of their own, that a model's tokenizer knows."""
+    return getattr(tokenizer, "of_languages", {})
+
+
+def tokenizer_for(tokenizer: Any, language: str | None) -> Any:
+    """The tokenizer that reads a language's text: its own, if it has one, or else the base's."""
+    return languages_of(tokenizer).get(language or "", tokenizer)
+
+
+def decoder_of(tokenizer: Any) -> Any:
+    """The tokenizer that writes all tokens of a model: each language's own knows those of the others too."""
+    return next(iter(languages_of(tokenizer).values()), tokenizer)
+
+
 class Frame(NamedTuple):
     """The tokens that a tokenizer puts before and after a text."""
 

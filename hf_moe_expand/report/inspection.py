@@ -1,7 +1,7 @@
 """Describes an expanded checkpoint: layers, experts, parameters, history. Reads no weights."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -13,7 +13,7 @@ from ..checkpoint.local import check_expanded
 from ..checkpoint.new_experts import check_kinds, chosen_kind
 from ..checkpoint.packs import stages_after_join
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.records import ExpansionRecord, History, StageRecord
+from ..checkpoint.records import ExpansionRecord, History, OwnTokensRecord, StageRecord
 from ..checkpoint.settings import LORA_ALPHA, LORA_RANK
 from ..checkpoint.source import load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
@@ -94,6 +94,11 @@ class Inspection:
     after_join: int = 0
     encoder_layers: int = 0
     unpacked: Sequence[str] = ()
+
+    @property
+    def own_tokens(self) -> Mapping[str, OwnTokensRecord]:
+        """What each language with tokens of its own has, as its record says."""
+        return self.expansions[-1].vocabulary or {} if self.expansions else {}
 
     def lines(self) -> list[str]:
         """The report, line by line."""

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings
-from ..checkpoint.settings import ExpandSettings, JoinSettings
+from ..checkpoint.settings import ExpandSettings, JoinSettings, VocabularySettings
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
@@ -30,6 +30,7 @@ _NOT_WITH_JOIN = (
     "plan",
     "expansions",
     "expand",
+    "vocabulary",
     "analysis",
     "deviation",
     *(key for key in recipe_stages() if key != "review"),
@@ -44,6 +45,9 @@ class _Expansion(Schema):
     deviation: DeviationSettings = Field(DeviationSettings(), description="how deviation is measured (DMoE)")
     plan: AnyPlan | None = Field(None, description="which layer gets how many experts")
     expand: ExpandSettings = Field(ExpandSettings(), description="how new experts start")
+    vocabulary: VocabularySettings | None = Field(
+        None, description="give each new language tokens of its own, learned from its text under `new`"
+    )
 
     @property
     def planned(self) -> PlanSettings:
@@ -256,6 +260,8 @@ class Recipe(Expansion):
             if is_asked and expansion.family not in stage.families:
                 of = "DMoE, whose plan has `method: dmoe`" if "dmoe" in stage.families else "models other than DMoE"
                 raise InputError(f"{stage.key}: a stage of {of}: it would not run. Leave it out.")
+        if expansion.vocabulary is not None:
+            self._check_vocabulary(number, expansion)
         if expansion.family == "dmoe" and len(self.all_expansions) > 1:
             raise InputError(
                 f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
@@ -268,6 +274,20 @@ class Recipe(Expansion):
             raise InputError(
                 f"expansion {number}: graft: the delta is added once, in the last expansion, since later expansions "
                 f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.all_expansions)}."
+            )
+
+    def _check_vocabulary(self, number: int, expansion: Expansion) -> None:
+        """Refuses tokens of their own where a model with them cannot be made, grown or grafted."""
+        why = None
+        if len(self.all_expansions) > 1:
+            why = "a model with them is not expanded further in this version"
+        elif expansion.graft is not None:
+            why = "a model with them is not grafted in this version"
+        elif expansion.family == "dmoe":
+            why = "no language of a DMoE can be told"
+        if why:
+            raise InputError(
+                f"expansion {number}: vocabulary: gives languages tokens of their own, but {why}: leave it out."
             )
 
     @property

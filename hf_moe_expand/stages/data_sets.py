@@ -75,7 +75,9 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
     """
     if hasattr(data, "__len__") and not len(data):
         raise InputError(f"{name} has no rows: give some.")
-    rows = getattr(text_config(config), "vocab_size", None)
+    rows = (
+        config.num_tokens if getattr(config, "vocabularies", None) else getattr(text_config(config), "vocab_size", None)
+    )
     _check_ids(data, "labels", name, rows, least=-100)
     lengths = _check_ids(data, "input_ids", name, rows)
     of_languages = _check_ids(data, "language_ids", name, None, least=-numpy.inf, most=languages)

@@ -22,6 +22,7 @@ from ..core.schema import checked, shown_value
 from ..data.lost import check_lost
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, lost_of_each
+from ..data.tokens import with_languages
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze
 from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, check_conditional_gate, mask_routing
@@ -128,6 +129,9 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         if masking is not None:
             check_conditional_gate(masking, model.config.conditional_routing)
         self.masking, self.allow_lost_text = masking, allow_lost_text
+        if processing_class is not None and getattr(model.config, "vocabularies", None):
+            own = {code: model.tokenizer_of(code) for code in model.config.vocabularies}
+            processing_class = with_languages(processing_class, own)
         self.processing_class, self.model_config = processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
         self._own_collator = data_collator is not None
@@ -319,7 +323,9 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         config = self.accelerator.unwrap_model(model).config
         if ids is None or inputs.get("labels") is None or config.is_encoder_decoder:
             return False
-        vocabulary = config.get_text_config().vocab_size or 0
+        vocabulary = (
+            config.num_tokens if getattr(config, "vocabularies", None) else config.get_text_config().vocab_size or 0
+        )
         if not is_large(ids.numel(), vocabulary) or self.compute_loss_func is not None:
             return False
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)
