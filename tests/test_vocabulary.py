@@ -1,6 +1,7 @@
 """A language's own tokens: learned, given at an expansion, trained, told, exported and taken out again."""
 
 import json
+from itertools import groupby, islice
 
 import pytest
 import torch
@@ -38,13 +39,15 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.tokenizer import load_tokenizer
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.merges import base_pieces, check_kind, grown_state, learn
-from hf_moe_expand.data.packing import WITH_BASE, pack_texts
+from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.data.tokens import tokenizer_for
+from hf_moe_expand.data.stream import TextStream
+from hf_moe_expand.data.tokens import WITH_BASE, tokenizer_for
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.run import check_frozen
+from hf_moe_expand.trainers.samplers import LanguageMix
 
 V, SIZE = 257, 30
 GREEK = ["Η Ελλάδα είναι ωραία και η θάλασσα είναι ωραία.", "Η θάλασσα και η Ελλάδα, ωραία είναι η θάλασσα!"] * 12
@@ -319,6 +322,24 @@ def test_text_is_read_in_own_tokens_and_a_share_of_it_in_the_bases(expanded):
         for token, language in zip(row["input_ids"], row["language_ids"], strict=True):
             ids[language].add(token)
     assert max(ids[0]) < V <= max(ids[1])
+
+
+def test_text_that_streams_is_read_so_too(expanded, files):
+    tokenizer = load_tokenizer(expanded, expanded)
+    texts = {code: LanguageText(code, str(files[code])) for code in ("en", "el")}
+    stream = TextStream(texts, tokenizer, 16, 0, ["en", "el"])
+    stream.begin(LanguageMix([1, 1]), 2)
+    own = tokenizer_for(tokenizer, "el")
+    whole = {tuple(own(text).input_ids) for text in GREEK} | {tuple(tokenizer(text).input_ids) for text in GREEK}
+    ids = {0: [], 1: []}
+    for batch in islice(stream, 60):
+        for row, language in zip(batch["input_ids"].tolist(), batch["language_ids"].tolist(), strict=True):
+            ids[language[0]] += row
+    assert max(ids[0]) < V <= max(ids[1])
+    read = [tuple(document) for end, document in groupby(ids[1], tokenizer.eos_token_id.__eq__) if not end]
+    assert {*read[1:-1]} <= whole
+    with_base = [max(document) < V for document in read[1:-1]]
+    assert 0 < sum(with_base) < len(with_base) / 4
 
 
 @pytest.mark.parametrize("exclusive", [True, False])

@@ -14,10 +14,9 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.schema import checked
 from .lost import LostText, lost_text
-from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens, tokenizer_for
+from .tokens import begin_tokens, document_frame, encode_to_train, say_special, special_tokens, tokenizer_for
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
-WITH_BASE = 10  # of so many documents of a language with tokens of its own, one has the base's (docs/vocabulary.md)
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,14 @@ class PackedText:
 def tokenize(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize", own: Any = None
 ) -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`.
+    """Turns `text` into `input_ids` (see `encode_to_train`) and `language_ids`; the progress bar shows `desc`.
 
     Args:
-        own: the tokenizer of a language with tokens of its own; one of `WITH_BASE` documents has the base's, so
-            that the model understands text whose language nobody told it.
+        own: the tokenizer of a language with tokens of its own (see `encode_to_train`).
     """
 
     def encode(batch: dict, at: list[int]) -> dict:
-        ids = encode_documents(batch["text"], tokenizer)
-        if own is not None:
-            others = encode_documents(batch["text"], own)
-            ids = [base if n % WITH_BASE == 0 else row for n, base, row in zip(at, ids, others, strict=True)]
+        ids = encode_to_train(batch["text"], at, tokenizer, own)
         return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
 
     features, columns = (

@@ -16,7 +16,7 @@ from .files import Row
 from .lost import LostText, lost_text
 from .places import UnreachableError
 from .sources import LEFT_OUT, LanguageText, LeftOut, Shard, counted, judged
-from .tokens import document_frame, encode_documents, say_special, special_tokens
+from .tokens import document_frame, encode_documents, encode_to_train, say_special, special_tokens, tokenizer_for
 
 OnBadShard = Literal["stop", "skip"]
 Counts = Mapping[str, Mapping[str, int]]
@@ -77,6 +77,8 @@ class Reader:
         self.units = len(shards) * parts  # of a pass
         self.open, self.next = [Place(*place) for place in state["open"]], state["next"]
         self.counts = {name: Counter(state["counts"].get(name, {})) for name in COUNTS}
+        own = tokenizer_for(tokenizer, language)
+        self._own = None if own is tokenizer else own
         frame = [token for side in document_frame(tokenizer) for token in side]
         self._special = {at: (name, frame.count(at)) for at, name in special_tokens(tokenizer).items()}
         self._rows: Iterator[Row] | None = None  # of the shard at hand; None at its end
@@ -201,7 +203,8 @@ class Reader:
         if number not in self._tokens:
             assert self._texts is not None
             some = self._texts[number : number + _AT_ONCE]
-            ids = encode_documents(some, self.tokenizer)
+            at = range(number, number + len(some))
+            ids = encode_to_train(some, at, self.tokenizer, self._own)
             self._tokens = {number + one: np.array(row, dtype=np.int32) for one, row in enumerate(ids)}
         return self._tokens[number]
 
@@ -278,8 +281,9 @@ def estimated(
             if on_bad_shard == "stop" or isinstance(error, UnreachableError):
                 raise
         size += shard.size or 0
-        tokens += sum(sum(map(len, encode_documents(texts[at : at + _AT_ONCE], tokenizer))) for at in
-                      range(0, len(texts), _AT_ONCE)) / (read or 1.0)  # fmt: skip
+        own = tokenizer_for(tokenizer, text.language)
+        pieces = (texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE))
+        tokens += sum(len(ids) for piece in pieces for ids in encode_documents(piece, own)) / (read or 1.0)
         found = lost_text(islice(texts, _SHARDS * 8), tokenizer)
         lost = LostText(lost.size + found.size, lost.characters + found.characters)
     if not tokens and len(some) == len(shards):
