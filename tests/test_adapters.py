@@ -36,6 +36,7 @@ from hf_moe_expand import (
     grow_checkpoint,
     join_expansions,
     leave_out_pack,
+    make_card,
     save_expansion,
     shrink_checkpoint,
     train_stage,
@@ -540,3 +541,13 @@ def test_a_prompt_that_ends_in_a_new_language_is_told(grown, ways):
                     assert torch.equal(judged, model.generate(**prompt))
         assert torch.equal(model.generate(inputs=ids, attention_mask=mask, languages="en", **GREEDY),
                            load_base(model).generate(ids, attention_mask=mask, **GREEDY))  # fmt: skip
+
+
+def test_the_card_speaks_of_adapters(el, grown):
+    card = str(make_card(el))
+    assert "- lora" in card
+    assert "[LoRA](https://arxiv.org/abs/2106.09685) adapters of base, for el" in card
+    assert "(updates of rank 4 on down_proj, gate_proj" in card
+    assert "without a language it takes the newest" in card
+    assert "| 2 | tr | moe-lpr | 1 1 1 | copies of expert 0 | none |" in str(make_card(grown))
+    assert "FFN" not in card.split("## Citation")[0]

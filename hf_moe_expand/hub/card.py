@@ -73,7 +73,7 @@ def make_card(
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
     inspection = inspect_checkpoint(folder)
     history = History.of(config)
-    template = _method(config, history)
+    template, has_adapters = _method(config, history), config.has_kind("adapter")
     method = METHODS.get(history.last.method)
     old, new = _languages(history)
     scores = None
@@ -87,7 +87,7 @@ def make_card(
         **licensed,
         library_name="transformers",
         pipeline_tag="translation" if config.is_encoder_decoder else "text-generation",
-        tags=["mixture-of-experts", template.tag, "multilingual", "hf-moe-expand"],
+        tags=[*(["lora"] if has_adapters else ["mixture-of-experts", template.tag]), "multilingual", "hf-moe-expand"],
         base_model=origin.hub_id,
         base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
         model_name=None if scores is None else name,  # of the results
@@ -96,7 +96,7 @@ def make_card(
     settings = [stage.settings or {} for stage in history.stages]
     counts = [[1] * len(inspection.layers), *(record.experts_per_layer for record in history.expansions)]
     text = _render(
-        template.card,
+        "adapter" if has_adapters else template.card,
         metadata=Markup(data.to_yaml()),
         name=name,
         location=Markup(json.dumps(location)),
