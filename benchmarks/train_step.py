@@ -147,7 +147,8 @@ def peak_bytes(case: Case, options: argparse.Namespace) -> int:
 
 def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
     """Yields the row of each case once its last round is over."""
-    cases = [Case(BASE), *(Case(stage, way) for stage in STAGES for way in options.ways)]
+    ways = {stage: ["default"] if stage in KINDS else options.ways for stage in STAGES}  # those have one way
+    cases = [Case(BASE), *(Case(stage, way) for stage in STAGES for way in ways[stage])]
     on_cpu = options.device == "cpu"
     memory = {case: in_own_process(peak_bytes, case, options) for case in cases if on_cpu}
     flops = {stage: count_flops(stage, options) for stage in TRAINERS}

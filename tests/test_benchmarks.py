@@ -255,8 +255,9 @@ def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
     tables = page.read_text("utf-8").split("## ")[1:]
     for row in ("it is fast | 2 | 0 | 0", "it is right | 1 | 0 | 0", "it is there | 0 | 0 | 1"):
         assert f"| {row} |" in tables[0]
-    assert [table.count("\n| ") - 2 for table in tables[1:]] == [4, 5, 2 * 3]
+    assert [table.count("\n| ") - 2 for table in tables[1:]] == [4, 7, 2 * 3]
     names = ["full fine-tuning of the base", *map("".join, product(("post-pretrain", "review"), ("", ", eager")))]
+    names += ["exclusive experts", "adapters of rank 16"]
     assert re.findall(r"^\| ([^|]+) \|", tables[2], re.MULTILINE)[2:] == names
     assert "used up" not in page.read_text("utf-8")
     (tmp_path / "test_small.py").write_text(TESTS.replace("RIGHT", "False"))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data.packing import encode_documents
+from hf_moe_expand.data.tokens import encode_documents
 from hf_moe_expand.planning.results import DeviationResult
 from hf_moe_expand.report import figures
 

@@ -94,7 +94,9 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
         )
     check_expanded(model)
     model.requires_grad_(trained.everything)
-    parts = dict.fromkeys(("base", "experts", "routers", "classifiers", "own tokens"), 0)
+    parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
+    if getattr(model, "vocabulary", None) is not None:
+        parts["own tokens"] = 0
     for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
         parts[kind] += sum(_size(parameter) for parameter in module.parameters())
