@@ -551,3 +551,15 @@ def test_the_card_speaks_of_adapters(el, grown):
     assert "without a language it takes the newest" in card
     assert "| 2 | tr | moe-lpr | 1 1 1 | copies of expert 0 | none |" in str(make_card(grown))
     assert "FFN" not in card.split("## Citation")[0]
+
+
+@pytest.mark.parametrize("languages", ["el", ["en", "el"]])
+def test_in_training_all_adapters_are_in_the_graph(grown, languages):
+    """Ranks wait for one another's gradients: each has one of every adapter, if of zeros."""
+    model = load(grown).train()
+    model(IDS, labels=IDS, languages=languages).loss.backward()
+    for layer in model.expanded_ffns().values():
+        for expert in (1, 2):
+            gradients = [parameter.grad for parameter in layer.experts[expert].parameters()]
+            assert all(gradient is not None for gradient in gradients)
+            assert any(gradient.any() for gradient in gradients) == (expert == 1)
