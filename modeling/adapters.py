@@ -101,13 +101,12 @@ class AdaptedLayer(ExpandedLayer):
             ran = {single_expert}
             y = output + self._update(single_expert, name)(x) if single_expert in self.updated[name] else output
         else:
-            # In training all experts are in the graph, so that all ranks have the same graph.
-            present = None if self.training else known.present
-            for number in range(1, len(self.experts_after_expansion)) if present is None else present:
+            for number in range(1, len(self.experts_after_expansion)) if known.present is None else known.present:
                 expert = self.expert_of(number) or 0
                 if expert in self.updated[name]:
                     ran.add(expert)
                     y = chosen(known.class_T == number, output + self._update(expert, name)(x), y)
+        # In training all experts are in the graph, so that all ranks have the same graph.
         if self.training and (idle := [expert for expert in self.updated[name] if expert not in ran]):
             nothing = x.flatten(0, -2)[:0]
             y = y + sum(self._update(expert, name)(nothing).sum() for expert in idle)
