@@ -6,11 +6,14 @@ import socket
 import time
 from itertools import pairwise
 
+import datasets
 import pytest
+import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, write_texts
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.core import hub_access
@@ -18,6 +21,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.languages import names_language
 from hf_moe_expand.data import packing, sources
 from hf_moe_expand.data.packing import (
+    Blocks,
     balanced_tokens,
     collate_blocks,
     pack_texts,
@@ -243,7 +247,7 @@ def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one(monk
     assert {row[0] for row in wrapped.dataset["input_ids"]} != {BEGIN}
     assert list(found.dataset["input_ids"]) == [[BEGIN, *row[1:]] for row in wrapped.dataset["input_ids"]]
     assert list(found.dataset["language_ids"]) == list(wrapped.dataset["language_ids"])
-    assert found.dataset.features == wrapped.dataset.features
+    assert found.dataset.column_names == wrapped.dataset.column_names
     assert found.tokens == wrapped.tokens
 
 
@@ -255,6 +259,51 @@ def test_the_seed_decides_the_order():
     data = texts(en=[f"document {i}" for i in range(30)], el=[f"έγγραφο {i}" for i in range(30)])
     first, again, other = (pack_texts(data, byte_tokenizer(), 8, seed).dataset["input_ids"][:] for seed in (1, 1, 2))
     assert first == again != other
+
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(lengths, min_size=1, max_size=3), st.integers(1, 7))
+def test_blocks_are_their_documents_one_after_another(groups, block_size):
+    """Against the obvious definition: all tokens of a group in one list, which is cut."""
+    groups = [group for group in groups if sum(group) >= block_size]
+    assume(groups)
+    numbers, made, wanted = iter(range(10_000)), [], []
+    for group in groups:
+        rows = [[next(numbers) for _ in range(size)] for size in group]
+        made.append(Dataset.from_dict({"input_ids": rows, "tokens": group, "language": [*range(len(group))]}))
+        ids, languages = [*itertools.chain(*rows)], [at for at, size in enumerate(group) for _ in range(size)]
+        for start in range(0, len(ids) - block_size + 1, block_size):
+            cut = slice(start, start + block_size)
+            wanted.append({"input_ids": ids[cut], "language_ids": languages[cut]})
+    blocks = Blocks(made, block_size)
+    assert list(blocks) == wanted
+    assert blocks.of_each == tuple(sum(group) // block_size for group in groups)
+    assert [blocks[-1], blocks[len(blocks) - 1]] == 2 * [wanted[-1]]
+    assert blocks["language_ids"] == [row["language_ids"] for row in wanted]
+    again = Blocks([one.select([*range(len(one))][::-1]).select([*range(len(one))][::-1]) for one in made], block_size)
+    assert list(again) == wanted  # documents in another order than they lie on disk
+
+
+def test_packing_writes_each_token_once_and_drops_less_than_one_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file = tmp_path / "el.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{number} " * 60}) + "\n" for number in range(2100)), "utf-8")
+    packed = pack_texts({"el": LanguageText("el", str(file)).load()}, byte_tokenizer(), 128, 0)
+    total = packed.tokens["el"]
+    assert len(packed.dataset) == total // 128 == packed.blocks[0]
+    tokens = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.arrow")) - file.stat().st_size
+    assert 4 <= tokens / total < 4.2
+
+
+def test_several_processes_tokenise_the_same_blocks():
+    data = texts(en=[f"document {i}" for i in range(40)], el=[f"έγγραφο {i}" for i in range(40)])
+    alone, shared = (pack_texts(data, byte_tokenizer(), 16, 0, num_proc=number) for number in (None, 2))
+    assert list(alone.dataset) == list(shared.dataset)
+    worker = DataLoader(shared.dataset, 4, collate_fn=collate_blocks, num_workers=1, multiprocessing_context="spawn")
+    assert torch.cat([batch["input_ids"] for batch in worker]).tolist() == alone.dataset["input_ids"]
 
 
 def test_blocks_can_mix_languages():

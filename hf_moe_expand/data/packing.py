@@ -18,14 +18,16 @@ from .tokens import begin_tokens, document_frame, encode_to_train, say_special, 
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
+_DOCUMENT = Features({"input_ids": List(Value("int32")), "tokens": Value("int32"), "language": Value("int16")})
+
 
 @dataclass(frozen=True)
 class PackedText:
     """Blocks for training.
 
     Attributes:
-        dataset: columns `input_ids` and `language_ids`, `[block_size]`; a block may mix documents and languages. Or a
-            `TextStream` of such blocks, whose tokens are those to take, about.
+        dataset: `Blocks`, which may mix documents and languages; a `TextStream` of such blocks, whose tokens are those
+            to take, about; or sentence pairs.
         languages: `languages[i]` is the language with id `i`.
         tokens: tokens of each language, end-of-text tokens included.
         documents: documents of each language.
@@ -41,24 +43,71 @@ class PackedText:
     lost: dict[str, LostText] = field(default_factory=dict)
 
 
-def tokenize(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize", own: Any = None
-) -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_to_train`) and `language_ids`; the progress bar shows `desc`.
+class Blocks:
+    """Blocks of shuffled documents that stand one after another: views of their tokens, which lie on disk once.
+
+    A row has `input_ids` and `language_ids`, `[block_size]`; `blocks["input_ids"]` is all rows of a column.
 
     Args:
+        documents: `input_ids`, `language` and `tokens`, their number, of each document, in order; each data set begins
+            a block, and its last tokens, less than a block, are left out.
+        begin: the tokens that stand in place of each block's first ones.
+    """
+
+    column_names = ("input_ids", "language_ids")
+
+    def __init__(self, documents: Sequence[Dataset], block_size: int, begin: Sequence[int] = ()) -> None:
+        self.documents = concatenate_datasets(list(documents)).with_format("arrow")
+        self.block_size, self.begin = block_size, list(begin)
+        sizes = [np.asarray(one.with_format("numpy")["tokens"], dtype=np.int64) for one in documents]
+        whole = [int(size.sum()) for size in sizes]
+        self.of_each = tuple(tokens // block_size for tokens in whole)
+        first = np.cumsum([0, *whole[:-1]])
+        self._starts = np.concatenate(
+            [start + block_size * np.arange(count) for start, count in zip(first, self.of_each, strict=True)]
+        )
+        self._ends = np.cumsum(np.concatenate(sizes))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, place: int | str) -> Any:
+        if isinstance(place, str):
+            return [row[place] for row in self]
+        start = int(self._starts[place])
+        first, last = np.searchsorted(self._ends, [start, start + self.block_size - 1], side="right")
+        rows, ends = self.documents[int(first) : int(last) + 1], self._ends[first : last + 1] - start
+        skipped = rows["tokens"][0].as_py() - int(ends[0])
+        ids = pc.list_flatten(rows["input_ids"]).slice(skipped, self.block_size).to_pylist()
+        counts = np.diff(np.minimum(ends, self.block_size), prepend=0)
+        languages = np.repeat(rows["language"].to_numpy(), counts).tolist()
+        return {"input_ids": [*self.begin, *ids[len(self.begin) :]], "language_ids": languages}
+
+
+def tokenize(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    language_id: int,
+    desc: str = "tokenize",
+    own: Any = None,
+    num_proc: int | None = None,
+) -> Dataset:
+    """Turns `text` into `input_ids` (see `encode_to_train`), their number `tokens` and the id `language`.
+
+    Args:
+        desc: what the progress bar shows.
         own: the tokenizer of a language with tokens of its own (see `encode_to_train`).
+        num_proc: processes that share the work.
     """
 
     def encode(batch: dict, at: list[int]) -> dict:
         ids = encode_to_train(batch["text"], at, tokenizer, own)
-        return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
+        return {"input_ids": ids, "tokens": list(map(len, ids)), "language": [language_id] * len(ids)}
 
-    features, columns = (
-        Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))}),
-        dataset.column_names,
-    )
-    return dataset.map(encode, batched=True, with_indices=True, remove_columns=columns, features=features, desc=desc)
+    return dataset.map(
+        encode, batched=True, with_indices=True, remove_columns=dataset.column_names, features=_DOCUMENT, desc=desc,
+        num_proc=num_proc,
+    )  # fmt: skip
 
 
 def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -72,7 +121,7 @@ def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> d
 
 def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
     """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens."""
-    number, total = first_tokens(language, map(len, dataset.with_format("arrow")["input_ids"]), tokens)
+    number, total = first_tokens(language, dataset["tokens"], tokens)
     return dataset.select(range(number)), total
 
 
@@ -103,6 +152,7 @@ def pack_texts(
     groups: Sequence[Sequence[str]] | None = None,
     sides: Sequence[Sequence[str]] | None = None,
     replay: tuple[Sequence[str], float] | None = None,
+    num_proc: int | None = None,
 ) -> PackedText:
     """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
@@ -118,14 +168,13 @@ def pack_texts(
         sides: languages whose documents are taken until each side has equally many tokens, as many as the text allows.
         replay: languages, and their share of all tokens: whole documents are taken until each of them has an equal part
             of it. `tokens_per_language` then counts for the other languages.
+        num_proc: processes that tokenise; this one by default.
 
     Raises:
         InputError: a language has fewer tokens than asked for, or the text of a group is less than one block.
     """
-    from trl import pack_dataset  # heavy
-
     check_named_once(list(texts))
-    order, begin = tuple(languages or texts), begin_tokens(tokenizer)
+    order = tuple(languages or texts)
     replayed, share = replay or ((), 0.0)
     encoded_texts, tokens, lost = {}, {}, {}
     for language, dataset in texts.items():
@@ -135,8 +184,9 @@ def pack_texts(
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         own = tokenizer_for(tokenizer, language)
         encoded = tokenize(
-            dataset, tokenizer, order.index(language), f"tokenize {language}", None if own is tokenizer else own
-        )
+            dataset, tokenizer, order.index(language), f"tokenize {language}", None if own is tokenizer else own,
+            num_proc,
+        )  # fmt: skip
         say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
         most = None if language in replayed else tokens_per_language
         encoded_texts[language], tokens[language] = take_tokens(encoded, most, language)
@@ -149,25 +199,17 @@ def pack_texts(
         for language, wanted in balanced_tokens(tokens, sides).items():
             encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], wanted, language)
     counts = {language: len(encoded) for language, encoded in encoded_texts.items()}
-    blocks = []
+    mixed = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]
-        mixed = concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed).flatten_indices()
-        packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
-        packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
-        if begin:
-            packed = packed.map(
-                lambda rows: {"input_ids": [[*begin, *ids[len(begin) :]] for ids in rows]},
-                batched=True, input_columns="input_ids", desc="begin",
-            )  # fmt: skip
-        if not len(packed):
+        if (found := sum(tokens[code] for code in members)) < block_size:
             raise InputError(
-                f"All text of {', '.join(members)} together is {sum(tokens[code] for code in members):,} tokens, less "
-                f"than one block of {block_size}: give more text or a smaller block_size."
+                f"All text of {', '.join(members)} together is {found:,} tokens, less than one block of {block_size}: "
+                "give more text or a smaller block_size."
             )
-        blocks.append(packed)
-    packed = blocks[0] if len(blocks) == 1 else concatenate_datasets(blocks)
-    return PackedText(packed, order, tokens, counts, tuple(map(len, blocks)), lost)
+        mixed.append(concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed))
+    blocks = Blocks(mixed, block_size, begin_tokens(tokenizer))
+    return PackedText(blocks, order, tokens, counts, blocks.of_each, lost)
 
 
 def _replayed_tokens(tokens: Mapping[str, int], replayed: Sequence[str], share: float) -> int:

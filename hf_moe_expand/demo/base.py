@@ -85,7 +85,8 @@ def make_base(
     largest = max(shares.values())
     counts = {code: max(1, round(len(texts[code]) * share / largest)) for code, share in shares.items()}
     tokenizer = train_tokenizer({code: texts[code].select(range(n)) for code, n in counts.items()}, settings.vocab_size)
-    blocks = [pack_texts({code: texts[code]}, tokenizer, settings.block_size, seed).dataset for code in shares]
+    packed = [pack_texts({code: texts[code]}, tokenizer, settings.block_size, seed).dataset for code in shares]
+    blocks = [Dataset.from_dict({"input_ids": rows["input_ids"]}) for rows in packed]
     total = sum(shares.values())
     dataset = interleave_datasets(
         blocks, [share / total for share in shares.values()], seed, stopping_strategy="all_exhausted"

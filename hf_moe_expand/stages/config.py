@@ -139,6 +139,7 @@ class StageConfig(TrainingArguments, Stage):
         f"files of more than {STREAMED >> 20} MB together, and for text on the hub or elsewhere where `tokens`, "
         "`tokens_per_language` or `max_steps` is set",
     )
+    dataset_num_proc: Count | None = setting(None, "processes that tokenise text before training; one by default")
     on_bad_shard: OnBadShard = setting(
         "stop", "what a file does that is broken, empty or of another schema in a stream: `stop`, or `skip` its rest"
     )
@@ -412,8 +413,9 @@ class StageConfig(TrainingArguments, Stage):
         if groups is not None and whole:  # of some languages alone
             groups = [group for group in groups if {*group} & {*texts}]
         return pack_texts(
-            texts, tokenizer, self.block_size, self.seed, languages=[*old, *new], groups=groups, **amounts
-        )
+            texts, tokenizer, self.block_size, self.seed, languages=[*old, *new], groups=groups,
+            num_proc=self.dataset_num_proc, **amounts,
+        )  # fmt: skip
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
         """The amount of text to take of each language: arguments of `pack_texts`."""

@@ -13,6 +13,7 @@ from ..core.errors import InputError
 from ..core.languages import names_language
 from ..core.saying import say_once
 from ..core.schema import shown_value
+from ..data.packing import Blocks
 from ..data.pairs import pairs_of
 from ..data.sources import LeftOut, counted
 from ..inference.models import longest_block
@@ -75,6 +76,8 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
     """
     if hasattr(data, "__len__") and not len(data):
         raise InputError(f"{name} has no rows: give some.")
+    packed = data.block_size if isinstance(data, Blocks) else None
+    data = data.documents if isinstance(data, Blocks) else data
     rows = (
         config.num_tokens if getattr(config, "vocabularies", None) else getattr(text_config(config), "vocab_size", None)
     )
@@ -87,7 +90,7 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
         raise InputError(
             f"{name} has rows whose `language_ids` are not as many as their `input_ids`: each token has one."
         )
-    if len(sizes := sorted({*lengths})) > 1:
+    if len(sizes := [packed] if packed else sorted({*lengths})) > 1:
         raise InputError(
             f"{name} has rows of {sizes[0]} to {sizes[-1]} tokens, but blocks have one length: give text, which is "
             "packed, or a data_collator that pads."

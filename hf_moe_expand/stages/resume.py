@@ -14,7 +14,7 @@ from ..core.scratch import FolderLock, is_work_folder, remove_leftovers, remove_
 from ..data.sources import LanguageText
 
 STARTED_WITH = "started_with.json"
-_MAY_CHANGE = ("dataloader_num_workers",)  # without it the same text is read
+_MAY_CHANGE = ("dataloader_num_workers", "dataset_num_proc")  # without it the same text is read
 
 
 class TrainingFolder:

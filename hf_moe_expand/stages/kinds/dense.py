@@ -101,7 +101,7 @@ class DenseConfig(StageConfig):
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, whole: bool = False) -> PackedText:
         amounts = {} if whole else self.amounts(texts, model_config)
-        return pack_texts(texts, tokenizer, self.block_size, self.seed, **amounts)
+        return pack_texts(texts, tokenizer, self.block_size, self.seed, num_proc=self.dataset_num_proc, **amounts)
 
     def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
         replay = {} if self.replay_share is None else {"replay": (self.replay, self.replay_share)}
