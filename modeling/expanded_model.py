@@ -420,7 +420,7 @@ def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
 def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     made, control.gate_pass = control.gate_pass, None
     if decoder.config.vocabularies:  # else a compiled pass would return them too
-        control.judged = None if made is None else made.classes
+        control.may_write = None if made is None else made.may_write()
     cache = cache_of_call(args, kwargs, output)
     if made is not None and cache is not None:
         made.remember(cache)

@@ -147,8 +147,8 @@ class GateMemory(CacheLayerMixin):
     A cache passes on to its layers what changes its sequences or tokens, to this one after all others.
 
     Attributes:
-        kept: `[B, P, 2 + E]` int32: whether a token counts, whether it begins a text, and its evidence; None before the
-            first pass.
+        kept: `[B, P, 2 + E]` int32: whether a token counts, whether it begins a text, and its evidence; where languages
+            have tokens of their own, also whether it is one. None before the first pass.
         others: tokens in the cache that the gate has not judged (virtual tokens of prefix tuning), in front of the P.
         rule: the values of the `GateRule` by which they were judged.
         beside: a layer with keys and values, which knows how many tokens the cache holds.
@@ -244,10 +244,11 @@ class GatePass:
         message_ends: columns at which the messages of a prompt end, which are judged whole; none by default.
         must_begin: whether the pass must begin its texts, since nothing is known of tokens before.
         own: `[B, S]` bool, new languages' own tokens, which no other text has: the most evidence for class 1, which is
-            then the only later one; None without any.
+            then the only later one; None where languages have none.
 
     Attributes:
         classes: the classes of the pass's tokens, from the gate's layer on; None before it.
+        written: `[B, S]` bool, the tokens whose window has one of `own`; None where languages have none.
     """
 
     def __init__(
@@ -259,6 +260,7 @@ class GatePass:
         self.memory = GateMemory() if memory is None else memory
         self.held, self.message_ends, self.must_begin = held, message_ends, must_begin
         self.classes: TokenClasses | None = None
+        self.written: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
 
     @classmethod
@@ -288,14 +290,18 @@ class GatePass:
         """`[B, S]`, the class of each token, from the evidence of the pass's tokens."""
         (B, S), device = self.counted.shape, evidence_TE.device
         marks_BS2 = torch.stack([self.counted, self.starts], -1).to(device)
-        own_BSE = evidence_TE.view(B, S, -1)
+        evidence_BSE = evidence_TE.view(B, S, -1)
         if self.own is not None:
-            own_BSE = own_BSE.masked_fill(self.own.to(device).unsqueeze(-1), round(UNIT * self.rule.bound))
-        own_BSE = own_BSE.masked_fill(~marks_BS2[..., :1], 0)
-        self.kept, columns_S = self.memory.with_pass(torch.cat([marks_BS2.int(), own_BSE], -1))
+            own_BS1 = self.own.to(device).unsqueeze(-1)
+            evidence_BSE = evidence_BSE.masked_fill(own_BS1, round(UNIT * self.rule.bound))
+            evidence_BSE = torch.cat([evidence_BSE, own_BS1.int()], -1)
+        evidence_BSE = evidence_BSE.masked_fill(~marks_BS2[..., :1], 0)
+        self.kept, columns_S = self.memory.with_pass(torch.cat([marks_BS2.int(), evidence_BSE], -1))
         counted_BP, starts_BP = self.kept[..., 0].bool(), self.kept[..., 1].bool()
         sums_BPE = window_sums(self.kept[..., 2:], counted_BP, starts_BP, self.rule.window)
         sums_BSE = sums_BPE[:, -S:] if columns_S is None else sums_BPE.index_select(1, columns_S)
+        if self.own is not None:
+            sums_BSE, self.written = sums_BSE[..., :-1], sums_BSE[..., -1] > 0
         class_BS = classes_of_sums(sums_BSE)
         if not self.message_ends or self.held >= self.message_ends[-1]:
             return class_BS
@@ -304,6 +310,8 @@ class GatePass:
         ends_M = torch.tensor(list(self.message_ends), device=device)
         end_S = ends_M[torch.searchsorted(ends_M, column_S, right=True).clamp(max=len(ends_M) - 1)]
         last_S = torch.where(column_S < ends_M[-1], (end_S - 1 - self.held).clamp(max=S - 1), column_S - self.held)
+        if self.written is not None:
+            self.written = self.written.index_select(1, last_S)
         return class_BS.index_select(1, last_S)
 
     def decide(self, class_BS: torch.Tensor) -> TokenClasses:
@@ -326,6 +334,13 @@ class GatePass:
             present = [number for number, occurs in enumerate(occurs_C) if occurs] or [0]
         self.classes = TokenClasses(class_BS.flatten(), present)
         return self.classes
+
+    def may_write(self) -> torch.Tensor | None:
+        """`[B, S]` bool, the tokens after which a new language's own may come: those of a new class in a text that has
+        such tokens; None where the gate decides nothing of the pass."""
+        if self.classes is None or self.written is None:
+            return None
+        return (self.classes.class_T.view(self.written.shape) > 0) & self.written
 
     def _begins(self) -> torch.Tensor:
         """`[1]` bool, whether the first counted token of each sequence begins a text."""
@@ -419,7 +434,9 @@ def pass_of_call(
     arguments = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
     ids = arguments.get("input_ids")
     inputs = arguments["inputs_embeds"] if ids is None else ids
-    own = ids >= decoder.config.vocab_size if ids is not None and decoder.config.vocabularies else None
+    own = None
+    if decoder.config.vocabularies:
+        own = torch.zeros_like(inputs[..., 0], dtype=torch.bool) if ids is None else ids >= decoder.config.vocab_size
     cache, positions = arguments.get("past_key_values"), arguments.get("position_ids")
     memory, held = memory_of(rule, cache, virtual)
     if memory.kept is not None and len(memory.kept) != len(inputs):

@@ -116,13 +116,13 @@ class RoutingControl:
         self._own.decided = value
 
     @property
-    def judged(self) -> TokenClasses | None:
-        """The classes that the gate gave the tokens of this thread's last forward pass, for the head after it."""
-        return getattr(self._own, "judged", None)
+    def may_write(self) -> Any:
+        """Of this thread's last forward pass, what `GatePass.may_write` said, for the head after it."""
+        return getattr(self._own, "may_write", None)
 
-    @judged.setter
-    def judged(self, value: TokenClasses | None) -> None:
-        self._own.judged = value
+    @may_write.setter
+    def may_write(self, value: Any) -> None:
+        self._own.may_write = value
 
     @property
     def token_ids(self) -> Any:

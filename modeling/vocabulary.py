@@ -3,8 +3,9 @@
 The base's matrices and `vocab_size` stay. A token's id is `vocab_size` plus the number of its row. Which text has such
 ids is its tokenizer's affair: the base's has none, and each language has its own, under `vocabulary/` of a checkpoint.
 
-The head gives them minus infinity, but after a token of a new language: one whose language the user tells, the gate
-recognises or, in a Trainer, the row names. Else the distribution is the base's.
+The head gives them minus infinity, but after a token of a new language: one whose language the user tells or, in a
+Trainer, the row names, or that the gate recognises in a text with such tokens. Text in the base's tokens is scored by
+these alone.
 
 Shape suffixes: B sequences, S tokens whose logits are computed, V rows of the base, R further ones; h hidden size.
 """
@@ -92,12 +93,12 @@ def new_tokens(control: RoutingControl, shape: Any, device: Any) -> torch.Tensor
     new_BS = torch.zeros(B, S, dtype=torch.bool, device=device)
     if request.expert == 0 or request.expansion == 0:
         return new_BS
-    of_rows, judged = request.token_classes, control.judged
+    of_rows, may_BS = request.token_classes, control.may_write
     if of_rows is not None:  # a block has several texts: the language is that of the token to come
         class_BS = of_rows.class_T.view(B, -1)
         new_BS = _last(torch.cat([class_BS[:, 1:], class_BS[:, -1:]], 1) > 0, S)
-    elif judged is not None:
-        new_BS = _last(judged.class_T.view(B, -1) > 0, S)
+    elif may_BS is not None:
+        new_BS = _last(may_BS, S)
     if request.classes is not None:
         given_B = torch.tensor([-1 if number is None else number for number in request.classes], device=device)
         given_B1 = given_B.repeat_interleave(B // len(given_B)).unsqueeze(-1)  # beams follow one another

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_config, tiny_dense
 from gated_models import GREEDY, gated_model, tokens
-from torch.nn import functional as F
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
 from hf_moe_expand.checkpoint.promises import expanded_twin
@@ -98,14 +98,24 @@ class _NoTokenizer:
 
 
 @torch.no_grad()
-def test_the_gate_unmasks_where_it_recognises_a_new_language():
-    model = gated_model(exclusive=True, fields={"vocabularies": {"el": R}})
-    model.expanded_ffns()[1].language_gate.weight.neg_()
-    ids = tokens(4, 16)
+def test_the_gate_unmasks_a_new_language_that_has_own_tokens_in_the_text():
+    model = gated_model(exclusive=True, fields={"vocabularies": {"el": R}}, window=5)
+    gate = model.expanded_ffns()[1].language_gate
+    gate.weight.neg_()
+    judged, ids = [], tokens(4, 16)
+    gate.register_forward_hook(lambda *_: judged.append(_[-1].view(4, 16)))
     logits = model(ids).logits
-    new_BS = model.routing_control.judged.class_T.view(4, 16) > 0
+    assert (judged[0] > 0).any()
+    assert (logits[..., V:] == -torch.inf).all()  # text in the base's tokens alone goes on in these
+    ids[:, 6] = V + 1
+    logits = model(ids).logits
+    own_BS = torch.zeros(4, 16, dtype=torch.bool)
+    own_BS[:, 6:11] = True  # the window
+    evidence_BS = judged[1].masked_fill(ids >= V, 1024 * model.config.language_gate["bound"])
+    sums_BS = F.pad(evidence_BS.cumsum(1), (5, 0))
+    new_BS = (sums_BS[:, 5:] - sums_BS[:, :-5] > 0) & own_BS
     assert new_BS.any()
-    assert not new_BS.all()
+    assert not new_BS[own_BS].all()
     assert torch.equal(logits[..., V:].isfinite().all(-1), new_BS)
     told = model(ids, languages=["en", "el", None, None]).logits[..., V:].isfinite().all(-1)
     assert not told[0].any()
@@ -121,8 +131,7 @@ def test_own_tokens_are_the_most_evidence_for_their_language():
     model = gated_model(exclusive=True, fields={"vocabularies": {"el": R}}, window=5)
     ids = tokens(2, 16)
     ids[0, 4:] = V + 1
-    model(ids)
-    assert (model.routing_control.judged.class_T.view(2, 16)[0, 6:] == 1).all()
+    assert model(ids).logits[0, 6:, V:].isfinite().all()
 
 
 @pytest.mark.parametrize("told", ["el", None])
