@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from ..core.errors import InputError
 from ..core.saying import say_once
 
-WITH_BASE = 10  # of so many documents of a language with tokens of its own, one has the base's (docs/vocabulary.md)
+WITH_BASE = 4  # of so many documents of a language with tokens of its own, one has the base's (docs/vocabulary.md)
 
 
 def with_languages(tokenizer: Any, of_languages: Mapping[str, Any]) -> Any:
