@@ -30,7 +30,8 @@ from transformers import AutoTokenizer
 
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.data.stream import TextStream
+from hf_moe_expand.data.stream import TextStream, as_they_are
+from hf_moe_expand.stages.streaming import PREFETCHED
 from hf_moe_expand.trainers import LanguageMix
 
 ROWS, BLOCK, SHARDS, ACCUMULATION = 8, 1024, 8, 1
@@ -87,7 +88,10 @@ def streamed(folder: Path, tokenizer: Any, options: Any, workers: int, tokens: f
     stream = TextStream({"el": LanguageText("el", str(folder))}, tokenizer, BLOCK, options.seed)
     stream.begin(LanguageMix([1]), ROWS, ACCUMULATION, workers=workers)
     context = "fork" if workers else None  # as a training on Linux, not as `in_own_process`
-    loader = DataLoader(stream, batch_size=None, num_workers=workers, multiprocessing_context=context)
+    loader = DataLoader(
+        stream, batch_size=None, num_workers=workers, multiprocessing_context=context, collate_fn=as_they_are,
+        prefetch_factor=PREFETCHED if workers else None,
+    )  # fmt: skip
     of_batch, most, batches = ROWS * BLOCK, 0, stream.received(loader)
     next(batches)
     first = time.perf_counter() - started

@@ -1,6 +1,6 @@
 """Mixes the documents of languages, and packs their tokens into blocks, with a language id for each token."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,9 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return (self[place] for place in range(len(self)))
 
     def __getitem__(self, place: int | str) -> Any:
         if isinstance(place, str):

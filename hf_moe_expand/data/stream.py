@@ -24,6 +24,11 @@ from .tokens import begin_tokens
 _EVEN = 64  # draws among which each language has its share, to one draw
 
 
+def as_they_are(batch: Any) -> Any:
+    """A loader's `collate_fn`, whose own would make tensors of arrays."""
+    return batch
+
+
 class TextStream(IterableDataset):  # type: ignore[type-arg]
     """Batches of blocks of `block_size` tokens, each of one language: those of one rank, without end.
 
@@ -108,7 +113,8 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         }  # fmt: skip
 
     def received(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The batches as a model takes them; keeps the places that they carry.
+        """The batches as a model takes them; keeps the places that they carry. Collated here: a tensor takes a worker
+        a millisecond more to hand over than an array.
 
         Raises:
             InputError: a reader met an error.
@@ -116,9 +122,10 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         for batch in batches:
             if "error" in batch:
                 raise InputError(batch["error"])
-            worker, self.places[worker] = batch.pop("place")
+            worker, self.places[worker] = batch["place"]
             self.taken += 1
-            yield batch
+            columns = {name: batch[name] for name in self.column_names}
+            yield self.collate([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = 0
@@ -138,13 +145,12 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         before = begin_tokens(self.tokenizer)[: self.block_size]
         try:
             for batch in count(self.taken + worker, self.workers):
-                rows = []
-                for language in self._languages(batch):
-                    ids = readers[language].take(self.block_size)
-                    ids[: len(before)] = before
-                    rows.append({"input_ids": ids, "language_ids": np.full_like(ids, readers[language].number)})
+                taken = [readers[language] for language in self._languages(batch)]
+                ids = np.stack([reader.take(self.block_size) for reader in taken])
+                ids[:, : len(before)] = before
+                languages = np.broadcast_to(np.array([[reader.number] for reader in taken]), ids.shape)
                 places = {reader.language: reader.state() for reader in readers}
-                yield {**self.collate(rows), "place": (own, places)}
+                yield {"input_ids": ids, "language_ids": languages.astype(ids.dtype), "place": (own, places)}
         except InputError as error:  # a worker's would come with its traceback
             yield {"error": str(error)}
 

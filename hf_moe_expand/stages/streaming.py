@@ -17,12 +17,13 @@ from ..data.lost import check_lost
 from ..data.packing import PackedText, amounts_of
 from ..data.places import is_elsewhere
 from ..data.sources import LanguageText
-from ..data.stream import TextStream
+from ..data.stream import TextStream, as_they_are
 from ..data.stream_reader import estimated, passed_line, summed
 from ..trainers.samplers import LanguageMix
 from .config import STREAMED, StageConfig
 
 WORKERS = 2  # that tokenise beside the steps, of each rank
+PREFETCHED = 8  # batches of each: a worker tokenises 64 documents at once
 _BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
 
 
@@ -151,10 +152,11 @@ class StreamMixin:
         )  # fmt: skip
         if said and self.is_world_process_zero():
             print(said)
+        ahead = PREFETCHED if config.dataloader_num_workers else None
         return DataLoader(
             self.stream, batch_size=None, num_workers=config.dataloader_num_workers,
-            pin_memory=config.dataloader_pin_memory and torch.accelerator.is_available(),
-            prefetch_factor=config.dataloader_prefetch_factor,
+            prefetch_factor=config.dataloader_prefetch_factor or ahead,
+            collate_fn=as_they_are,
             multiprocessing_context=config.dataloader_multiprocessing_context,
             generator=torch.Generator(),  # the global one's numbers are the training's
         )  # fmt: skip
