@@ -74,8 +74,8 @@ NO_BFLOAT16 = (
     "bf16: this machine has no instructions for bfloat16 and emulates it, up to thirty times slower than float32: "
     "leave `bf16: true` out here, or give `fp16: true` on a GPU."
 )
-# Bytes of text, as the files have them, from which a stage streams: to pack so much takes about half a minute.
-STREAMED = 64 << 20
+# Bytes of text, as the files have them, from which a stage streams: to pack so much takes 20 s (docs/distributed.md).
+STREAMED = 32 << 20
 BlockSize = Annotated[Whole, Field(ge=2)]
 ReplayShare = Annotated[Number, Field(gt=0, lt=1)] | None
 REPLAY_SHARE = "share of all tokens that the old languages have, each the same; all of their text by default"
