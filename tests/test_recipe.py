@@ -382,7 +382,7 @@ def test_settings_from_mappings():
     assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}).total_experts == 7
     with pytest.raises(InputError, match="must hold `key: value` lines, found list"):
         read(PostPretrainConfig, ["x"], "stage1.yaml")
-    with pytest.raises(InputError, match="known: block_size, tokens, stream, on_bad_shard, losses, "):
+    with pytest.raises(InputError, match="known: block_size, tokens, stream, dataset_num_proc, on_bad_shard, losses, "):
         read(PostPretrainConfig, {"zzz": 1}, "stage1.yaml")
 
 
