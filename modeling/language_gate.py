@@ -310,8 +310,6 @@ class GatePass:
         ends_M = torch.tensor(list(self.message_ends), device=device)
         end_S = ends_M[torch.searchsorted(ends_M, column_S, right=True).clamp(max=len(ends_M) - 1)]
         last_S = torch.where(column_S < ends_M[-1], (end_S - 1 - self.held).clamp(max=S - 1), column_S - self.held)
-        if self.written is not None:
-            self.written = self.written.index_select(1, last_S)
         return class_BS.index_select(1, last_S)
 
     def decide(self, class_BS: torch.Tensor) -> TokenClasses:

@@ -134,6 +134,16 @@ def test_own_tokens_are_the_most_evidence_for_their_language():
     assert model(ids).logits[0, 6:, V:].isfinite().all()
 
 
+@torch.no_grad()
+def test_embeddings_are_text_in_the_bases_tokens():
+    model, ids = gated_model(exclusive=True, fields={"vocabularies": {"el": R}}), tokens(2, 9)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(ids[:, :8]), use_cache=True)
+    read = model(ids[:, :8], use_cache=True)
+    assert torch.equal(embedded.logits, read.logits)
+    following = [model(ids[:, 8:], past_key_values=of.past_key_values).logits for of in (embedded, read)]
+    assert torch.equal(*following)
+
+
 @pytest.mark.parametrize("told", ["el", None])
 @torch.no_grad()
 def test_cached_generation_equals_the_whole_pass(told):

@@ -6,11 +6,12 @@ import re
 import shutil
 import sys
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from conftest import invoke, keywords, save_dense, write_texts
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
@@ -124,6 +125,23 @@ def test_resumed_from_the_last_step_it_trains_no_more_and_writes_the_same(root, 
     assert record.steps == 4
     same_files(tmp_path / "out", tmp_path / "whole")
     assert not (tmp_path / "out.training").exists()
+
+
+def test_processes_share_the_work_and_may_change_when_a_stage_resumes(root, data, tmp_path, monkeypatch):
+    whole = config(max_steps=4, save_steps=2)
+    train_stage(root / "expanded", tmp_path / "whole", data, whole)
+    with monkeypatch.context() as broken:
+        broken.setattr(run, "save_whole", Mock(side_effect=OSError("no space left on device")))
+        with pytest.raises(OSError, match="no space left"):
+            train_stage(root / "expanded", tmp_path / "out", data, whole)
+    asked, tokenised = [], Dataset.map
+    monkeypatch.setattr(
+        Dataset, "map", lambda *args, **given: asked.append(given.get("num_proc")) or tokenised(*args, **given)
+    )
+    train_stage(root / "expanded", tmp_path / "out", data, config(max_steps=4, save_steps=2, dataset_num_proc=2))
+    assert 2 in asked
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
+    assert written[0] == written[1]
 
 
 @pytest.fixture

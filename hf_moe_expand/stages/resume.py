@@ -82,9 +82,9 @@ class TrainingFolder:
 
     @contextmanager
     def begun(self, writes: bool) -> Iterator[None]:
-        """Makes the folder and its record, and locks it until `remove` or the end of the process; on the rank that
-        `writes`. Refuses while another process trains the same output. An error inside of it removes the folder again
-        where no training checkpoint was saved, from which to go on."""
+        """Makes the folder and its record, and locks it until `remove` or an error inside; on the rank that `writes`.
+        Refuses while another process trains the same output. An error removes the folder again where no training
+        checkpoint was saved, from which to go on."""
         if writes:
             work_folder(self.path)
             self.lock.acquire()

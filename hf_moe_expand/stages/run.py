@@ -132,25 +132,25 @@ def _train_stage(
         full = f"the disk is full; up to {readable_size(needed)} are needed. Make room, and run the same command again."
         with full_disk_as(InputError(f"{work.path}: {full}")):
             trainer.train(resume_from_checkpoint=resume)
-    if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
-        trainer.record = changed(trainer.record, written_by=writers)
-    add_stage(before, trainer.record)
-    weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
-    if trainer.is_world_process_zero():
-        weights = config.to_write(folder, weights)
-        check_trained(weights, config.name)
-        with new_folder(out, overwrite, written) as partial:
-            save_whole(weights, before, partial, folder)
-            copy_companions(folder, partial, config.companions)
-            # Mixed precision skips steps whose gradient overflowed; JSON has no such number.
-            trainer.state.log_history = [
-                {n: v for n, v in log.items() if not isinstance(v, float) or math.isfinite(v)}
-                for log in trainer.state.log_history
-            ]
-            trainer.state.save_to_json(str(partial / "trainer_state.json"))
-            if callbacks:
-                shutil.copyfile(work.path / VALIDATION, partial / VALIDATION)
-        work.remove()
+        if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
+            trainer.record = changed(trainer.record, written_by=writers)
+        add_stage(before, trainer.record)
+        weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
+        if trainer.is_world_process_zero():
+            weights = config.to_write(folder, weights)
+            check_trained(weights, config.name)
+            with new_folder(out, overwrite, written) as partial:
+                save_whole(weights, before, partial, folder)
+                copy_companions(folder, partial, config.companions)
+                # Mixed precision skips steps whose gradient overflowed; JSON has no such number.
+                trainer.state.log_history = [
+                    {n: v for n, v in log.items() if not isinstance(v, float) or math.isfinite(v)}
+                    for log in trainer.state.log_history
+                ]
+                trainer.state.save_to_json(str(partial / "trainer_state.json"))
+                if callbacks:
+                    shutil.copyfile(work.path / VALIDATION, partial / VALIDATION)
+            work.remove()
     trainer.accelerator.wait_for_everyone()
     return trainer.record
 
