@@ -289,11 +289,11 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
         with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
             if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]
-                with self.routing_control.asking(classes=self._classes_of_prompts(inputs, kwargs)):
+                with self.routing_control.asking(classes=self.classes_of_prompts(inputs, kwargs)):
                     return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
-    def _classes_of_prompts(self, inputs: Any, kwargs: dict[str, Any]) -> Sequence[int | None] | None:
+    def classes_of_prompts(self, inputs: Any, kwargs: dict[str, Any]) -> Sequence[int | None] | None:
         """The class that each prompt of a call of `generate` has at its end, None for one that stays home; or what the
         caller has told, or None where a cache has read a part of it."""
         request, cache = self.routing_control.request, kwargs.get("past_key_values")
@@ -309,7 +309,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             raise _PromptJudgedError
 
         place = decoder_ffns(self)[self.config.language_gate["layer"]].place  # type: ignore[arg-type, attr-defined]
-        hook = self.get_submodule(place).register_forward_pre_hook(stop)  # type: ignore[attr-defined]
+        hook = self.get_submodule(place).register_forward_hook(stop)  # type: ignore[attr-defined]
         try:
             with torch.no_grad():
                 self.base_model(**given, use_cache=False)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import torch
 from bpe import bpe_tokenizer
 from conftest import byte_tokenizer, invoke, keywords, run_fresh, save_dense, tiny_dense, write_texts
 from datasets import Dataset
+from gated_models import all_go_to, gated_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -399,6 +400,18 @@ def test_prompts_are_read_and_answers_written_in_own_tokens(expanded):
     inside = asked.base_inside()
     inside.model.generate = generate
     assert inside.answer(GREEK[0][:20], how, "el").text
+
+
+def test_a_prompt_that_nobody_told_is_read_in_the_tokens_that_the_gate_decides(files, base, tmp_path):
+    expand_checkpoint(base, tmp_path / "model", plan(files, "el", new=["el"]))
+    model = gated_model("llama", exclusive=True, fields={"vocabularies": {"el": SIZE}})
+    asked = ChatModel(model, load_tokenizer(tmp_path / "model", tmp_path / "model"), "model")
+    seen, generate = [], model.generate
+    model.generate = lambda **given: seen.append(given["input_ids"].max()) or generate(**given)
+    for number in (0, 1):
+        all_go_to(model, number)
+        asked.answer(GREEK[0][:20], Answering(max_new_tokens=4))
+    assert seen[0] < V <= seen[1]
 
 
 # --- surgery ----------------------------------------------------------------------------------------------------------

@@ -115,11 +115,8 @@ class ChatModel:
             return self.tokenizer if self.inside else tokenizer_for(self.tokenizer, language)
         if not (ids := encode(self.tokenizer)):
             return self.tokenizer
-        with torch.no_grad():
-            self.model(torch.tensor([ids], device=self.model.device), use_cache=False, logits_to_keep=1)
-        judged = self.model.routing_control.judged
-        is_new = judged is not None and judged.class_T[-1] > 0
-        return min(own.values(), key=lambda one: len(encode(one))) if is_new else self.tokenizer
+        (number,) = self.model.classes_of_prompts(torch.tensor([ids], device=self.model.device), {})
+        return min(own.values(), key=lambda one: len(encode(one))) if number else self.tokenizer
 
     def _ends(self, messages: Sequence[Message], inputs: Any, tokenizer: Any) -> list[int]:
         """The columns of a conversation's tokens at which its messages end, the last one's words after it included."""
