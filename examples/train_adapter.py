@@ -31,6 +31,7 @@ trainer = SFTTrainer(
         max_steps=asked.steps,
         max_length=asked.max_length,
         packing=True,
+        packing_strategy="wrapped",  # the default leaves out what of a document is longer than max_length
         per_device_train_batch_size=asked.batch_size,
         gradient_checkpointing=asked.gradient_checkpointing,
         learning_rate=1e-3,

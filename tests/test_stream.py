@@ -142,6 +142,22 @@ def test_shards_are_dealt_to_readers(shards, files, ranks):
     assert sorted(found) == sorted(texts_of("el", 40))
 
 
+@pytest.mark.parametrize("sizes", [[200, 10], [100, 5, 5, 5], [40, 40, 40], [3, 90, 20, 50, 7, 11, 30, 2, 60, 14, 25]])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_readers_have_like_shares_of_files_of_any_sizes(tmp_path, sizes, ranks):
+    """Else one would read its files again while others have yet to read theirs."""
+    texts = iter(texts_of("el", sum(sizes)))
+    for number, size in enumerate(sizes):
+        write_texts(tmp_path / f"{number}.jsonl", [*islice(texts, size)])
+    source = LanguageText("el", str(tmp_path))
+    shares = [
+        len(read_once(lambda *_, rank=rank: begun([source], rank, ranks, rows=1, block_size=1), 1))
+        for rank in range(ranks)
+    ]
+    assert sum(shares) == sum(sizes)
+    assert max(shares) < 1.2 * min(shares)
+
+
 @pytest.mark.parametrize(
     "address", ["memory://bucket/el/*.jsonl", "memory://bucket/el", "memory://bucket/el/0.jsonl", "file://{}/*.jsonl"]
 )
@@ -235,7 +251,7 @@ def test_other_ranks_and_workers_read_on_without_a_gap(shards, files, before, af
 
 def reader_of(stream, worker):
     return stream_reader.Reader(
-        "el", 0, stream.shards["el"], stream.parts["el"], stream.tokenizer, stream.seed, "stop",
+        "el", 0, stream.shards["el"], stream.dealt_to, stream.tokenizer, stream.seed, "stop",
         stream.places[worker]["el"], stream.readers, False,
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Blocks from text that is read, shuffled, tokenised and packed while a model trains.
 
 Each language's shards come in a seeded order, pass after pass. A shard is read in windows, and each window is shuffled.
-Units, which are shards, or every n-th row of a shard where there are fewer shards than readers, are dealt in turn to
-the readers: the workers of all ranks. A reader's place (unit, window, document, token) is its whole state: a reader
-that starts from it gives the blocks that follow. No reader waits for another.
+Units, which are shards, or every n-th row of a large one, are dealt in turn to the readers: the workers of all ranks.
+A reader's place (unit, window, document, token) is its whole state: a reader that starts from it gives the blocks that
+follow. No reader waits for another.
 """
 
 import os
@@ -83,13 +83,13 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         self.readers, own = ranks * self.workers, range(rank * self.workers, (rank + 1) * self.workers)
         self.taken = 0  # batches of this rank
         if not saved:
-            self.parts = {code: -(-self.readers // len(shards)) for code, shards in self.shards.items()}
+            self.dealt_to = self.readers
             self.places = [{code: {"open": [], "next": one, "counts": {}} for code in self.shards} for one in own]
             return ""
         before = saved[0]
         if before["shards"] != self._sizes():
             raise InputError("The text has other shards than before the interruption: undo the change, or start anew.")
-        self.taken, self.parts = before["taken"], before["parts"]
+        self.taken, self.dealt_to = before["taken"], before["dealt_to"]
         if (before["ranks"], before["workers"]) == (ranks, self.workers):
             self.places = list(saved[rank]["places"])
             return ""
@@ -109,7 +109,7 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         """The places of this rank's readers after the batches that were received; JSON."""
         return {
             "ranks": self.ranks, "workers": self.workers, "taken": self.taken, "shards": self._sizes(),
-            "parts": self.parts, "places": self.places,
+            "dealt_to": self.dealt_to, "places": self.places,
         }  # fmt: skip
 
     def received(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -124,7 +124,8 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
                 raise InputError(batch["error"])
             worker, self.places[worker] = batch["place"]
             self.taken += 1
-            columns = {name: batch[name] for name in self.column_names}
+            shape = batch["input_ids"].shape
+            columns = {name: np.broadcast_to(batch[name], shape) for name in self.column_names}
             yield self.collate([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -137,7 +138,7 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         number = self.rank * self.workers + own
         readers = [
             Reader(
-                code, self.languages.index(code), shards, self.parts[code], self.tokenizer, self.seed,
+                code, self.languages.index(code), shards, self.dealt_to, self.tokenizer, self.seed,
                 self.on_bad_shard, self.places[own][code], self.readers, says=number == 0,
             )
             for code, shards in self.shards.items()
@@ -148,9 +149,9 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
                 taken = [readers[language] for language in self._languages(batch)]
                 ids = np.stack([reader.take(self.block_size) for reader in taken])
                 ids[:, : len(before)] = before
-                languages = np.broadcast_to(np.array([[reader.number] for reader in taken]), ids.shape)
+                languages = np.array([[reader.number] for reader in taken], dtype=ids.dtype)
                 places = {reader.language: reader.state() for reader in readers}
-                yield {"input_ids": ids, "language_ids": languages.astype(ids.dtype), "place": (own, places)}
+                yield {"input_ids": ids, "language_ids": languages, "place": (own, places)}
         except InputError as error:  # a worker's would come with its traceback
             yield {"error": str(error)}
 

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ Counts = Mapping[str, Mapping[str, int]]
 
 COUNTS = ("seen", "left_out", "lost", "special", "bad")
 _WINDOW, _CHARACTERS = 1000, 8 << 20  # rows and characters of a window, whichever comes first
-_AT_ONCE = 64  # documents that are tokenised at once
+_AT_ONCE, _CHARACTERS_AT_ONCE = 64, 32 << 10  # of documents that are tokenised at once, while no batch goes out
 _SHARDS, _SAMPLE = 8, 2 << 20  # shards and characters by which the amount of text is estimated
 _LOST_SAMPLE = 4096  # characters of a document in each window that are looked at for lost text
 _NAMED = 8  # bad shards in a line
@@ -34,7 +34,7 @@ class Place:
     """Where a reader is.
 
     Attributes:
-        unit: a shard, or a part of its rows, counted over all passes.
+        unit: a shard, or every n-th row of it, counted over all passes.
         window, row: the window in the unit, and the row after which it begins.
         document, token: the document in the shuffled window, and how many of its tokens are taken; 0 where the window
             is still to be read.
@@ -47,6 +47,18 @@ class Place:
     token: int = 0
 
 
+def units_of(shards: Sequence[Shard], readers: int) -> list[tuple[int, int, int]]:
+    """Shard, part and number of parts of each unit, from large to small. A shard that is more than a quarter of a
+    reader's share has a part for each reader, which has every n-th row: else some would begin the next pass while
+    others read what is left of this one. Shards of unknown size are taken to be of one size."""
+    known = [shard.size for shard in shards if shard.size is not None]
+    sizes = known if len(known) == len(shards) else [1] * len(shards)
+    most = sum(sizes) / readers / 4
+    parts = [readers if size > most else 1 for size in sizes]
+    units = [(one, part, parts[one]) for one in range(len(shards)) for part in range(parts[one])]
+    return sorted(units, key=lambda unit: -sizes[unit[0]] / unit[2])
+
+
 def random_numbers(seed: int, *purpose: int) -> np.random.Generator:
     """A generator that depends on these numbers alone."""
     return np.random.default_rng([seed, *purpose])
@@ -57,7 +69,7 @@ class Reader:
 
     Args:
         number: the language's id.
-        parts: units of each shard, each of which has its every `parts`-th row.
+        dealt_to: the number of readers among which the shards were parted.
         state: the places that are begun (`open`), the unit after them (`next`), and what was counted (`counts`).
         readers: number of readers, among whom the units are dealt in turn.
         says: whether this reader says that the text is read again.
@@ -67,14 +79,16 @@ class Reader:
     """
 
     def __init__(
-        self, language: str, number: int, shards: Sequence[Shard], parts: int, tokenizer: Any, seed: int,
+        self, language: str, number: int, shards: Sequence[Shard], dealt_to: int, tokenizer: Any, seed: int,
         on_bad_shard: OnBadShard, state: Mapping[str, Any], readers: int, says: bool,
     ) -> None:  # fmt: skip
-        self.language, self.number, self.shards, self.parts = language, number, shards, parts
+        self.language, self.number, self.shards, self.dealt_to = language, number, shards, dealt_to
         self.tokenizer, self.seed, self.on_bad_shard, self.readers, self.says = (
             tokenizer, seed, on_bad_shard, readers, says,
         )  # fmt: skip
-        self.units = len(shards) * parts  # of a pass
+        self._units = units_of(shards, dealt_to)
+        self.units = len(self._units)  # of a pass
+        self._order: tuple[int, list[int]] = -1, []  # of the units, in the pass at hand
         self.open, self.next = [Place(*place) for place in state["open"]], state["next"]
         self.counts = {name: Counter(state["counts"].get(name, {})) for name in COUNTS}
         own = tokenizer_for(tokenizer, language)
@@ -95,7 +109,7 @@ class Reader:
 
     def take(self, size: int) -> np.ndarray:
         """The next tokens."""
-        taken, filled = np.empty(size, dtype=np.int64), 0
+        taken, filled = np.empty(size, dtype=np.int32), 0
         while filled < size:
             document = self._document()
             place, seen = self.open[0], self.counts["seen"]
@@ -148,21 +162,28 @@ class Reader:
         self._texts, self._has_text = None, bool(self.open)
 
     def _unit_of(self, place: Place) -> tuple[int, int]:
-        """The pass, and the unit in the order of the shards."""
+        """The pass, and the number of the unit. Readers take units in turn; those that follow one another are of like
+        sizes."""
         turn, number = divmod(place.unit, self.units)
-        return turn, int(random_numbers(self.seed, 1, self.number, turn).permutation(self.units)[number])
+        if self._order[0] != turn:
+            numbers = random_numbers(self.seed, 1, self.number, turn)
+            ends = range(self.dealt_to, self.units, self.dealt_to)
+            rounds = [numbers.permutation(alike) for alike in np.split(np.arange(self.units), ends)]
+            self._order = turn, np.concatenate([rounds[at] for at in numbers.permutation(len(rounds))]).tolist()
+        return turn, self._order[1][number]
 
     def _read(self, place: Place) -> list[str]:
         """The documents of the window at a place, in their order."""
         turn, unit = self._unit_of(place)
-        shard, part = self.shards[unit // self.parts], unit % self.parts
+        at, part, parts = self._units[unit]
+        shard = self.shards[at]
         is_new = place.token == 0  # else the window of a resumed reader, which is counted already
         left_out = LeftOut()
         texts: list[str] = []
         try:
             if self._rows is None:
                 self._rows, self._end = shard.rows(place.row), place.row
-            self._read_window(shard, part, texts, left_out)
+            self._read_window(shard, part, parts, texts, left_out)
         except UnreachableError:
             raise
         except InputError as error:
@@ -180,12 +201,12 @@ class Reader:
         order = random_numbers(self.seed, 2, self.number, turn, unit, place.window).permutation(len(texts))
         return [texts[one] for one in order]
 
-    def _read_window(self, shard: Shard, part: int, texts: list[str], left_out: LeftOut) -> None:
+    def _read_window(self, shard: Shard, part: int, parts: int, texts: list[str], left_out: LeftOut) -> None:
         rows = size = 0
         assert self._rows is not None
         for row in self._rows:
             self._end = row.number
-            if row.number % self.parts != part:
+            if row.number % parts != part:
                 continue
             rows, size = rows + 1, size + len(row.content.get("text") or "")
             for document in judged(row.content, self.language, f"{shard.name}:{row.number}", False):
@@ -203,6 +224,8 @@ class Reader:
         if number not in self._tokens:
             assert self._texts is not None
             some = self._texts[number : number + _AT_ONCE]
+            before = accumulate(map(len, some), initial=0)
+            some = [text for text, size in zip(some, before, strict=False) if size < _CHARACTERS_AT_ONCE]
             at = range(number, number + len(some))
             ids = encode_to_train(some, at, self.tokenizer, self._own)
             self._tokens = {number + one: np.array(row, dtype=np.int32) for one, row in enumerate(ids)}
