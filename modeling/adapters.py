@@ -95,6 +95,8 @@ class AdaptedLayer(ExpandedLayer):
 
     def _add(self, name: str, linear: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         """A map's output with the updates of its tokens."""
+        if self.control.decided is None:  # the map alone
+            return output
         x, (single_expert, known), ran = inputs[0], self.control.decided, set()
         y = output
         if single_expert is not None:

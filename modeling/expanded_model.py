@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import upload_folder
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -31,7 +33,7 @@ from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, p
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
 from .servers import check_batching, check_gate, check_model
-from .vocabulary import Rows, Vocabulary, VocabularyMixin
+from .vocabulary import FOLDER, Rows, Vocabulary, VocabularyMixin
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -289,19 +291,22 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
         with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
             if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]
-                with self.routing_control.asking(classes=self.classes_of_prompts(inputs, kwargs)):
+                classes = self.classes_of_prompts(inputs, kwargs)
+                may_write = self._may_write(classes, kwargs.get("input_ids", inputs))
+                with self.routing_control.asking(classes=classes, may_write=may_write):
                     return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def classes_of_prompts(self, inputs: Any, kwargs: dict[str, Any]) -> Sequence[int | None] | None:
-        """The class that each prompt of a call of `generate` has at its end, None for one that stays home; or what the
-        caller has told, or None where a cache has read a part of it."""
+        """The class of each prompt of a call of `generate`: what the caller tells, or else what it has at its end, None
+        for one that stays home. In training, and where a cache has read a part, only what is told."""
         request, cache = self.routing_control.request, kwargs.get("past_key_values")
-        if request.classes is not None or request.expert is not None or (cache is not None and cache.get_seq_length()):
-            return request.classes
-        given = {name: kwargs[name] for name in ("input_ids", "inputs_embeds", "attention_mask") if name in kwargs}
-        if inputs is not None:
-            given["input_ids"] = inputs
+        told, is_begun = request.classes, cache is not None and cache.get_seq_length()
+        if (told is not None and None not in told) or request.expert is not None or is_begun or self.training:  # type: ignore[attr-defined]
+            return told
+        given = {name: kwargs[name] for name in ("inputs_embeds", "attention_mask") if kwargs.get(name) is not None}
+        if "inputs_embeds" not in given:  # which the library reads where it has both
+            given["input_ids"] = kwargs.get("input_ids", inputs)
         found: list[Any] = []
 
         def stop(*_: Any) -> None:
@@ -311,14 +316,27 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         place = decoder_ffns(self)[self.config.language_gate["layer"]].place  # type: ignore[arg-type, attr-defined]
         hook = self.get_submodule(place).register_forward_hook(stop)  # type: ignore[attr-defined]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.routing_control.asking(classes=None):
                 self.base_model(**given, use_cache=False)  # type: ignore[attr-defined]
         except _PromptJudgedError:
             pass
         finally:
             hook.remove()
         sequences = len(next(iter(given.values())))
-        return [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
+        judged = [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
+        return [mine if said is None else said for said, mine in zip(told or [None] * sequences, judged, strict=True)]
+
+    def _may_write(self, classes: Sequence[int | None] | None, ids: Any) -> Sequence[bool] | None:
+        """Whether each prompt of these classes may be answered in own tokens: it is told its language, or has such
+        tokens; where it has no class, its gate sees to that."""
+        if not self.config.vocabularies or classes is None:  # type: ignore[attr-defined]
+            return None
+        told = self.routing_control.request.classes or [None] * len(classes)
+        has_own = [False] * len(classes)
+        if ids is not None:
+            has_own = (ids >= self.config.vocab_size).any(-1).tolist()  # type: ignore[attr-defined]
+        rows = zip(classes, told, has_own, strict=True)
+        return [one is None or said is not None or own for one, said, own in rows]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's, which `generate_batch` calls.
@@ -338,7 +356,19 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             tags = type(card).load(file).data.tags if file.is_file() else None
             card.data.tags = list(dict.fromkeys([*card.data.tags, *(tags or ())]))  # with those that a push names
             card.save(file)
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
+        own = Path(working_dir) / FOLDER
+        if not own.is_dir():
+            return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
+        with TemporaryDirectory() as without:  # the library takes a folder's files, but not those of its folders
+            for file in Path(working_dir).iterdir():
+                if file != own:
+                    (Path(without) / file.name).symlink_to(file.absolute())
+            made = super()._upload_modified_files(without, repo_id, *args, **kwargs)  # type: ignore[misc]
+        revision = made.pr_revision or kwargs.get("revision")
+        upload_folder(
+            repo_id=repo_id, folder_path=own, path_in_repo=FOLDER, token=kwargs.get("token"), revision=revision
+        )
+        return made
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.

@@ -45,6 +45,7 @@ class RoutingRequest:
         message_ends: the columns at which the messages of a prompt end, each of which the language gate judges whole;
             None judges no prompt.
         virtual_tokens: tokens at the beginning of a new cache that are no text, which the language gate leaves out.
+        may_write: where a prompt's class is judged, whether each sequence may go on in a new language's own tokens.
         token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
         change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
             classifiers.
@@ -58,6 +59,7 @@ class RoutingRequest:
     sequences: int | None = None
     message_ends: Sequence[int] | None = None
     virtual_tokens: int | None = None
+    may_write: Sequence[bool] | None = None
     token_classes: TokenClasses | None = None
     change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     change_choice: Callable[[int, Choice], Choice] | None = None
@@ -108,8 +110,8 @@ class RoutingControl:
     @property
     def decided(self) -> Any:
         """In this thread's forward pass, what an adapted layer has decided of its tokens: the expert of all, or None,
-        and their `TokenClasses`."""
-        return self._own.decided
+        and their `TokenClasses`; None outside a layer."""
+        return getattr(self._own, "decided", None)
 
     @decided.setter
     def decided(self, value: Any) -> None:

@@ -10,6 +10,7 @@ these alone.
 Shape suffixes: B sequences, S tokens whose logits are computed, V rows of the base, R further ones; h hidden size.
 """
 
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,9 @@ def new_tokens(control: RoutingControl, shape: Any, device: Any) -> torch.Tensor
         given_B = torch.tensor([-1 if number is None else number for number in request.classes], device=device)
         given_B1 = given_B.repeat_interleave(B // len(given_B)).unsqueeze(-1)  # beams follow one another
         new_BS = torch.where(given_B1 < 0, new_BS.to(device), given_B1 > 0)
+    if request.may_write is not None:
+        may_B = torch.tensor(request.may_write, device=device)
+        new_BS = new_BS & may_B.repeat_interleave(B // len(may_B)).unsqueeze(-1)
     return new_BS
 
 
@@ -130,6 +134,22 @@ class VocabularyMixin:
     @loss_function.setter
     def loss_function(self, value: Any) -> None:
         self._loss_function = value
+
+    def _with_all_tokens(self) -> Any:
+        """This model, whose `vocab_size` is the number of its logits, for what of the library takes it for that."""
+        model = copy.copy(self)
+        model.config = copy.copy(self.config)
+        model.config.vocab_size = self.config.num_tokens
+        return model
+
+    def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the backbone's."""
+        model = self._with_all_tokens() if self.config.vocabularies else self
+        return super(VocabularyMixin, model).compute_transition_scores(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._with_all_tokens() if self.config.vocabularies else self
+        return super(VocabularyMixin, model)._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's.

@@ -534,11 +534,25 @@ def test_a_prompt_that_ends_in_a_new_language_is_told(grown, ways):
             prompt = {"inputs": ids[row : row + 1], "attention_mask": mask[row : row + 1], **GREEDY, **ways}
             judged = model.generate(**prompt)
             torch.manual_seed(row)
+            assert torch.equal(judged, model.generate(languages=[None], **prompt))
+            torch.manual_seed(row)
             if number:
                 assert torch.equal(judged, model.generate(languages=["el", "tr"][number - 1], **prompt))
             else:
                 with model.routing_control.asking(classes=[None]):
                     assert torch.equal(judged, model.generate(**prompt))
+        if not ways:
+            codes = [[None, "en", "el"][row % 3] for row in range(12)]
+            among = model.generate(ids, attention_mask=mask, languages=codes, **GREEDY)
+            for row, code in enumerate(codes):
+                prompt = {"inputs": ids[row : row + 1], "attention_mask": mask[row : row + 1], **GREEDY}
+                assert torch.equal(among[row : row + 1], model.generate(languages=code, **prompt))
+            embedded = model.get_input_embeddings()(ids)
+            both = model.generate(input_ids=ids, inputs_embeds=embedded, attention_mask=mask, **GREEDY)
+            assert torch.equal(both, model.generate(ids, attention_mask=mask, **GREEDY)[:, -both.shape[1] :])
+            assert model.train().generate(ids, attention_mask=mask, **GREEDY).shape == (12, 17)
+            model.eval()
+            assert model.model.layers[0].mlp.down_proj(torch.zeros(1, 2, 48)).shape == (1, 2, 32)
         assert torch.equal(model.generate(inputs=ids, attention_mask=mask, languages="en", **GREEDY),
                            load_base(model).generate(ids, attention_mask=mask, **GREEDY))  # fmt: skip
 

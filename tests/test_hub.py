@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, save_dense, tiny_config
+from conftest import byte_tokenizer, save_dense, tiny_config, write_texts
 from hub_server import OTHER_TOKEN, TOKEN, Client
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
@@ -479,6 +479,27 @@ Trainer(model, arguments, processing_class=AutoTokenizer.from_pretrained(folder)
     assert {"model.safetensors", "config.json", "modeling_layer_moe.py", "tokenizer.json"} <= set(
         server.files("me/trained")
     )
+
+
+def test_a_models_own_push_takes_the_languages_tokenizers(server, client, base, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    for file in base.iterdir():
+        shutil.copyfile(file, tmp_path / "base" / file.name)
+    text = write_texts(tmp_path / "el.jsonl", ["Η θάλασσα είναι ωραία."] * 9)
+    plan = Plan(
+        "moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True, vocabulary={"el": {"text": str(text), "size": 9}}
+    )
+    expand_checkpoint(tmp_path / "base", tmp_path / "own", plan)
+    code = f"""
+import os
+os.environ["HF_TOKEN"] = {TOKEN!r}
+from hf_moe_expand.modeling import LayerMoEForCausalLM
+model = LayerMoEForCausalLM.from_pretrained(folder)
+model.push_to_hub("me/own")
+answer = len(LayerMoEForCausalLM.from_pretrained("me/own").tokenizer_of("el"))
+"""
+    client.run(code, folder=str(tmp_path / "own"))
+    assert {"model.safetensors", "vocabulary/el/tokenizer.json"} <= set(server.files("me/own"))
 
 
 def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):

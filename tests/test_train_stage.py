@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from conftest import invoke, keywords, save_dense, write_texts
+from conftest import byte_tokenizer, invoke, keywords, save_dense, write_texts
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
@@ -29,10 +29,12 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.checkpoint.source import load_expanded_config
 from hf_moe_expand.core.errors import DivergedError, InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.stages import run
+from hf_moe_expand.stages.prepare import prepare
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 from hf_moe_expand.trainers.router_losses import RouterLossMixin
@@ -197,6 +199,17 @@ def test_a_share_of_replay_that_says_nothing_is_refused(root, tmp_path, settings
     texts = {code: text for code, text in both(root).items() if code in languages}
     with pytest.raises(InputError, match=message):
         train_stage(root / "expanded", tmp_path / "out", texts, config(**settings))
+
+
+def test_replayed_text_may_be_less_than_is_asked_of_each_language(root, tmp_path):
+    files = {"en": ["A cat sleeps."] * 6, "el": ["Η γάτα κοιμάται."] * 40}
+    texts = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", of))) for code, of in files.items()}
+    model = load_expanded_config(root / "expanded")
+    prepare(config(replay=True, replay_share=0.05, tokens_per_language=900), model, texts).check_enough(
+        byte_tokenizer()
+    )
+    with pytest.raises(InputError, match=r"Language 'en' has .* but 900"):
+        prepare(config(replay=True, tokens_per_language=900), model, texts).check_enough(byte_tokenizer())
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, "much"])

@@ -308,8 +308,10 @@ def test_text_to_score_is_packed_as_the_trainings_is(root, tmp_path, case):
         model, config(str(tmp_path), **options), train_dataset=tagged(*codes), eval_dataset=held_out,
         processing_class=byte_tokenizer(), compute_metrics=lambda found: {"rows": len(found.label_ids)},
     )  # fmt: skip
+    before = trainer.evaluate()
     trainer.train()
     scored = [log for log in trainer.state.log_history if "eval_el_loss" in log]
+    assert before["eval_el_loss"] > scored[-1]["eval_el_loss"]
     assert len(scored) == QUICK["max_steps"]
     found = trainer.evaluate()
     assert found["eval_en_rows"] > 4

@@ -8,12 +8,16 @@ import torch
 from bpe import bpe_tokenizer
 from conftest import byte_tokenizer, invoke, keywords, run_fresh, save_dense, tiny_dense, write_texts
 from datasets import Dataset
-from gated_models import all_go_to, gated_model
+from gated_models import GREEDY, all_go_to, gated_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from trl import SFTConfig
 from typer.testing import CliRunner
 
 from hf_moe_expand import (
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    MoESFTTrainer,
     Plan,
     PostPretrainConfig,
     PostPretrainTrainer,
@@ -45,6 +49,8 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.stream import TextStream
 from hf_moe_expand.data.tokens import WITH_BASE, tokenizer_for
 from hf_moe_expand.evaluation.perplexity import evaluate_model
+from hf_moe_expand.evaluation.report import score_models
+from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.run import check_frozen
@@ -412,6 +418,57 @@ def test_a_prompt_that_nobody_told_is_read_in_the_tokens_that_the_gate_decides(f
         all_go_to(model, number)
         asked.answer(GREEK[0][:20], Answering(max_new_tokens=4))
     assert seen[0] < V <= seen[1]
+
+
+@pytest.mark.parametrize("kind", [{}, {"expert_kind": "adapter", "lora_rank": 2, "lora_alpha": 2}])
+def test_a_prompt_in_the_bases_tokens_that_nobody_told_is_answered_in_these(kind, files, base, tmp_path):
+    expand_checkpoint(base, tmp_path / "model", plan(files, "el", new=["el"]), **kind)
+    config = LayerMoEConfig.from_pretrained(tmp_path / "model")
+    config.language_gate = {"layer": 1, "languages": [["en"], ["el"]], "window": 5, "bound": 2.0}
+    model = LayerMoEForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+        for rows in model.vocabulary.parameters():
+            rows.mul_(10)
+    all_go_to(model, 1)
+    ids = torch.randint(0, 250, (3, 9), generator=torch.Generator().manual_seed(0))
+    own = torch.cat([ids[:, :-1], torch.full((3, 1), V + 3)], 1)
+    answers = [model.generate(prompt, **GREEDY)[:, 9:] for prompt in (ids, own)]
+    told = model.generate(ids, languages=["en", "el", None], **GREEDY)[:, 9:]
+    assert answers[0].max() < V <= answers[1].max()
+    assert told[[0, 2]].max() < V <= told[1].max()
+
+
+def test_scores_of_an_answer_and_prompt_lookup_know_the_own_tokens(expanded):
+    model = AutoModelForCausalLM.from_pretrained(expanded).eval()
+    for rows in model.vocabulary.parameters():
+        rows.data.mul_(10)
+    ids = torch.tensor([[V + 1, 5, V + 2, V + 1, 5]])
+    options = {"languages": "el", "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, num_beams=3, return_dict_in_generate=True, output_scores=True, **options)
+    scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    assert scores.sum().item() == pytest.approx(6 * out.sequences_scores.item(), abs=1e-3)
+    plain = model.generate(ids, **options)
+    assert plain[:, 5:].max() >= V
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **options), plain)
+
+
+def test_scores_are_compared_with_the_first_models_own(expanded, base, tmp_path):
+    settings = EvaluationSettings(block_size=32, batch_size=4, max_tokens=100)
+    sources = {"el": LanguageText("el", str(write_texts(tmp_path / "el.jsonl", GREEK)))}
+    for names in (["model", "dense"], ["dense", "model"]):
+        models = {name: (str({"model": expanded, "dense": base}[name]), None) for name in names}
+        found = list(score_models(models, sources, [["en"], ["el"]], settings).models)
+        assert [found[0], found[-1]] == names
+
+
+@pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_trls_trainer_refuses_a_languages_own_tokenizer(expanded, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(expanded)
+    given = {"train_dataset": Dataset.from_dict({"text": GREEK}), "args": SFTConfig(str(tmp_path), use_cpu=True)}
+    with pytest.raises(InputError, match="own tokenizer, whose further tokens TRL's loss leaves out"):
+        MoESFTTrainer(model, processing_class=model.tokenizer_of("el"), **given)
 
 
 # --- surgery ----------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
+        _check_tokens(self.model.config, self.processing_class)
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = CollatorWithLanguages(**vars(self.data_collator))
 
@@ -168,6 +169,15 @@ def _check_arguments(language_classes: Any, *args: Any, **kwargs: Any) -> None:
         # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
         if not isinstance(settings, SFTConfig | None) and type(settings) is not TrainingArguments:
             raise InputError(f"args is {shown_value(settings)}: must be SFTConfig or None.")
+
+
+def _check_tokens(config: Any, tokenizer: Any) -> None:
+    """Refuses a language's own tokenizer: TRL computes logits by the head's matrix, which has the base's rows alone."""
+    if getattr(config, "vocabularies", None) and len(getattr(tokenizer, "tokenizer", tokenizer)) > config.vocab_size:
+        raise InputError(
+            "processing_class is a language's own tokenizer, whose further tokens TRL's loss leaves out: train them "
+            "with PostPretrainTrainer, or give the checkpoint's AutoTokenizer."
+        )
 
 
 def _recorded(model: Any, args: Any) -> dict[str, int]:

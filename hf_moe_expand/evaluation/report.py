@@ -225,10 +225,11 @@ def score_models(
         if kind not in texts:
             texts[kind] = texts_for(model.config, sources)
         with errors_at(name):
-            # Before the model itself, whose column is the last.
+            found = {name: evaluate_model(model, tokenizer, texts[kind], **sizes)}
             if own := {code: texts[kind][code] for code in languages_of(tokenizer) if code in texts[kind]}:
-                result.models[name + _TOLD] = evaluate_model(model, tokenizer, own, **sizes, told=True)
-            result.models[name] = evaluate_model(model, tokenizer, texts[kind], **sizes)
+                found[name + _TOLD] = evaluate_model(model, tokenizer, own, **sizes, told=True)
+            # What is compared are the first column and the last one.
+            result.models |= dict(reversed(found.items())) if result.models else found
         if not kind:
             result.samples = result.samples or begin_samples(texts[kind], (old, result.new))
             continue_samples(result.samples, ChatModel(model, tokenizer, name))

@@ -92,7 +92,10 @@ class Prepared:
         whole = [code for code, of in beginnings.items() if all(one.read == 1 for one in of)]
         all_whole = len(whole) == len(rows)
         wanted, counts = getattr(config, "tokens_per_language", None), getattr(config, "old_documents", None)
+        replayed = config.amounts(self.texts, self.model).get("replay", ((), 0))[0] if wanted else ()
         for code in whole if wanted and not pairs else ():
+            if code in replayed:  # its share is of the others' tokens
+                continue
             first_tokens(code, map(len, encode_documents([row["text"] for row in rows[code]], tokenizer)), wanted)
         short = any(sum(len(str(row)) for row in rows[code]) < _SHORT * config.block_size for code in whole)
         if (counts and not all_whole) or not (counts or short or (wanted and wanted < config.block_size)):

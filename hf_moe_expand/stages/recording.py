@@ -115,7 +115,7 @@ class Progress(LogTable):
 
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic, shows: bool = True) -> None:
         super().__init__(clock, shows)
-        self.trainer = trainer
+        self.trainer, self.wait = trainer, math.inf  # until a training begins
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.printed, self.wait = 0.0, float(_FIRST)
