@@ -1,6 +1,8 @@
 """DMoE: one expert a language group; group training, joint training, adaptation to a new language."""
 
 import json
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -250,6 +252,21 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
         adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], config)
     second = LanguageText("ro", text["es"].source)
     assert adapt_language(tmp_path / "hi", tmp_path / "ro", second, config).expert == 4
+
+
+def test_adaptation_streams_its_first_step_too(trained, text, tmp_path):
+    """Of files of which one is bad, and with no copy of the text in the library's cache."""
+    (tmp_path / "hi").mkdir()
+    rows = Path(text["hi"].source).read_text("utf-8")
+    (tmp_path / "hi" / "1.jsonl").write_text(rows, "utf-8")
+    (tmp_path / "hi" / "2.jsonl").write_text('{"other": 1}\n')
+    source = LanguageText("hi", str(tmp_path / "hi"))
+    config = AdaptConfig(block_size=16, max_steps=1, use_cpu=True, report_to="none", stream=True)
+    with pytest.raises(InputError, match="on_bad_shard: skip"):
+        adapt_language(trained, tmp_path / "out", source, config)
+    config.on_bad_shard = "skip"
+    with patch.object(LanguageText, "load", side_effect=AssertionError):
+        assert adapt_language(trained, tmp_path / "out", source, config).frozen
 
 
 def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_path):

@@ -342,7 +342,9 @@ class RouterLossMixin(PublishingMixin):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
-        prefix = "eval_" if mode == "eval" else ""
+        # Of one of several sets it has the set's name, too.
+        ends = (name.removesuffix("runtime") for name in logs if name.endswith("_runtime"))
+        prefix = next(ends, "eval_") if mode == "eval" else ""
         # Without `_sum_over_ranks`'s division: numerator and denominator both count a tensor-parallel group's ranks.
         ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))
         logs.update({prefix + name: value for name, value in ratios})

@@ -257,13 +257,13 @@ class ShrinkReport:
 
     Attributes:
         routers_restored: whether routers and classifiers are restored byte for byte; else they are the first rows of
-            the later ones, which later stages retrained.
+            the later ones, which later stages retrained. None where there are none.
         classifiers_lost: layers whose classifier could not be restored.
         names_lost: the names of these layers.
     """
 
     out: Path
-    routers_restored: bool
+    routers_restored: bool | None
     classifiers_lost: list[int]
     names_lost: list[str]
 
@@ -315,7 +315,9 @@ def shrink_checkpoint(
         gate = gate.without_classes(range(to + 1, len(history) + 2))
         gate.set_in(config)
     lost, outputs = [], []
-    for key, place in places(network_of(config)).items():
+    in_model = places(network_of(config))
+    routed = any(place.is_routing and place.inner not in GATE_ROWS for place in in_model.values())
+    for key, place in in_model.items():
         if not place.is_routing:
             outputs += stored.copies(key) if key in stored else []  # else it is tied
         elif gate is not None and place.inner in GATE_ROWS:
@@ -332,7 +334,7 @@ def shrink_checkpoint(
     companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
     write_checkpoint(out, config, outputs, [(folder, companions)], "shrink", max_shard_size, overwrite)
     names = layer_names(config)
-    return ShrinkReport(Path(out), routers is not None, lost, [names[layer] for layer in lost])
+    return ShrinkReport(Path(out), routers is not None if routed else None, lost, [names[layer] for layer in lost])
 
 
 @checked

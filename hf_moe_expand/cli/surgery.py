@@ -198,7 +198,7 @@ def shrink(
     report = shrink_checkpoint(model, out, to, overwrite=overwrite)
     if report.routers_restored:
         print("routers and classifiers: restored byte for byte")
-    else:
+    elif report.routers_restored is not None:
         print("routers and classifiers: cut to that expansion, but later stages retrained them (no --keep-routers)")
     if report.classifiers_lost:
         print(f"classifiers of layers {', '.join(report.names_lost)}: lost; these layers have none")

@@ -274,21 +274,15 @@ def passed_line(language: str, counts: Counts) -> str:
     return f"{language}: {'; '.join(said)}"
 
 
-def estimated(
-    text: LanguageText, shards: Sequence[Shard], tokenizer: Any, on_bad_shard: OnBadShard
-) -> tuple[int | None, LostText]:
-    """About how many tokens a text has, by the beginnings of some shards; None where the sizes are not known. Besides,
-    what the tokenizer loses of them.
-
-    Raises:
-        InputError: a shard is bad, unless such are skipped; or no shard has text in the language.
-    """
+def _beginnings(
+    text: LanguageText, shards: Sequence[Shard], on_bad_shard: OnBadShard, left_out: LeftOut
+) -> Iterator[tuple[Shard, list[str], float]]:
+    """Of some shards: the documents at the beginning, and the share of the shard that was read; counts in `left_out`
+    the rows without."""
     some = [shards[at] for at in sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})]
-    tokens, size, lost, left_out = 0.0, 0, LostText(), LeftOut()
     for shard in some:
         texts: list[str] = []
-        read = 1.0
-        characters = 0
+        read, characters = 1.0, 0
         try:
             for row in shard.rows(0):
                 read = row.read
@@ -303,13 +297,41 @@ def estimated(
         except InputError as error:
             if on_bad_shard == "stop" or isinstance(error, UnreachableError):
                 raise
-        size += shard.size or 0
-        own = tokenizer_for(tokenizer, text.language)
+        yield shard, texts, read
+
+
+def sample(text: LanguageText, on_bad_shard: OnBadShard, seed: int) -> list[str]:
+    """Documents from the beginnings of some shards, shuffled.
+
+    Raises:
+        InputError: as `estimated`.
+    """
+    left_out = LeftOut()
+    texts = [one for _, some, _ in _beginnings(text, text.shards(), on_bad_shard, left_out) for one in some]
+    if not texts:
+        raise text.no_text(left_out)
+    return [texts[at] for at in random_numbers(seed).permutation(len(texts))]
+
+
+def estimated(
+    text: LanguageText, shards: Sequence[Shard], tokenizer: Any, on_bad_shard: OnBadShard
+) -> tuple[int | None, LostText]:
+    """About how many tokens a text has, by the beginnings of some shards; None where the sizes are not known. Besides,
+    what the tokenizer loses of them.
+
+    Raises:
+        InputError: a shard is bad, unless such are skipped; or no shard has text in the language.
+    """
+    tokens, size, lost, left_out = 0.0, 0, LostText(), LeftOut()
+    own = tokenizer_for(tokenizer, text.language)
+    seen = 0
+    for shard, texts, read in _beginnings(text, shards, on_bad_shard, left_out):
+        seen, size = seen + 1, size + (shard.size or 0)
         pieces = (texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE))
         tokens += sum(len(ids) for piece in pieces for ids in encode_documents(piece, own)) / (read or 1.0)
         found = lost_text(islice(texts, _SHARDS * 8), tokenizer)
         lost = LostText(lost.size + found.size, lost.characters + found.characters)
-    if not tokens and len(some) == len(shards):
+    if not tokens and seen == len(shards):
         raise text.no_text(left_out)
     known = [shard.size for shard in shards if shard.size is not None]
     return (int(tokens / max(size, 1) * sum(known)) if len(known) == len(shards) else None), lost

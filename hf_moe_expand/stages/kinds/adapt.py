@@ -23,6 +23,7 @@ from ...core.languages import check_language_code, same_language
 from ...core.schema import Count, Positive, Whole, checked
 from ...core.scratch import scratch_folder, sibling
 from ...data.sources import LanguageText
+from ...data.stream_reader import sample
 from ...evaluation.perplexity import evaluate_model
 from ...inference.models import check_block_size, load_for_inference, longest_block
 from ...trainers.freezing import Trained
@@ -30,6 +31,7 @@ from ..config import BlockSize, StageConfig
 from ..distributed import launched
 from ..keywords import setting
 from ..run import check_frozen, train_stage
+from ..streaming import is_streamed
 from ..trainer import StageTrainer
 
 
@@ -149,7 +151,10 @@ def adapt_language(
     if state.is_main_process:
         with built_whole():
             network, tokenizer = load_for_inference(folder)
-        texts = source.load().shuffle(seed=seed)["text"]
+        if is_streamed(config, {language: source}, expanded):
+            texts = sample(source, config.on_bad_shard, seed)
+        else:
+            texts = source.load().shuffle(seed=seed)["text"]
         perplexities = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
         del network
     perplexities, place = broadcast_object_list([perplexities, sibling(out, "grown")])
