@@ -93,7 +93,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
-        _check_tokens(self.model.config, self.processing_class)
+        _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = CollatorWithLanguages(**vars(self.data_collator))
 

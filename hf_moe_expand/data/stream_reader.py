@@ -188,9 +188,7 @@ class Reader:
             raise
         except InputError as error:
             if self.on_bad_shard == "stop":
-                raise InputError(
-                    f"{error} Mend or remove it, or leave out what cannot be read with `on_bad_shard: skip`."
-                ) from None
+                raise _bad(error) from None
             self._rows = None
             if is_new:
                 self.counts["bad"][shard.name] += 1
@@ -295,9 +293,15 @@ def _beginnings(
                 if characters >= _SAMPLE // len(some):
                     break
         except InputError as error:
-            if on_bad_shard == "stop" or isinstance(error, UnreachableError):
+            if isinstance(error, UnreachableError):
                 raise
+            if on_bad_shard == "stop":
+                raise _bad(error) from None
         yield shard, texts, read
+
+
+def _bad(error: InputError) -> InputError:
+    return InputError(f"{error} Mend or remove it, or leave out what cannot be read with `on_bad_shard: skip`.")
 
 
 def sample(text: LanguageText, on_bad_shard: OnBadShard, seed: int) -> list[str]:
