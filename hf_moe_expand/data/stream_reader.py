@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -188,7 +188,7 @@ class Reader:
             raise
         except InputError as error:
             if self.on_bad_shard == "stop":
-                raise _bad(error) from None
+                _refuse(error)
             self._rows = None
             if is_new:
                 self.counts["bad"][shard.name] += 1
@@ -296,12 +296,14 @@ def _beginnings(
             if isinstance(error, UnreachableError):
                 raise
             if on_bad_shard == "stop":
-                raise _bad(error) from None
+                _refuse(error)
         yield shard, texts, read
 
 
-def _bad(error: InputError) -> InputError:
-    return InputError(f"{error} Mend or remove it, or leave out what cannot be read with `on_bad_shard: skip`.")
+def _refuse(error: InputError) -> NoReturn:
+    raise InputError(
+        f"{error} Mend or remove it, or leave out what cannot be read with `on_bad_shard: skip`."
+    ) from None
 
 
 def sample(text: LanguageText, on_bad_shard: OnBadShard, seed: int) -> list[str]:
