@@ -51,6 +51,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
     _dense_mapping: Any = None
     _auto_map: ClassVar[dict[str, str]] = {}
     _of_encoder_decoders: ClassVar[bool | None] = None
+    hub_options: ClassVar[dict[str, Any]] = {}  # of a loaded model: those by which its other files are found, too
     _supports_attention_backend = True  # read on the static class by serving back ends
     _tp_plan: Any
 
@@ -78,7 +79,9 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             loaded = load_assembled(load, pretrained_model_name_or_path, config, kwargs)
         else:
             loaded = load(pretrained_model_name_or_path, *args, config=config, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded)._attach_adapters()
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.hub_options = {name: value for name, value in passed.items() if value is not None}
+        model._attach_adapters()
         return loaded
 
     @classmethod
@@ -224,11 +227,24 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
 
     def use_expert(self, expert: int) -> AbstractContextManager[None]:
         """Inside, every token goes only to this expert in every expanded layer; expert 0 gives the base model's
-        output."""
+        output.
+
+        Raises:
+            ValueError: the number is below 0; in a pass, that a layer has no such expert.
+        """
+        if expert < 0:
+            raise ValueError(f"Expert {expert} was asked for: give a number from 0, the base's.")
         return self.routing_control.asking(expert=expert)
 
     def use_expansion(self, expansion: int) -> AbstractContextManager[None]:
-        """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
+        """Inside, the model routes as after an earlier expansion (0: the base model), without later experts.
+
+        Raises:
+            ValueError: the model has no such expansion.
+        """
+        last = 1 + len(getattr(self.config, "earlier_experts_per_layer", None) or ())  # type: ignore[attr-defined]
+        if not 0 <= expansion <= last:
+            raise ValueError(f"Expansion {expansion} was asked for, but the model has 0 (the base) to {last}.")
         return self.routing_control.asking(expansion=expansion)
 
     def use_virtual_tokens(self, count: int) -> AbstractContextManager[None]:
@@ -377,9 +393,11 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
+        for code in self.config.vocabularies or ():  # type: ignore[attr-defined]
+            self.tokenizer_of(code)  # before anything is written
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
-            carry_packs(self.config, save_directory)  # type: ignore[attr-defined]
+            carry_packs(self.config, save_directory, self.hub_options)  # type: ignore[attr-defined]
             self.save_tokenizers(save_directory)
             index_weights(save_directory)
         return result

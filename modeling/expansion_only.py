@@ -96,7 +96,7 @@ def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def carry_packs(config: Any, folder: Any) -> None:
+def carry_packs(config: Any, folder: Any, hub: dict[str, Any]) -> None:
     """Copies the packs' files from where a joined model was loaded to where it is saved. Warns where they are not to be
     had: the saved model works, but no pack can be taken out of it."""
     for number in range(1, 1 + len(getattr(config, "packs", None) or ())):
@@ -105,7 +105,7 @@ def carry_packs(config: Any, folder: Any) -> None:
         if os.path.isfile(target):
             continue
         try:
-            source = cached_file(config.name_or_path, name) if config.name_or_path else None
+            source = cached_file(config.name_or_path, name, **hub) if config.name_or_path else None
         except (OSError, ValueError):
             source = None
         if source is None:

@@ -11,10 +11,9 @@ Shape suffixes: B sequences, S tokens whose logits are computed, V rows of the b
 """
 
 import copy
-import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +124,7 @@ class VocabularyMixin:
 
     config: Any
     vocabulary: Vocabulary | None
+    hub_options: ClassVar[dict[str, Any]]
 
     @property
     def loss_function(self) -> Any:
@@ -173,10 +173,10 @@ class VocabularyMixin:
         classes_of(self.config, language)
         loaded = self.__dict__.setdefault("language_tokenizers", {})
         if language not in loaded:
-            own = {"subfolder": f"{FOLDER}/{language}"} if language in (self.config.vocabularies or {}) else {}
-            name, revision = self.config.name_or_path, getattr(self.config, "_commit_hash", None)
-            options = {} if os.path.isdir(name) else {"revision": revision}
-            loaded[language] = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **own, **options)
+            own = [FOLDER, language] if language in (self.config.vocabularies or {}) else []
+            folder = "/".join(filter(None, [self.hub_options.get("subfolder"), *own]))
+            options = {**self.hub_options, "subfolder": folder, "trust_remote_code": False}
+            loaded[language] = AutoTokenizer.from_pretrained(self.config.name_or_path, **options)
         return loaded[language]
 
     def save_tokenizers(self, folder: Any) -> None:

@@ -162,6 +162,8 @@ def test_a_graft_goes_to_expert_0_and_averages_are_means(base, saved, tmp_path):
     models = [load(where).state_dict() for where in (folder / "new", folder / "moved", tmp_path / "mean")]
     for name, value in models[2].items():
         torch.testing.assert_close(value, (models[0][name] + models[1][name]) / 2)
+    with pytest.raises(InputError, match="has added experts, which the dense checkpoint lacks"):
+        average_checkpoints([folder / "moved", folder / "base"], tmp_path / "mixed")
     average_experts(folder / "moved", tmp_path / "half", 0.5)
     for name, value in load(tmp_path / "half").state_dict().items():
         added = re.search(r"\.experts\.[1-9]\.down_proj", name)  # beside expert 0, the base's own mixture

@@ -117,6 +117,18 @@ def test_the_base_is_named_without_a_local_path(tmp_path, monkeypatch):
     assert base_of(dense) == ("Qwen/Qwen2.5-0.5B", commit)
 
 
+def test_the_bases_commit_is_that_of_the_hubs_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    dense, commit, root = tiny_dense("qwen2"), "ab" * 20, tmp_path / "models--me--dense"
+    dense.config._name_or_path = "me/dense"
+    save_dense(root / "snapshots" / commit, "qwen2")
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+    assert base_of(dense) == ("me/dense", commit)
+    (root / "snapshots" / ("cd" * 20)).mkdir()  # which of them was loaded?
+    assert base_of(dense) == ("me/dense", None)
+
+
 def test_a_saved_model_is_a_checkpoint_for_every_command(tmp_path):
     model = expand_model(tiny_dense("qwen2"), PLAN)
     model.save_pretrained(tmp_path / "model")

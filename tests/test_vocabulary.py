@@ -1,7 +1,9 @@
 """A language's own tokens: learned, given at an expansion, trained, told, exported and taken out again."""
 
 import json
+import shutil
 from itertools import groupby, islice
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -452,6 +454,25 @@ def test_scores_of_an_answer_and_prompt_lookup_know_the_own_tokens(expanded):
     plain = model.generate(ids, **options)
     assert plain[:, 5:].max() >= V
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **options), plain)
+
+
+def test_tokenizers_are_found_where_the_model_was_loaded(expanded, tmp_path):
+    shutil.copytree(expanded, tmp_path / "outer" / "inner")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "outer", subfolder="inner", revision="main")
+    assert len(model.tokenizer_of("el")) == model.config.num_tokens
+    with patch.object(AutoTokenizer, "from_pretrained") as asked:
+        model.tokenizer_of("hu")
+    assert asked.call_args.kwargs["revision"] == "main"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "outer", subfolder="inner")
+    shutil.rmtree(tmp_path / "outer")
+    with pytest.raises(OSError, match="outer"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_inspection_counts_the_rows_as_added(base, expanded):
+    found = inspect_checkpoint(expanded)
+    assert found.base == AutoModelForCausalLM.from_pretrained(base).num_parameters()
 
 
 def test_scores_are_compared_with_the_first_models_own(expanded, base, tmp_path):

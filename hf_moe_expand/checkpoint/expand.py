@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
@@ -346,7 +347,17 @@ def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
     path = Path(name)
     if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2:
         return path.resolve().name, None
-    return name, getattr(dense.config, "_commit_hash", None)
+    # Since 5.23 transformers does not keep the commit: it is that of the only one in the hub's cache.
+    return name, getattr(dense.config, "_commit_hash", None) or _only_commit(name)
+
+
+def _only_commit(name: str) -> str | None:
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no hub id
+        return None
+    folder = Path(file).parent if isinstance(file, str) else None
+    return folder.name if folder is not None and len(list(folder.parent.iterdir())) == 1 else None
 
 
 def _check_dense(dense: Any) -> None:

@@ -258,12 +258,14 @@ class ShrinkReport:
     Attributes:
         routers_restored: whether routers and classifiers are restored byte for byte; else they are the first rows of
             the later ones, which later stages retrained. None where there are none.
+        gate_lost: whether the model had a gate after this expansion, which was not kept.
         classifiers_lost: layers whose classifier could not be restored.
         names_lost: the names of these layers.
     """
 
     out: Path
     routers_restored: bool | None
+    gate_lost: bool
     classifiers_lost: list[int]
     names_lost: list[str]
 
@@ -311,6 +313,8 @@ def shrink_checkpoint(
     gate = None
     if any(key.endswith(GATE_ROWS) for key in routers or ()):
         config.language_gate = kept_history.last.language_gate
+    elif routers is not None:  # those of a model without a gate
+        config.language_gate = None
     elif (gate := stored_gate(stored)) is not None:
         gate = gate.without_classes(range(to + 1, len(history) + 2))
         gate.set_in(config)
@@ -334,7 +338,10 @@ def shrink_checkpoint(
     companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
     write_checkpoint(out, config, outputs, [(folder, companions)], "shrink", max_shard_size, overwrite)
     names = layer_names(config)
-    return ShrinkReport(Path(out), routers is not None if routed else None, lost, [names[layer] for layer in lost])
+    restored = routers is not None if routed else None
+    had_gate = kept_history.last.language_gate or any(stage.stage == "gates" for stage in kept_history.last.stages)
+    gate_lost = bool(had_gate) and config.language_gate is None
+    return ShrinkReport(Path(out), restored, gate_lost, lost, [names[layer] for layer in lost])
 
 
 @checked

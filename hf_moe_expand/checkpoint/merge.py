@@ -77,6 +77,12 @@ def average_checkpoints(
                     f"{model.folder}: has {what}, and the mean of their updates' factors is not the mean of the "
                     f"updates. Average the dense models that `export {option}` writes."
                 )
+        is_mixed = len({isinstance(one.config, ExpandedConfig) for one in stored}) > 1
+        if is_mixed and isinstance(model.config, ExpandedConfig) and model.config.has_kind("added"):
+            raise InputError(
+                f"{model.folder}: has added experts, which the dense checkpoint lacks: average the model alone, with "
+                "the weight of its new experts."
+            )
     first = stored[0]
     tensors = _mean_of_expanded_and_dense(stored, weights)
     settings = {"models": [model.name for model in stored], "weights": weights}

@@ -200,6 +200,8 @@ def shrink(
         print("routers and classifiers: restored byte for byte")
     elif report.routers_restored is not None:
         print("routers and classifiers: cut to that expansion, but later stages retrained them (no --keep-routers)")
+    if report.gate_lost:
+        print("gate: lost, as the growth did not keep it (no --keep-routers): fit it anew with `gates`")
     if report.classifiers_lost:
         print(f"classifiers of layers {', '.join(report.names_lost)}: lost; these layers have none")
     print(f"wrote {out}")

@@ -143,7 +143,8 @@ def inspect_config(config: Any) -> Inspection:
     network = network_of(config)
     kinds = config.expert_kinds
     layers = [(1, False, 0)] * count_layers(config)
-    added, total = 0, size_of(network)
+    own: Any = getattr(network, "vocabulary", None)
+    added, total = 0 if own is None else size_of(own), size_of(network)
     for index, ffn in network.expanded_ffns().items():
         layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
         added += size_of(ffn) - size_of(ffn.experts[0])
