@@ -89,7 +89,9 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         return super(ExpandedModelMixin, _expanded_class(cls, config))._from_config(config, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple:
-        return _blank_model, (static_class(type(self)), self.config), self.__dict__  # type: ignore[attr-defined]
+        options = {name: value for name, value in self.hub_options.items() if name != "token"}  # a secret
+        state = {**self.__dict__, "hub_options": options}
+        return _blank_model, (static_class(type(self)), self.config), state  # type: ignore[attr-defined]
 
     def post_init(self) -> None:
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
