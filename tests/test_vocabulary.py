@@ -464,9 +464,9 @@ def test_tokenizers_are_found_where_the_model_was_loaded(expanded, tmp_path):
     with patch.object(AutoTokenizer, "from_pretrained") as asked:
         model.tokenizer_of("hu")
     assert asked.call_args.kwargs["revision"] == "main"
-    model.hub_options = {"token": "hf_secret", "revision": "main"}
-    assert b"hf_secret" not in pickle.dumps(model)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "outer", subfolder="inner")
+    model.hub_options["token"] = "hf_secret"
+    assert b"hf_secret" not in pickle.dumps(model)
     shutil.rmtree(tmp_path / "outer")
     with pytest.raises(OSError, match="outer"):
         model.save_pretrained(tmp_path / "saved")
