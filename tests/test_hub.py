@@ -496,9 +496,10 @@ os.environ["HF_TOKEN"] = {TOKEN!r}
 from hf_moe_expand.modeling import LayerMoEForCausalLM
 model = LayerMoEForCausalLM.from_pretrained(folder)
 model.push_to_hub("me/own")
-answer = len(LayerMoEForCausalLM.from_pretrained("me/own").tokenizer_of("el"))
+pushed = LayerMoEForCausalLM.from_pretrained("me/own")
+result = [len(pushed.tokenizer_of("el")), pushed.config.num_tokens, model.config.vocab_size + 9]
 """
-    client.run(code, folder=str(tmp_path / "own"))
+    assert len({*client.run(code, folder=str(tmp_path / "own"))["value"]}) == 1
     assert {"model.safetensors", "vocabulary/el/tokenizer.json"} <= set(server.files("me/own"))
 
 

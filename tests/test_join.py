@@ -464,6 +464,13 @@ def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
     assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
 
 
+def test_packs_are_found_where_the_model_was_loaded(packs, tmp_path):
+    inner = tmp_path / "outer" / "inner"
+    join_expansions([packs["el"], packs["hu"]], inner)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "outer", subfolder="inner").save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "pack_2.safetensors").read_bytes() == (inner / "pack_2.safetensors").read_bytes()
+
+
 def test_a_saved_model_keeps_its_packs(packs, tmp_path, caplog):
     join_expansions([packs["el"], packs["hu"]], tmp_path / "two")
     model = load(tmp_path / "two")

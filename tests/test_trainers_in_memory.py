@@ -315,7 +315,8 @@ def test_text_to_score_is_packed_as_the_trainings_is(root, tmp_path, case):
     assert len(scored) == QUICK["max_steps"]
     found = trainer.evaluate()
     assert found["eval_en_rows"] > 4
-    assert {"eval_en_next_token_loss", "eval_el_next_token_loss"} <= {*found} or trainer.trained_as == "review"
+    assert {"eval_en_next_token_loss", "eval_el_next_token_loss"} <= {*found}
+    assert "eval_next_token_loss" not in found
     whole = trainer.evaluate(tagged("en", "el"))
     blocks = trainer.evaluate(pack_texts(held_out, byte_tokenizer(), 16, seed=5, languages=["en", "el"]))
     for name in ("en", "el"):
