@@ -334,7 +334,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         place = decoder_ffns(self)[self.config.language_gate["layer"]].place  # type: ignore[arg-type, attr-defined]
         hook = self.get_submodule(place).register_forward_hook(stop)  # type: ignore[attr-defined]
         try:
-            with torch.no_grad(), self.routing_control.asking(classes=None):
+            with torch.no_grad():
                 self.base_model(**given, use_cache=False)  # type: ignore[attr-defined]
         except _PromptJudgedError:
             pass
