@@ -169,6 +169,8 @@ class Study:
         has_adapters = recipe.get("expand", {}).get("expert_kind") == "adapter"
         kind = "lora" if has_adapters else "post_pretrain"
         recipe["post_pretrain"] = self.stage(kind, tokens * (1 - reviewed) / parts)
+        if "vocabulary" in recipe:  # as many bytes as the other rows read, in fewer tokens
+            recipe["post_pretrain"] |= {"max_steps": -1, "num_train_epochs": 1}
         if reviewed:
             recipe["review"] = self.stage("review", tokens * reviewed) | recipe["review"]
         if recipe["plan"]["method"] == "layer-moe":
@@ -305,6 +307,12 @@ def batches(texts: Sequence[str], tokenizer: Any, device: Any) -> Iterator[tuple
         yield ids.to(device), mask.to(device), sum(len(tokenizer.decode(row[1:]).encode()) for row in part)
 
 
+def cut(text: str, tokenizer: Any) -> str:
+    """The part of a text that is scored in these tokens."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids[: LONGEST - 1]
+    return tokenizer.decode(ids).removesuffix("\N{REPLACEMENT CHARACTER}")  # of a character that the cut parted
+
+
 @torch.no_grad()
 def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[str]) -> dict[str, float]:
     """Bits per byte by way, kind of text and language, and the share of tokens that go to new experts."""
@@ -318,27 +326,32 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
         hook = gate.register_forward_hook(keep)
     for code, kinds in texts.items():
         ways = ["read", *(["end"] if rule else []), *(["told"] if control and code in new else [])]
+        has_own = code in (getattr(model.config, "vocabularies", None) or ())
         for kind, some in kinds.items():
-            nats, taken, size = dict.fromkeys(ways, 0.0), [0, 0], 0
-            for ids, mask, width in batches(some, tokenizer, model.device):
-                size += width
-                positions = (mask.cumsum(1) - 1).clamp(min=0)
-                wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
-                labels = torch.where(wanted, ids[:, 1:], -100)
-                for way in ways:
+            taken = [0, 0]
+            for way in ways:
+                nats, size = 0.0, 0
+                reads, read = tokenizer, some
+                if way == "told" and has_own:  # the same bytes in the language's own tokens
+                    reads, read = model.tokenizer_of(code), [cut(text, tokenizer) for text in some]
+                for ids, mask, width in batches(read, reads, model.device):
+                    size += width
+                    positions = (mask.cumsum(1) - 1).clamp(min=0)
+                    wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
+                    labels = torch.where(wanted, ids[:, 1:], -100)
                     classes.clear()
                     asked = control.asking(message_ends=[ids.shape[1]]) if way == "end" else nullcontext()
                     said = {"languages": code} if way == "told" else {}
                     with asked:
                         logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
                     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
-                    nats[way] += loss.item()
+                    nats += loss.item()
                     if way == "read" and rule:
                         is_new = classes[0].view(ids.shape)[:, 1:] > 0
                         taken[0] += int((is_new & wanted).sum())
                         taken[1] += int(wanted.sum())
                     del logits, loss
-            found |= {f"{way}.{kind}.{code}": round(sum_ / math.log(2) / size, 5) for way, sum_ in nats.items()}
+                found[f"{way}.{kind}.{code}"] = round(nats / math.log(2) / size, 5)
             if rule:
                 found[f"new.{kind}.{code}"] = round(taken[0] / max(taken[1], 1), 5)
     if rule:
