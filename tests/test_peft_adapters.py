@@ -395,8 +395,12 @@ def test_the_command_line_refuses(base, adapter, model, tmp_path, words, said):
 
 def test_other_experts_and_a_trained_base_are_no_adapters(base, model, tmp_path):
     expand_checkpoint(base, tmp_path / "ffn", Plan("moe-lpr", [2] * 3, old=["en"], new=["el"], exclusive=True))
-    with pytest.raises(InputError, match="its experts are FFNs, not adapters"):
+    with pytest.raises(InputError, match="its experts are FFNs, not adapters: `export --language`"):
         export_peft(tmp_path / "ffn", tmp_path / "out")
+    added = Plan("moe-lpr", [2] * 3, old=["en"], new=["el"])
+    expand_checkpoint(base, tmp_path / "added", added, expert_kind="added", expert_width=8)
+    with pytest.raises(InputError, match=r"not adapters: publish the checkpoint with its own code \(`push`\)"):
+        export_peft(tmp_path / "added", tmp_path / "out")
     shutil.copytree(model, tmp_path / "grafted")
     fields = json.loads((model / "config.json").read_text())
     fields["expansions"][1]["stages"].append({"stage": "graft"})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import DATA, byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen2Config
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core import extra
@@ -110,6 +110,9 @@ def test_prompts():
         language_name("qx")
 
 
+MODEL = SimpleNamespace(config=Qwen2Config(max_position_embeddings=512))  # for `rigged`
+
+
 @pytest.fixture
 def rigged(monkeypatch):
     """`translate` that answers from a list, and the prompts it was given."""
@@ -126,14 +129,14 @@ def rigged(monkeypatch):
 def test_examples_are_in_the_prompt_and_not_scored(rigged):
     texts = {"en": ["zero", "one", "two", "three"], "el": ["μηδέν", "ένα", "δύο", "τρία"]}
     rigged.answers = ["δύο", "τρία"]
-    score = evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings(shots=2))["en-el"]
+    score = evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=2))["en-el"]
     shown = "English: zero → Greek: μηδέν\nEnglish: one → Greek: ένα\n"
     assert rigged.prompts == [[shown + "English: two → Greek:", shown + "English: three → Greek:"]]
     assert (score.chrf, score.sentences) == (pytest.approx(100), 2)
-    evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings(shots=1, limit=1))
+    evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=1, limit=1))
     assert rigged.prompts[-1] == ["English: zero → Greek: μηδέν\nEnglish: one → Greek:"]
     with pytest.raises(InputError, match="4 of 4 sentences are examples"):
-        evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings(shots=4))
+        evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=4))
     for wrong in ({"shots": -1}, {"limit": 0}, {"batch_size": 0}, {"max_new_tokens": 0}):
         with pytest.raises(InputError, match="must be at least"):
             TranslationSettings(**wrong)
@@ -144,7 +147,7 @@ def test_chrf_plus_plus_by_hand(rigged):
     # characters; the one word is wrong: 0. Longer n-grams do not occur and do not count.
     rigged.answers = ["abc"]
     texts = {"en": ["x"], "el": ["abd"]}
-    score = evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings())["en-el"]
+    score = evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings())["en-el"]
     assert score.chrf == pytest.approx(100 * (2 / 3 + 1 / 2 + 0 + 0) / 4, abs=1e-6)
     assert "nc:6|nw:2" in score.signature
     assert "version:" in score.signature
@@ -206,6 +209,15 @@ def test_text_that_is_not_there_is_named_before_anything_else(tmp_path):
     base, words = save_dense(tmp_path / "base"), ("--data", f"en={tmp_path / 'none.jsonl'}", "--pair", "en-xx")
     with pytest.raises(InputError, match=r"none\.jsonl"):
         invoke("evaluate-translation", base, *words, "--out", tmp_path / "scores.json")
+
+
+def test_each_model_is_checked_before_the_first_translates(tmp_path, monkeypatch):
+    monkeypatch.setattr(translation, "translate", lambda *_: pytest.fail("has translated"))
+    long, short = (save_dense(tmp_path / str(size), max_position_embeddings=size) for size in (512, 64))
+    data = [f"{code}={write_texts(tmp_path / f'{code}.jsonl', ['the sea'])}" for code in ("en", "el")]
+    with pytest.raises(InputError, match="and 60 new ones do not fit the model's 64 positions"):
+        invoke("evaluate-translation", long, short, "--data", data[0], "--data", data[1], "--max-new-tokens", "60",
+               "--out", tmp_path / "scores.json")  # fmt: skip
 
 
 def test_the_command(tmp_path):

@@ -110,10 +110,10 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
     """
     config, history = source.config, History.of(source.config)
     if not config.has_kind("adapter"):
-        raise InputError(
-            f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: `export --language` "
-            "writes the dense model of a language."
-        )
+        instead = "`export --language` writes the dense model of a language"
+        if config.has_kind("added"):
+            instead = "publish the checkpoint with its own code (`push`)"
+        raise InputError(f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: {instead}.")
     if config.vocabularies:
         raise InputError(
             f"{source.folder}: has tokens of its own for {', '.join(config.vocabularies)}, which no adapter holds: "

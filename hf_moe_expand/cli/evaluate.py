@@ -128,8 +128,11 @@ def evaluate_translation(
     check_file(out, overwrite)
     check_checkpoints(*models)
     sources = text_sources(data, look=True)
+    from ..checkpoint.source import load_config, resolve_checkpoint
+    from ..checkpoint.tokenizer import load_tokenizer
     from ..evaluation.translation import (
         TranslationScores,
+        check_translation,
         chrf_plus_plus,
         evaluate_translation,
         load_parallel,
@@ -147,6 +150,9 @@ def evaluate_translation(
         labels[model_label(name, labels)] = name
     for file in [] if texts is None else text_files(texts, list(labels), pairs):
         check_file(file, overwrite)
+    for name in models:  # before the first one translates
+        folder = resolve_checkpoint(name)
+        check_translation(load_config(folder), load_tokenizer(folder, name), sentences, pairs, settings)
     scores: dict = {}
     for label, name in labels.items():
         model, tokenizer = load_for_inference(name)

@@ -133,13 +133,7 @@ def translate(
     """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens."""
-    encoded = [prompt_tokens(prompt, tokenizer) for prompt in prompts]
-    positions, longest = longest_block(model.config), max(map(len, encoded), default=0)
-    if positions is not None and longest + max_new_tokens > positions:
-        raise InputError(
-            f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
-            "give fewer examples or new tokens."
-        )
+    encoded = _prompts(model.config, tokenizer, prompts, max_new_tokens)
     ends = end_tokens(model, tokenizer)
     options = {"max_new_tokens": max_new_tokens, "pad_token_id": ends[0] if ends else 0, "stop_strings": ["\n"]}
     continuations, cut = [""] * len(prompts), 0
@@ -166,7 +160,7 @@ def translate_pairs(
     Of the checkpoint's own generation settings, only its special tokens count."""
     if not sentences:
         return [], 0
-    _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
+    _check_directions(model.config, tokenizer, {direction: sentences}, max_new_tokens)
     encoder, own, ends = PairEncoder(tokenizer), model.generation_config, end_tokens(model, tokenizer)
     start = own.decoder_start_token_id
     options = {
@@ -182,15 +176,27 @@ def translate_pairs(
     return translations, cut
 
 
-def _check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], max_new_tokens: int) -> None:
+def _prompts(config: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+    """The tokens of prompts for `translate`."""
+    encoded = [prompt_tokens(prompt, tokenizer) for prompt in prompts]
+    positions, longest = longest_block(config), max(map(len, encoded), default=0)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise InputError(
+            f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
+            "give fewer examples or new tokens."
+        )
+    return encoded
+
+
+def _check_directions(config: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], new_tokens: int) -> None:
     """Refuses sentences of each direction that `translate_pairs` would refuse."""
-    encoder, positions = PairEncoder(tokenizer), longest_block(model.config)
+    encoder, positions = PairEncoder(tokenizer), longest_block(config)
     encoder.check(sentences)
     for direction, texts in sentences.items():
         longest = max(map(len, encoder.sources(list(texts), direction)))
-        if positions is not None and max(longest, max_new_tokens + 2) > positions:
+        if positions is not None and max(longest, new_tokens + 2) > positions:
             raise InputError(
-                f"A sentence of {longest} tokens and a translation of {max_new_tokens} do not fit the model's "
+                f"A sentence of {longest} tokens and a translation of {new_tokens} do not fit the model's "
                 f"{positions} positions: give shorter sentences or fewer new tokens."
             )
 
@@ -222,6 +228,40 @@ def _generated(
             progress.update(len(batch))
 
 
+def check_translation(
+    config: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[str]],
+    pairs: Sequence[Pair],
+    settings: TranslationSettings,
+) -> None:
+    """Refuses what `evaluate_translation` cannot translate with a model of this configuration."""
+    sentences, shots, beams = len(next(iter(texts.values()))), settings.shots, settings.beams
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    if is_encoder_decoder and shots:
+        raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
+    if not is_encoder_decoder and beams > 1:
+        raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
+    if shots >= sentences:
+        raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
+    if is_encoder_decoder:
+        given = {pair: _scored(texts[pair[0]], settings) for pair in pairs}
+        _check_directions(config, tokenizer, given, settings.max_new_tokens)
+    else:
+        for pair in pairs:
+            _prompts(config, tokenizer, _prompts_of(pair, texts, settings), settings.max_new_tokens)
+
+
+def _scored(texts: Sequence[str], settings: TranslationSettings) -> list[str]:
+    """The sentences behind those that are examples."""
+    return list(texts[settings.shots : None if settings.limit is None else settings.shots + settings.limit])
+
+
+def _prompts_of(pair: Pair, texts: Mapping[str, Sequence[str]], settings: TranslationSettings) -> list[str]:
+    examples = list(zip(*(texts[code][: settings.shots] for code in pair), strict=True))
+    return [translation_prompt(pair, sentence, examples) for sentence in _scored(texts[pair[0]], settings)]
+
+
 def evaluate_translation(
     model: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]], pairs: Sequence[Pair], settings: TranslationSettings
 ) -> dict[str, TranslationScore]:
@@ -230,29 +270,17 @@ def evaluate_translation(
     Args:
         texts: parallel sentences of each language.
     """
-    sentences, shots, limit, beams = len(next(iter(texts.values()))), settings.shots, settings.limit, settings.beams
     sizes = (settings.batch_size, settings.max_new_tokens)
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if is_encoder_decoder and shots:
-        raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
-    if not is_encoder_decoder and beams > 1:
-        raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
-    if shots >= sentences:
-        raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
-    scored = slice(shots, None if limit is None else shots + limit)
+    check_translation(model.config, tokenizer, texts, pairs, settings)  # before the first direction is translated
     metric = chrf_plus_plus()
-    if is_encoder_decoder:  # before the first direction is translated
-        _check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, settings.max_new_tokens)
     scores = {}
     for pair in pairs:
-        given, wanted = (list(texts[code][scored]) for code in pair)
-        if is_encoder_decoder:
-            translations, cut = translate_pairs(model, tokenizer, given, pair, *sizes, beams)
+        if model.config.is_encoder_decoder:
+            given = _scored(texts[pair[0]], settings)
+            translations, cut = translate_pairs(model, tokenizer, given, pair, *sizes, settings.beams)
         else:
-            examples = list(zip(*(texts[code][:shots] for code in pair), strict=True))
-            prompts = [translation_prompt(pair, sentence, examples) for sentence in given]
-            translations, cut = translate(model, tokenizer, prompts, *sizes)
-        chrf = metric.corpus_score(translations, [wanted]).score
+            translations, cut = translate(model, tokenizer, _prompts_of(pair, texts, settings), *sizes)
+        chrf = metric.corpus_score(translations, [_scored(texts[pair[1]], settings)]).score
         scores[pair_name(pair)] = TranslationScore(
             chrf, str(metric.get_signature()), len(translations), cut, translations
         )
