@@ -92,10 +92,10 @@ class ExpandedFFN(ExpandedLayer):
         elif self.is_added:
             y = self._run_added(hidden_states, residual, routing)
         else:
-            y = self._runchosen(request, known, hidden_states, residual, routing)
+            y = self._run_chosen(request, known, hidden_states, residual, routing)
         return y
 
-    def _runchosen(
+    def _run_chosen(
         self, request: RoutingRequest, known: TokenClasses | None, hidden_states: torch.Tensor,
         residual: torch.Tensor | None, routing: LayerRouting,
     ) -> Any:  # fmt: skip
