@@ -1,17 +1,22 @@
 """How commands end: signals clean up, and no error shows a bare traceback."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import warnings
+from importlib.metadata import version
 
 import pytest
+import torch
 from conftest import start_python
 from tqdm.auto import tqdm
+from typer.testing import CliRunner
 
-from hf_moe_expand import cli
+from hf_moe_expand import __version__, cli
 from hf_moe_expand.cli import orderly_stops
+from hf_moe_expand.cli.options import versions
 from hf_moe_expand.core.errors import InputError
 
 # A verb that writes a folder until something stops it.
@@ -75,7 +80,7 @@ def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsy
     assert str(file) in said
     text = file.read_text()
     assert "Traceback (most recent call last)" in text
-    assert "hf-moe-expand inspect x" in text
+    assert text.startswith(f"hf-moe-expand inspect x\n{versions()}\n")
 
 
 def test_where_the_folder_is_read_only_the_traceback_goes_elsewhere(tmp_path, monkeypatch, capsys):
@@ -202,6 +207,14 @@ def test_a_log_gets_lines_at_once_and_no_bars(wanted, tmp_path):
     assert process.returncode == 0, errors
     assert errors.count("a bar: 100%") == (4 if wanted else 0), errors
     assert ("tensor" in errors) == wanted
+
+
+def test_the_versions_are_printed():
+    said = CliRunner().invoke(cli.app, ["--version"])
+    assert said.exit_code == 0
+    for name, found in (("hf-moe-expand", __version__), ("torch", torch.__version__), ("trl", version("trl"))):
+        assert f"{name} {found}, " in said.stdout
+    assert said.stdout.endswith(f", Python {platform.python_version()}\n")
 
 
 def test_bars_are_back_after_the_command(monkeypatch, capsys):

@@ -24,7 +24,7 @@ from ..core.errors import InputError, first_line, is_full_disk, is_unicode
 
 # In the order of `--help`.
 from . import analyze, asking, evaluate, gates, plan, run, surgery, train  # noqa: F401
-from .options import app
+from .options import app, versions
 
 __all__ = ["app", "main"]
 
@@ -151,7 +151,7 @@ def tell_full_disk(error: BaseException) -> int:
 
 def tell_unforeseen(error: BaseException) -> int:
     """Prints the name of an error, and writes its traceback to a file; returns the exit code."""
-    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\nPython {sys.version}\n\n"
+    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\n{versions()}\n\n"
     text += "".join(traceback.format_exception(error))
     name = f"hf-moe-expand-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     where = ""

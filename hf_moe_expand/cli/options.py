@@ -2,9 +2,11 @@
 follow from a settings class."""
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +22,32 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def versions() -> str:
+    """The versions that a report of an error needs, in one line."""
+    found = []
+    for package in ("hf-moe-expand", "torch", "transformers", "datasets", "peft", "trl"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package}: not installed")
+    return f"{', '.join(found)}, Python {sys.version.split()[0]}"
+
+
+def _show_versions(wanted: bool) -> None:
+    if wanted:
+        print(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    show: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Print the versions of the packages."),
+    ] = False,
+) -> None: ...
 
 
 def _group(name: str, about: str) -> typer.Typer:
