@@ -634,6 +634,7 @@ ERRORS = [ConnectionResetError("reset"), TimeoutError("timed out"), OSError("503
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("error", ERRORS, ids=str)
+@pytest.mark.filterwarnings("ignore:.*tries it again:UserWarning")
 def test_a_read_that_fails_is_tried_again(bucket, kind, error):
     source = LanguageText("el", f"memory://bucket/*.{kind}")
     expected = batches(begun([source]), 60)
@@ -649,6 +650,7 @@ def test_a_read_that_fails_is_tried_again(bucket, kind, error):
 
 @pytest.mark.parametrize("on_bad_shard", ["stop", "skip"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.filterwarnings("ignore:.*tries it again:UserWarning")
 def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, bucket, kind, on_bad_shard):
     data = {"el": LanguageText("el", f"memory://bucket/*.{kind}"), "tr": LanguageText("tr", str(root / "tr"))}
 
@@ -663,14 +665,37 @@ def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, 
             bucket["left"] = 10**6
 
     expected = train("whole")
-    with pytest.raises(
-        InputError, match=r"memory:///bucket/.* does not answer after 3 tries \(.*reset by peer.*\): run"
-    ):
+    with pytest.raises(InputError, match=r"memory:///bucket/.* does not answer after 0 s \(.*reset by peer.*\): run"):
         train("again", fail)
     bucket["left"] = 0
     assert [path.name for path in (tmp_path / "again.training").glob("checkpoint-*")]
     assert train("again") == expected
     same_files(tmp_path / "again", tmp_path / "whole")
+
+
+def test_a_place_that_tries_again_itself_is_not_waited_for_six_times(monkeypatch):
+    """Some stores' tools take a minute to say that they cannot connect."""
+    now = [0.0]
+    tries = []
+
+    def connect(*_):
+        tries.append(now[0])
+        now[0] += 61
+        raise OSError("Cannot connect to host")
+
+    monkeypatch.setattr(places.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(places.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with patch.object(fsspec.core, "url_to_fs", side_effect=connect):
+        with pytest.raises(InputError, match=r"gs://bucket/el: does not answer after 61 s \(.*Cannot connect"):
+            LanguageText("el", "gs://bucket/el").shards()
+        assert tries == [0]
+        monkeypatch.setattr(places, "PATIENCE", 1000)
+        with (
+            pytest.warns(UserWarning, match=r"gs://bucket/el: does not answer \(.*\); tries it again"),
+            pytest.raises(InputError, match="after 397 s"),  # six tries of 61 seconds, and the waits
+        ):
+            LanguageText("el", "gs://bucket/el").shards()
+    assert len(tries) == 7
 
 
 @pytest.mark.parametrize(("error", "said"), [

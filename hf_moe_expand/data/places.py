@@ -5,6 +5,7 @@ import glob
 import os
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, RawIOBase
@@ -17,6 +18,7 @@ from ..core.errors import InputError, first_line
 from ..core.hub_answers import without_secrets
 
 WAITS = (1, 2, 4, 8, 16)  # seconds before each new try to open or read a file elsewhere
+PATIENCE = 60  # seconds; a try may take longer, since some stores' tools try again themselves
 BUFFER = 1 << 20  # bytes
 _SECRET = re.compile(
     r"://[^/\s:@]+:(?!\d+/)\S*@|[?&][^=/&]*(token|sig|key|secret|password|credential)[^=/&]*=", re.IGNORECASE
@@ -141,6 +143,7 @@ class _Elsewhere(RawIOBase):
 
 def _patiently(call: Any, path: str) -> Any:
     """Calls, again after each wait while the place does not answer."""
+    begun = time.monotonic()
     for wait in (*WAITS, None):
         try:
             return call()
@@ -153,11 +156,14 @@ def _patiently(call: Any, path: str) -> Any:
                     f"{path}: cannot be opened ({said}): install what it names, or give your credentials as the "
                     "store's own tools read them."
                 ) from None
-            if wait is None:
+            waited = time.monotonic() - begun
+            if wait is None or waited > PATIENCE:
                 raise UnreachableError(
-                    f"{path}: does not answer after {len(WAITS) + 1} tries ({said}): run the same again, which goes on "
-                    "from the last training checkpoint."
+                    f"{path}: does not answer after {waited:.0f} s ({said}): run the same again, which goes on from the "
+                    "last training checkpoint."
                 ) from None
+            if wait == WAITS[0]:
+                warnings.warn(f"{path}: does not answer ({said}); tries it again", stacklevel=2)
             time.sleep(wait)
     raise AssertionError
 
