@@ -159,8 +159,8 @@ def _patiently(call: Any, path: str) -> Any:
             waited = time.monotonic() - begun
             if wait is None or waited > PATIENCE:
                 raise UnreachableError(
-                    f"{path}: does not answer after {waited:.0f} s ({said}): run the same again, which goes on from the "
-                    "last training checkpoint."
+                    f"{path}: does not answer after {waited:.0f} s ({said}): run the same again, which goes on from "
+                    "the last training checkpoint."
                 ) from None
             if wait == WAITS[0]:
                 warnings.warn(f"{path}: does not answer ({said}); tries it again", stacklevel=2)
