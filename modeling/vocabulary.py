@@ -182,4 +182,11 @@ class VocabularyMixin:
     def save_tokenizers(self, folder: Any) -> None:
         """Writes the languages' own tokenizers into a checkpoint's folder."""
         for code in self.config.vocabularies or ():
-            self.tokenizer_of(code).save_pretrained(Path(folder) / FOLDER / code)
+            save_tokenizer(self.tokenizer_of(code), Path(folder) / FOLDER / code)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a language's tokenizer into its folder, with an empty configuration: without one AutoTokenizer asks the
+    hub for it, and fails offline."""
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text("{}\n")

@@ -481,6 +481,22 @@ Trainer(model, arguments, processing_class=AutoTokenizer.from_pretrained(folder)
     )
 
 
+# What was downloaded whole loads without the hub.
+OFFLINE = """
+import os, sys, json
+from huggingface_hub import snapshot_download
+snapshot_download("me/own")
+os.execve(sys.executable, [sys.executable, "-c", '''
+import json, sys
+sys.modules["hf_moe_expand"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("me/own", trust_remote_code=True)
+own = AutoTokenizer.from_pretrained("me/own", subfolder="vocabulary/el")
+print(json.dumps([len(own), len(model.tokenizer_of("el"))]))
+'''], {**os.environ, "HF_HUB_OFFLINE": "1"})
+"""
+
+
 def test_a_models_own_push_takes_the_languages_tokenizers(server, client, base, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "base")
     for file in base.iterdir():
@@ -501,6 +517,12 @@ result = [len(pushed.tokenizer_of("el")), pushed.config.num_tokens, model.config
 """
     assert len({*client.run(code, folder=str(tmp_path / "own"))["value"]}) == 1
     assert {"model.safetensors", "vocabulary/el/tokenizer.json"} <= set(server.files("me/own"))
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE], env=server.environment(tmp_path / "whole"), cwd="/", capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len({*json.loads(done.stdout)}) == 1
 
 
 def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):

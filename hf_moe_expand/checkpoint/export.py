@@ -36,6 +36,8 @@ from .stored import StoredModel, network_of
 from .vocabulary import longer
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
 
+# The files of a language's own tokenizer (`save_tokenizer`), without its empty configuration.
+_OWN_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja")
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
 
@@ -182,7 +184,7 @@ def export_native(
     add_stage(config, StageRecord(stage="export", settings=settings))
     tokenizer: list[tuple[Path, Sequence[str]]] = [(folder, TOKENIZER_FILES)]
     if has_own_tokens(source.config, language):
-        tokenizer = [(folder, ("generation_config.json",)), (folder / FOLDER / str(language), ("*",))]
+        tokenizer = [(folder, ("generation_config.json",)), (folder / FOLDER / str(language), _OWN_TOKENIZER)]
     write_checkpoint(out, config, tensors, tokenizer, "export", max_shard_size, overwrite)
     return config.architectures[0]
 

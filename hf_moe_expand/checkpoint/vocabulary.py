@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from ..core.errors import InputError, errors_at
 from ..data.merges import OwnTokens, base_pieces, check_kind, grown_state, learn
 from ..data.sources import LanguageText
-from ..modeling.vocabulary import FOLDER
+from ..modeling.vocabulary import FOLDER, save_tokenizer
 from ..planning.plan import Plan
 from .reader import TORCH_DTYPES, tensor_bytes
 from .source import text_config
@@ -51,7 +51,7 @@ class GrownVocabulary:
         """The tokenizers' files, by their names in a checkpoint."""
         with TemporaryDirectory() as folder:
             for code, tokenizer in self.tokenizers.items():
-                tokenizer.save_pretrained(Path(folder) / FOLDER / code)
+                save_tokenizer(tokenizer, Path(folder) / FOLDER / code)
             written = [file for file in Path(folder).rglob("*") if file.is_file()]
             return {file.relative_to(folder).as_posix(): file.read_bytes() for file in written}
 
