@@ -128,6 +128,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "save_steps: 0", "save_steps is 0: must be larger than 0"),
         ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps is -1: must be at least 0"),
         ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not resume"),
+        ("learning_rate: 5e-5", "save_strategy: best", "save_strategy is 'best', but a stage scores no checkpoints"),
         ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.fsdp_config: True is neither a file nor"),
         ("learning_rate: 5e-5", "distributed_config: ", "distributed_config: must hold `key: value` lines"),
         ("learning_rate: 5e-5", "fsdp: [1]", r"post_pretrain.fsdp\[0\]: expected text"),

@@ -77,6 +77,25 @@ def test_changed_text_and_a_replaced_base_are_noticed_and_named(recipe, tmp_path
         run_recipe(recipe)
 
 
+def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
+    run_recipe(changed(recipe, test={}))
+    one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain}
+    expansions = [Expansion(new=recipe.new, **one), Expansion(new={"tr": str(tmp_path / "en.jsonl")}, **one)]
+    several = Recipe(base=recipe.base, output=recipe.output, old=recipe.old, expansions=expansions)
+    with pytest.raises(InputError, match=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another"):
+        run_recipe(several)
+    assert not (tmp_path / "run" / "1").exists()
+
+
+def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
+    given = {"el": f"file://{tmp_path / 'el.jsonl'}"}
+    assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given))
+    (tmp_path / "el.jsonl").unlink()
+    with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: no such file: check the address"):
+        validate_recipe(changed(recipe, new=given))
+    assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given), offline=True)
+
+
 def test_changed_settings_are_noticed_by_the_first_step_that_has_them(recipe):
     run_recipe(recipe, lambda line: None)
     for changes, message in [

@@ -6,7 +6,7 @@ import threading
 import pytest
 from conftest import save_dense, start_python, write_texts
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
 
 from hf_moe_expand import (
     LanguageText,
@@ -134,6 +134,27 @@ def test_a_handler_of_the_script_is_called_once_the_step_is_saved(root, tmp_path
     assert came[0]
 
 
+@pytest.mark.parametrize("saves", ["best", "steps"])
+def test_a_step_that_is_not_the_best_is_saved_too(root, tmp_path, capsys, saves):
+    text = Dataset.from_dict({"text": TEXTS})
+    signals = Signals(signal.SIGTERM)
+    trainer = PostPretrainTrainer(
+        AutoModelForCausalLM.from_pretrained(root / "expanded"),
+        PostPretrainConfig(
+            str(tmp_path), **QUICK, save_strategy=saves, eval_strategy="steps", eval_steps=1, save_steps=1,
+            metric_for_best_model="worse", greater_is_better=True, load_best_model_at_end=True,
+        ),
+        train_dataset=text, eval_dataset=text, processing_class=AutoTokenizer.from_pretrained(root / "base"),
+        compute_metrics=lambda _: {"worse": -trainer.state.global_step}, callbacks=[signals],
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert "step 3 of 6 is saved" in capsys.readouterr().out
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
+    assert signals.saves == ([1, 3] if saves == "best" else [1, 2, 3])
+    assert trainer.args.save_total_limit == 1
+
+
 @pytest.mark.parametrize("place", ["ignored", "thread", "no checkpoints"])
 def test_other_handlers_stay(root, tmp_path, monkeypatch, usual_handlers, place):
     kept = dict(usual_handlers)
@@ -181,7 +202,7 @@ def test_the_clock_begins_anew_with_each_checkpoint():
         if control.should_save:
             saved.append(step)
             now[0] += 50.0  # the writing itself
-            stops.on_save(trainer_args, None, control)
+            stops.on_save(trainer_args, TrainerState(global_step=step), control)
         assert not control.should_training_stop
     assert saved == [6, 12, 18, 24, 30]
 

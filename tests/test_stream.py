@@ -726,6 +726,11 @@ def test_an_address_with_credentials_is_refused_without_them(source):
     assert "secret" not in str(refused.value)
 
 
+def test_a_chain_of_addresses_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"zip://el.jsonl::file:///el.zip: chains of addresses \(`::`\) are not read"):
+        LanguageText("el", "zip://el.jsonl::file:///el.zip")
+
+
 @pytest.mark.parametrize("source", [
     "abfs://container@account.dfs.core.windows.net/el", "hdfs://node:8020/el/a@b.jsonl", "s3://bucket/key=el/part-?.jsonl",
 ])  # fmt: skip

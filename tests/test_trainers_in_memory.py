@@ -286,6 +286,63 @@ def test_what_a_history_records_is_json_without_a_token():
     assert config.recorded()["lr_scheduler_kwargs"] == {"num_cycles": 1}
 
 
+# --- steps and counts -----------------------------------------------------------------------------------------------
+
+
+class SmallMemory(PostPretrainTrainer):
+    """There is memory for a batch of one row."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def record_of(folder, data, trainer=PostPretrainTrainer, resume=False, **options):
+    model = expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "tr"], exclusive=True))
+    options = {"per_device_train_batch_size": 4, "save_strategy": "no", "disable_tqdm": True, **options}
+    made = trainer(
+        model, PostPretrainConfig(str(folder), **options), train_dataset=data, processing_class=byte_tokenizer()
+    )
+    made.train(resume_from_checkpoint=resume)
+    return made.record
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_budget_counts_the_tokens_of_packed_rows(tmp_path, capsys, rows):
+    texts_of = {code: tagged(code) for code in ("el", "tr")}
+    packed = pack_texts(texts_of, byte_tokenizer(), 32, seed=5, languages=["en", "el", "tr"])
+    if rows:
+        packed = Dataset.from_list([packed.dataset[number] for number in range(len(packed.dataset))])
+    record = record_of(tmp_path, packed, tokens=1024)  # block_size is 1024
+    assert (record.steps, record.tokens_seen) == (8, 1024)
+    assert "8 steps of 128 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"tokens": 512}, {"temperature": 2.0}, {"tokens": 512, "temperature": 2.0}, {}])
+def test_a_smaller_batch_that_is_found_sees_the_same_tokens(tmp_path, options):
+    whole = record_of(tmp_path, tagged("el", "tr"), block_size=32, **options)
+    found = record_of(tmp_path, tagged("el", "tr"), SmallMemory, block_size=32, auto_find_batch_size=True, **options)
+    assert found.steps > 3 * whole.steps
+    assert abs(found.tokens_seen - whole.tokens_seen) < 4 * 32
+
+
+def test_restored_callbacks_count_on(tmp_path):
+    options = {"block_size": 32, "max_steps": 6, "save_steps": 2, "save_strategy": "steps", "save_total_limit": None}
+    options["restore_callback_states_from_checkpoint"] = True
+    record_of(tmp_path, tagged("el", "tr"), **options)
+    record = record_of(tmp_path, tagged("el", "tr"), resume=str(tmp_path / "checkpoint-4"), **options)
+    assert (record.blocks_seen, record.tokens_seen) == (24, 24 * 32)
+
+
+@pytest.mark.parametrize("name", ["tokens_per_language", "replay_share"])
+def test_amounts_of_text_that_is_packed_already_are_refused(tmp_path, name):
+    packed = pack_texts({"el": tagged("el")}, byte_tokenizer(), 16, seed=5, languages=["en", "el", "tr"]).dataset
+    rows = Dataset.from_list([packed[number] for number in range(len(packed))])
+    with pytest.raises(InputError, match=f"is packed already, but {name} says how much text to pack"):
+        record_of(tmp_path, rows, **{name: 512 if name == "tokens_per_language" else 0.5})
+
+
 # --- evaluation, and types of weights ----------------------------------------------------------------------------
 
 

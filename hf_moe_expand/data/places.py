@@ -37,7 +37,9 @@ def is_elsewhere(source: str) -> bool:
 
 
 def check_address(source: str) -> None:
-    """Refuses an address with a password or a token, which would reach records and logs."""
+    """Refuses an address with a password or a token, which would reach records and logs, and a chain of addresses."""
+    if "::" in source and is_elsewhere(source):
+        raise InputError(f"{source}: chains of addresses (`::`) are not read: give the file's own address.")
     if "://" in source and _SECRET.search(source):
         shown = re.split(r"[?&]", re.sub(r"://\S*@", "://***@", source))[0]
         raise InputError(

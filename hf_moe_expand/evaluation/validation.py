@@ -123,7 +123,7 @@ class ValidationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step and self.path.is_file():
             self.curves = ValidationCurves.load(self.path)
-            self.curves.cut(state.global_step)
+        self.curves.cut(state.global_step or -1)  # also what an attempt with a larger batch scored
         self.curves.total_steps = state.max_steps
         if not state.global_step:
             self._score(args, state, model)

@@ -24,6 +24,7 @@ from ..core.schema import changed, checked
 from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines
 from ..data.pairs import check_pairs, lost_of
+from ..data.places import is_elsewhere
 from ..data.sources import LanguageText, LeftOut, counted
 from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
@@ -139,6 +140,8 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
                 check_pairs(source, outlook.tokenizer)
             else:
                 source.check()
+            if not offline and is_elsewhere(source.source):
+                source.shards()  # refuses an address of nothing
             lines.append(f"{key}: {_looked_at(source, config)}")
         if not offline and source.files():
             lost[key] = lost_of(source, outlook.tokenizer, config.is_encoder_decoder)
@@ -165,7 +168,8 @@ def _looked_at(source: LanguageText, config: Any) -> str:
     """A text's files, and what is left out at their beginning."""
     files = source.files()
     if not files:
-        return f"{source.source}, on the hub"
+        where = "elsewhere" if is_elsewhere(source.source) else "on the hub"
+        return f"{source.source}, {where}"
     beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
     words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
     left_out = LeftOut()
@@ -330,6 +334,12 @@ class _Record:
 
     def refuse_changes(self) -> None:
         """Refuses a run whose inputs were changed after a step on which others depend had run with them."""
+        if alone := [step for step in self.steps if step.name in {f"expansion 1: {name}" for name in self.done}]:
+            raise InputError(
+                f"{self.root}: holds a run of one expansion, whose steps have other names and folders than those of "
+                f"several (`{alone[0].name}`): give another `output`, or grow the finished model with a recipe of its "
+                "own (`base`)."
+            )
         for step in self.steps:
             if not step.repeatable and (changed := self.changes(step)):
                 raise InputError(

@@ -268,6 +268,8 @@ class StageConfig(TrainingArguments, Stage):
                 raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
             if name in _PUBLISHED and value and value != default_value(self.__dataclass_fields__[name]):
                 raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
+        if self.given.get("save_strategy") == "best":
+            raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
         if self.save_only_model:
             raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
 

@@ -122,7 +122,7 @@ class Progress(LogTable):
         trainer = self.trainer
         if not getattr(trainer, "router_losses", ()):
             self.not_shown = (*_NOT_SHOWN, "next_token_loss")  # it is the loss
-        rows, size = trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
+        rows, size = trainer.get_total_train_batch_size(args), trainer.row_tokens
         pairs = trainer._is_encoder_decoder  # whose lengths differ
         self.amount: int = rows if pairs else rows * (size or 1)  # of a step
         self.unit = "sentence pairs" if pairs else "tokens" if size else "rows"

@@ -31,6 +31,7 @@ class Stops(TrainerCallback):
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.trainer, self.clock = trainer, clock
         self.number = 0  # of the first signal, on this or another rank
+        self.saved_step = -1
         self._came = self._saved = 0.0
         self._before: dict[int, Any] = {}
 
@@ -119,4 +120,4 @@ class Stops(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._saved = self.clock()
+        self._saved, self.saved_step = self.clock(), state.global_step

@@ -131,16 +131,25 @@ class StreamMixin:
         else:
             self._counts_steps = bool(config.tokens)
 
+    @property
+    def row_tokens(self: Any) -> int | None:
+        """The tokens of a row: of rows that were packed before, as many as they have."""
+        rows = None if self.stream is not None else self.train_dataset
+        if hasattr(rows, "__getitem__") and len(rows) and "input_ids" in (first := rows[0]):
+            return len(first["input_ids"])
+        return getattr(self.args, "block_size", None)
+
     def _set_steps(self: Any) -> None:
-        """The steps of a budget in tokens, or of passes over a stream."""
+        """The steps of a budget in tokens, or of passes over a stream; a stream that goes on has its own."""
         config = self.args
-        if not self._counts_steps:
+        if not self._counts_steps or self._saved:
             return
         wanted = config.tokens or config.num_train_epochs * sum(self.packed.tokens.values())
-        of_step = self.get_total_train_batch_size(config) * config.block_size
+        of_step = self.get_total_train_batch_size(config) * self.row_tokens
         vars(config)["max_steps"] = max(math.ceil(wanted / of_step) if config.tokens else int(wanted / of_step), 1)
 
     def get_train_dataloader(self: Any) -> Any:
+        self._set_steps()  # again for the smaller batch that `auto_find_batch_size` tries
         if self.stream is None:
             return super().get_train_dataloader()  # type: ignore[misc]
         # Accelerate would let the first rank read for all, or every rank read everything.

@@ -38,6 +38,7 @@ from .stopping import Stops
 from .streaming import StreamMixin
 
 _HALVES = (torch.bfloat16, torch.float16)
+_AMOUNTS = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents")
 
 
 class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
@@ -88,6 +89,7 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
     packed: PackedText | None = None
     record: StageRecord | None = None
     _pieces: LogitsInPieces | bool | None = False  # False until the first batch that is large enough
+    _steps_of_rows = False  # whether passes over the rows say the steps
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -153,8 +155,8 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         self._set_steps()
-        self.seen, self.stops = SeenText(), Stops(self)
-        for callback in (Progress(self, shows=took_away_usual(self)), self.seen, self.stops):
+        self.stops = Stops(self)
+        for callback in (Progress(self, shows=took_away_usual(self)), SeenText(), self.stops):
             self.add_callback(callback)
         if own_text:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
@@ -211,6 +213,11 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             raise InputError(
                 "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
                 "pass text, or what `pack_texts` returned."
+            )
+        elif chosen := [name for name in _AMOUNTS if getattr(config, name, None)]:
+            raise InputError(
+                f"train_dataset is packed already, but {chosen[0]} says how much text to pack: pass text, or leave "
+                f"{chosen[0]} out."
             )
         elif classes is None and "language_ids" in columns:
             old, new = languages_of(self.model_config)
@@ -274,7 +281,8 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         rows = self.get_total_train_batch_size(training)
         if self.mix.entry is not None and training.max_steps <= 0:
             raise InputError("A curriculum needs max_steps, the number of its training steps: set it.")
-        if training.max_steps <= 0:  # one epoch of the sampler is the whole training
+        if training.max_steps <= 0 or self._steps_of_rows:  # one epoch of the sampler is the whole training
+            self._steps_of_rows = True  # `auto_find_batch_size` asks again, with a smaller batch
             training.max_steps = math.ceil(training.num_train_epochs * sum(self.mix.rows) / rows)
         batch = 1 if self.mix.groups is None else self._train_batch_size
         return CurriculumSampler(self.mix, training.max_steps, rows, training.seed, batch)
@@ -289,6 +297,19 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
 
     def _languages(self) -> int:
         return super()._languages() if self.packed is None else len(self.packed.languages)
+
+    @property
+    def seen(self) -> SeenText:
+        """The text that passed; `restore_callback_states_from_checkpoint` puts another object there."""
+        return next(one for one in self.callback_handler.callbacks if isinstance(one, SeenText))
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.stops.number and self.state.best_model_checkpoint:
+            self.args.save_total_limit = None  # with a limit of one the library keeps the best checkpoint alone
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.stops.number and self.stops.saved_step != self.state.global_step:  # `save_strategy="best"` did not
+            self._save_checkpoint(self.model, trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _count_step(self, counts: torch.Tensor) -> None:
         self.seen.add(counts)
@@ -361,10 +382,12 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         if self.train_dataset is None:
             raise InputError("train_dataset is None: give the Trainer a data set to train on.")
         self._go_on_from(kwargs.get("resume_from_checkpoint") or next(iter(args), None))
+        limit = self.args.save_total_limit
         try:
             with self._in_float32(), self.stops.caught():
                 result = super().train(*args, **kwargs)
         finally:
+            self.args.save_total_limit = limit
             if self._use_cache_before is not None:
                 # The library sets it to false, and a saved model would generate slowly.
                 self.accelerator.unwrap_model(self.model).config.use_cache = self._use_cache_before
