@@ -82,7 +82,11 @@ class AdaptedLayer(ExpandedLayer):
                 linear.register_forward_hook(partial(self._add, name))
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._decide(args[0] if args else kwargs["hidden_states"], judges=False)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        if hidden_states.dim() == 4:  # several streams of each token: [N, B, S, h] in Gemma 3n, [B, S, N, h] in Hy 4
+            comes_first = hasattr(self.model_config, "altup_num_inputs")
+            hidden_states = hidden_states[0] if comes_first else hidden_states[:, :, 0]
+        self._decide(hidden_states, judges=False)
 
     def _judge(self, ffn: nn.Module, args: tuple) -> None:
         self._decide(args[0], judges=True)

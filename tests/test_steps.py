@@ -79,7 +79,7 @@ def test_changed_text_and_a_replaced_base_are_noticed_and_named(recipe, tmp_path
 
 def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
     run_recipe(changed(recipe, test={}))
-    one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain}
+    one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain, "review": recipe.review}
     expansions = [Expansion(new=recipe.new, **one), Expansion(new={"tr": str(tmp_path / "en.jsonl")}, **one)]
     several = Recipe(base=recipe.base, output=recipe.output, old=recipe.old, expansions=expansions)
     with pytest.raises(InputError, match=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another"):
