@@ -19,6 +19,7 @@ from torch import nn
 
 from .expanded_layer import ExpandedLayer, chosen
 from .experts import LoraUpdate
+from .routing import TokenClasses
 from .routing_control import RoutingControl
 
 
@@ -95,13 +96,17 @@ class AdaptedLayer(ExpandedLayer):
         """Leaves for the maps that follow the expert of all tokens, or else the class of each."""
         request = self.control.request
         known = self._known(request, hidden_states, judges=judges)
-        self.control.decided = self._single_expert(request, known), known
+        self.control.decided = self._single_expert(request, known), known, hidden_states.shape[:-1].numel()
 
     def _add(self, name: str, linear: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         """A map's output with the updates of its tokens."""
         if self.control.decided is None:  # the map alone
             return output
-        x, (single_expert, known), ran = inputs[0], self.control.decided, set()
+        x, (single_expert, known, tokens), ran = inputs[0], self.control.decided, set()
+        if x.shape[:-1].numel() != tokens:
+            if self.gate_rule is not None and self.control.gate_pass is None:  # the map alone, after a pass
+                return output
+            known = self._of_sequences(known, x)
         y = output
         if single_expert is not None:
             ran = {single_expert}
@@ -117,6 +122,30 @@ class AdaptedLayer(ExpandedLayer):
             nothing = x.flatten(0, -2)[:0]
             y = y + sum(self._update(expert, name)(nothing).sum() for expert in idle)
         return y
+
+    def _of_sequences(self, known: TokenClasses | None, x: torch.Tensor) -> TokenClasses | None:
+        """The classes of what a map reads of the cache, too (`kv_b_proj` of DeepSeek's kin): those of the sequences. A
+        prompt that `generate` judged as home is home.
+
+        Raises:
+            ValueError: nobody told or judged the sequences, so that the cache's tokens may have had other classes.
+        """
+        request = self.control.request
+        given, is_judged = request.classes, request.message_ends is not None
+        is_told = request.expert is not None or (given is not None and (is_judged or None not in given))
+        if self.gate_rule is not None and not is_told:
+            raise ValueError(
+                f"A {self.model_config.backbone_model_type} layer maps what its cache holds anew, and the language "
+                "gate may have judged those tokens otherwise: name the languages (languages=), or let generate judge "
+                "the prompt."
+            )
+        if known is None:
+            return None
+        class_B = known.class_T.view(len(x), -1)[:, -1]
+        if given is not None and None in given:  # beams of a sequence follow one another
+            is_home_B = torch.tensor([number is None for number in given], device=x.device)
+            class_B = class_B.masked_fill(is_home_B.repeat_interleave(len(x) // len(given)), 0)
+        return TokenClasses(class_B.repeat_interleave(x.shape[:-1].numel() // len(x)), known.present)
 
     def _update(self, expert: int, name: str) -> nn.Module:
         return self.experts[expert].get_submodule(update_name(name))

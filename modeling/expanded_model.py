@@ -27,7 +27,7 @@ from .dispatch import ExpertsImplementationMixin
 from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
 from .expanded_layer import ExpandedLayer
-from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assembled
+from .expansion_only import HUB_OPTIONS, carry_files, index_weights, load_assembled
 from .experts import AddedExpert, LoraUpdate
 from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, pass_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
@@ -399,7 +399,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             self.tokenizer_of(code)  # before anything is written
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
-            carry_packs(self.config, save_directory, self.hub_options)  # type: ignore[attr-defined]
+            carry_files(self.config, save_directory, self.hub_options)  # type: ignore[attr-defined]
             self.save_tokenizers(save_directory)
             index_weights(save_directory)
         return result

@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 ADDED = "expansion"
 RECORD = "expansion_base.json"
 PACK_FILE = "pack_{}.safetensors"  # beside the weights of a joined model: a language pack as it was
+KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"  # by `grow --keep-routers`
 _LOG = logging.get_logger(__name__)
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -96,11 +97,12 @@ def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def carry_packs(config: Any, folder: Any, hub: dict[str, Any]) -> None:
-    """Copies the packs' files from where a joined model was loaded to where it is saved. Warns where they are not to be
-    had: the saved model works, but no pack can be taken out of it."""
-    for number in range(1, 1 + len(getattr(config, "packs", None) or ())):
-        name = PACK_FILE.format(number)
+def carry_files(config: Any, folder: Any, hub: dict[str, Any]) -> None:
+    """Copies the packs' files, and the routers that a growth kept, from where a model was loaded to where it is saved.
+    Warns where those of packs are not to be had: the saved model works, but no pack can be taken out of it."""
+    packs = [PACK_FILE.format(number) for number in range(1, 1 + len(getattr(config, "packs", None) or ()))]
+    earlier = getattr(config, "earlier_experts_per_layer", None) or ()
+    for name in (*packs, *(KEPT_ROUTERS.format(number) for number in range(1, 1 + len(earlier)))):
         target = os.path.join(folder, name)
         if os.path.isfile(target):
             continue
@@ -108,13 +110,14 @@ def carry_packs(config: Any, folder: Any, hub: dict[str, Any]) -> None:
             source = cached_file(config.name_or_path, name, **hub) if config.name_or_path else None
         except (OSError, ValueError):
             source = None
-        if source is None:
+        if source is not None:
+            shutil.copyfile(source, target)
+        elif name in packs:
             _LOG.warning(
                 f"{name} is not saved, as it is not where the model was loaded: packs cannot be taken out of the saved "
                 "model. Copy the file from the joined checkpoint."
             )
             return
-        shutil.copyfile(source, target)
 
 
 def index_weights(folder: Any) -> None:

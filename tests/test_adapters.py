@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from added import MIXTURES as MIXTURE_FIELDS
 from conftest import (
     byte_tokenizer,
     checkpointed,
@@ -21,6 +22,7 @@ from gated_models import GREEDY, tokens
 from safetensors.torch import load_file
 from test_exclusive import blocks, one_step
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import (
@@ -45,8 +47,10 @@ from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.adapter_maps import all_linear
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
+from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraUpdate
+from hf_moe_expand.modeling.routing import TokenClasses
 from hf_moe_expand.report.inspection import inspect_checkpoint, inspect_plan
 
 RANK, ALPHA = 4, 6.0
@@ -160,6 +164,78 @@ def test_the_shared_expert_of_a_mixture_is_updated_and_its_gate_is_not():
         f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
     }
     assert not any(".experts." in name or name == "mlp.gate" for name in names)
+
+
+# Several streams of a token, before the batch or after the tokens; maps that read the cache.
+UNUSUAL = {
+    "gemma3n_text": {},
+    "hy_v4": {"target_modules": ".*self_attn.*(q|kv?|o)[a-z_]*_proj"},
+    "doge": {},
+    "youtu": {},
+}
+
+
+def unusual(name):
+    dense = tiny_twin(CONFIG_MAPPING[name]()).eval()
+    plan = Plan("moe-lpr", [2] * dense.config.num_hidden_layers, old=["en"], new=["el"], exclusive=True)
+    return dense, moved(expand_model(dense, plan, **KIND, **UNUSUAL[name]))
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_each_row_of_an_unusual_layer_has_its_languages_maps(name):
+    dense, model = unusual(name)
+    told = {code: logits(model.eval(), languages=code) for code in ("en", "el")}
+    close(told["en"], logits(dense))
+    mixed = logits(model, languages=["en", "el"])
+    close(mixed, torch.stack([told["en"][0], told["el"][1]]))
+    assert not torch.allclose(told["en"], told["el"], atol=1e-2)
+    answers = [model.generate(IDS, languages=codes, **GREEDY) for codes in ("en", ["en", "el"], "el")]
+    assert torch.equal(answers[1], torch.stack([answers[0][0], answers[2][1]]))
+    assert torch.equal(answers[2], model.generate(IDS, languages="el", use_cache=False, **GREEDY))
+    model.train()
+    in_training = []
+    for classes in ([0, 0], [1, 1], [0, 1]):
+        rows = TokenClasses(torch.tensor(classes).repeat_interleave(12), sorted({*classes}))
+        with model.routing_control.asking(token_classes=rows):
+            in_training.append(logits(model))
+    close(in_training[2], torch.stack([in_training[0][0], in_training[1][1]]))
+    assert not torch.allclose(in_training[0], in_training[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["doge", "hy_v4"])
+def test_behind_a_gate_nothing_is_mapped_anew_in_another_language(name):
+    _, model = unusual(name)
+    fields = model.config.to_dict() | {
+        "language_gate": {"layer": 1, "languages": [["en"], ["el"]], "window": 4, "bound": 2.0}
+    }
+    gated = LayerMoEForCausalLM(LayerMoEConfig(**{k: v for k, v in fields.items() if k != "model_type"})).eval()
+    gated.load_state_dict(model.state_dict(), strict=False)
+    torch.nn.init.normal_(gated.expanded_ffns()[1].language_gate.weight)
+    assert gated.generate(IDS, **GREEDY).shape == (2, 12 + GREEDY["max_new_tokens"])
+    cache = gated(IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"maps what its cache holds anew.*name the languages"):
+        gated(IDS[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_maps_whose_names_peft_takes_for_experts_are_left_out(name):
+    dense = tiny_dense(name, **MIXTURE_FIELDS[name]) if name in MIXTURE_FIELDS else tiny_twin(CONFIG_MAPPING[name]())
+    plan = Plan("moe-lpr", [2] * dense.config.num_hidden_layers, old=["en"], new=["el"], exclusive=True)
+    with pytest.warns(
+        UserWarning, match="PEFT knows down_proj, gate_proj, up_proj of this model as the experts' alone"
+    ):
+        model = moved(expand_model(dense, plan, **KIND)).eval()
+    maps = {update.name for update in model.modules() if isinstance(update, LoraUpdate)}
+    assert "self_attn.o_proj" in maps
+    assert all(name.startswith("self_attn.") for name in maps)
+    close(logits(model, languages="el"), logits(merged(model, dense, 1)))
+
+
+def test_growth_by_two_adapters_is_refused(el, tmp_path):
+    plan = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
+    with pytest.raises(InputError, match="a language has one adapter, but the plan adds more experts to a layer"):
+        grow_checkpoint(el, tmp_path / "out", plan)
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_language_has_its_adapter(base, grown, el):

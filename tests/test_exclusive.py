@@ -307,6 +307,22 @@ def test_growth_keeps_all_earlier_bytes_and_shrinking_takes_it_back(el, grown, t
         assert (tmp_path / "back" / name).read_bytes() == (el / name).read_bytes()
 
 
+def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(el, tmp_path):
+    plan = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
+    grow_checkpoint(el, tmp_path / "two", plan, keep_routers=True)
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (el, tmp_path / "two"))
+    ids = tokens(2, 12)
+    for code in ("en", "el"):
+        assert torch.equal(after(ids, languages=code).logits, before(ids, languages=code).logits)
+    with after.capture_routing() as routing:
+        after(ids, languages="tr")
+    for layer in routing:
+        assert set(layer.experts.unique().tolist()) == {2, 3}
+        assert layer.router_logits.std() > 0.01
+    shrink_checkpoint(tmp_path / "two", tmp_path / "back", 1)
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (el / "model.safetensors").read_bytes()
+
+
 def test_growth_is_as_exclusive_as_the_model(base, el, tmp_path):
     plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
     with pytest.raises(InputError, match="its experts are exclusive, but the plan's are not: plan with"):

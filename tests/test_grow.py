@@ -183,6 +183,18 @@ def test_the_way_back_is_byte_for_byte(first, grown, tmp_path):
     assert "[4, 4, 3]" in run_fresh(code, str(grown))
 
 
+def test_a_saved_model_has_the_kept_routers(first, grown, tmp_path):
+    """As a Trainer's `save_model` writes it."""
+    model = AutoModelForCausalLM.from_pretrained(grown)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            ffn.router.weight.add_(1.0)
+    model.save_pretrained(tmp_path / "saved")
+    back = shrink_checkpoint(tmp_path / "saved", tmp_path / "back", 1)
+    assert back.routers_restored
+    assert compare_checkpoints(tmp_path / "back", first).changed == []
+
+
 def test_without_kept_routers_it_says_what_is_lost(first, tmp_path):
     grow_checkpoint(first, tmp_path / "grown", SECOND)
     report = shrink_checkpoint(tmp_path / "grown", tmp_path / "back", 1)

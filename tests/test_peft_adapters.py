@@ -11,6 +11,7 @@ from conftest import invoke, save_dense, write_texts
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
@@ -20,6 +21,7 @@ from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.checkpoint.gguf_export import export_adapter_gguf, export_gguf
 from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
 from hf_moe_expand.checkpoint.peft_export import export_peft
+from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.core.errors import InputError
@@ -391,6 +393,22 @@ def test_the_command_line_refuses(base, adapter, model, tmp_path, words, said):
         words = words.replace(word, str(place)) if word != "ADAPTER" else words.replace("ADAPTER", str(adapter))
     assert said in run(*words.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_maps_with_numbers_for_names_are_named_in_full(tmp_path):
+    """CTRL's FFN has the maps `0` and `2`, which are names of layers too."""
+    tiny_twin(CONFIG_MAPPING["ctrl"]()).save_pretrained(tmp_path / "base")
+    layers = load(tmp_path / "base").config.num_hidden_layers
+    plan = Plan("moe-lpr", [2] * layers, old=["en"], new=["el"], exclusive=True)
+    expand_checkpoint(tmp_path / "base", tmp_path / "model", plan, expert_kind="adapter", lora_rank=4, lora_alpha=6)
+    model = load(tmp_path / "model")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".adapters." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path / "model")
+    export_peft(tmp_path / "model", tmp_path / "out", language="el")
+    torch.testing.assert_close(pefts(tmp_path / "base", tmp_path / "out"), told(tmp_path / "model", "el"))
 
 
 def test_other_experts_and_a_trained_base_are_no_adapters(base, model, tmp_path):

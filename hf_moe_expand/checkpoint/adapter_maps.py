@@ -57,16 +57,17 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         InputError: PEFT refuses it, or it updates modules outside the layers.
     """
     if lora.target_modules == ALL_LINEAR:
-        lora = copy.copy(lora)
-        lora.target_modules = all_linear(network)
-    try:
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
-            wrapped = inject_adapter_in_model(lora, network_of(network.config))
-    except Exception as error:  # of PEFT, in many types
-        raise InputError(
-            f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
-        ) from None
+        names = all_linear(network)
+        wrapped = _wrapped(network, _with_targets(lora, names), where)
+        # In the layers of some mixtures PEFT takes the names of shared or dense FFNs for those of the experts.
+        known = [name for name in names if isinstance(wrapped.get_submodule(name), LoraLayer)]
+        if left_out := sorted({name.rpartition(".")[2] for name in names} - {n.rpartition(".")[2] for n in known}):
+            warnings.warn(
+                f"{where}: PEFT knows {', '.join(left_out)} of this model as the experts' alone: they are left out",
+                stacklevel=2,
+            )
+        lora = _with_targets(lora, known)
+    wrapped = _wrapped(network, lora, where)
     places = list(layer_modules(network))
     layers: list[Maps] = [{} for _ in places]
     for name, module in wrapped.named_modules():
@@ -81,6 +82,25 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         (adapter,) = module.r
         layers[layer][name.removeprefix(f"{places[layer]}.")] = [module.r[adapter], module.scaling[adapter]]
     return entry_of(layers)
+
+
+def _with_targets(lora: LoraConfig, names: list[str]) -> LoraConfig:
+    lora = copy.deepcopy(lora)
+    lora.target_modules = names  # type: ignore[assignment]
+    return lora
+
+
+def _wrapped(network: Any, lora: LoraConfig, where: str) -> nn.Module:
+    """The dense model with the LoRA, on the meta device."""
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
+            warnings.filterwarnings("ignore", ".*alpha_pattern keys did not match")  # its own, for fused experts
+            return inject_adapter_in_model(copy.deepcopy(lora), network_of(network.config))
+    except Exception as error:  # of PEFT, in many types
+        raise InputError(
+            f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
+        ) from None
 
 
 def update_of(place: str, map_name: str, expert: int) -> str:

@@ -15,6 +15,7 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
+from ..modeling.expansion_only import KEPT_ROUTERS
 from ..planning.plan import Plan
 from .expand import planned_record
 from .gate_file import stored_gate
@@ -25,9 +26,6 @@ from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
 from .vocabulary import FILES, refuse_vocabulary
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint, zeros
-
-# File beside the weights: routers and classifiers as they were after expansion {}.
-KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
 
 
 @checked
@@ -112,6 +110,12 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
         raise InputError(
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
+        )
+    added = [after - before for before, after in zip(counts, plan.experts_per_layer, strict=True)]
+    if config.has_kind("adapter") and max(added) > 1:
+        raise InputError(
+            f"{folder}: a language has one adapter, but the plan adds more experts to a layer: plan with 1 (`plan "
+            "moe-lpr --experts 1 --exclusive --from MODEL`)."
         )
     if config.exclusive_experts and not plan.exclusive:
         raise InputError(f"{folder}: its experts are exclusive, but the plan's are not: plan with `exclusive`.")
@@ -221,6 +225,9 @@ def _grown_tensors(
             else:
                 yield stored.copied(f"{prefix}experts.{source}.{rest}", key)
         elif place.inner == "router.weight" and sources.get(layer):
+            if key not in stored:  # the first class with a choice, of exclusive experts
+                yield computed(key, "F32", shape, partial(new_weight, place.inner, shape, (seed, layer)))
+                continue
             rows = sources[layer] if copy_router_rows else None
             more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
             yield _resized(stored, key, shape[0], more)

@@ -63,9 +63,9 @@ class LanguageAdapter:
             for place in layer_modules(self.network)
         ]
         fields = self.kept
-        if fields is None or adapter_of(self.network, PeftConfig.from_peft_type(**fields), ADAPTER) != entry_of(layers):
+        if fields is None or not self._is_said_by(PeftConfig.from_peft_type(**fields), layers):
             lora = self._lora(sorted({name.rpartition(".")[2] for name in self.updates}))
-            if adapter_of(self.network, lora, ADAPTER) != entry_of(layers):
+            if not self._is_said_by(lora, layers):
                 lora = self._lora(sorted(self.updates))  # the same name stands in layers that have no update
             fields = {
                 name: sorted(value) if isinstance(value, set) else value for name, value in lora.to_dict().items()
@@ -73,6 +73,13 @@ class LanguageAdapter:
         name, commit = self.base
         known = commit is None and fields.get("base_model_name_or_path")
         return {**fields, "base_model_name_or_path": known or name, "revision": commit or fields.get("revision")}
+
+    def _is_said_by(self, lora: LoraConfig, layers: list[Maps]) -> bool:
+        """Whether a configuration of PEFT says these updates of the layers."""
+        try:
+            return adapter_of(self.network, lora, ADAPTER) == entry_of(layers)
+        except InputError:  # it names more than maps
+            return False
 
     def _lora(self, targets: list[str]) -> LoraConfig:
         """A configuration for these updates: one rank and one alpha, and patterns for the maps that differ."""
