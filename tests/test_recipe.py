@@ -118,6 +118,8 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "warmup_steps: ten", "pretrain.warmup_steps: expected a number, found 'ten'"),
         ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: optim is 'adamwx': must be 'adamw_torch'"),
         ("learning_rate: 5e-5", "optim: adamw_anyprecision", "post_pretrain: optim: .*install.*torchdistx"),
+        ("learning_rate: 5e-5", "optim: lomo", "post_pretrain: optim: .*[Ii]nstall.*lomo"),
+        ("learning_rate: 5e-5", "optim: galore_adamw, optim_target_modules: [mlp]", "optim: .*galore"),
         ("learning_rate: 5e-5", "adam_beta1: 2", "post_pretrain: optim: Invalid beta parameter"),
         ("learning_rate: 5e-5", "weight_decay: -0.1", "post_pretrain: weight_decay is -0.1: must be at least 0"),
         ("learning_rate: 5e-5", "lr_scheduler_kwargs: {num_cycels: 1}", "lr_scheduler_type: .*num_cycels"),

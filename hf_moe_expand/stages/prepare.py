@@ -13,7 +13,7 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
-from ..core.errors import InputError, errors_at
+from ..core.errors import InputError, errors_at, first_line
 from ..core.recipe_paths import unset_variable
 from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
@@ -228,6 +228,12 @@ def _check_optimizer(config: Any) -> None:
     with refused_by_the_library("optim: "):
         vars(config)["optim"] = OptimizerNames(config.optim)
     if config.optim.value.startswith(_CHOOSE_MODULES):
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(config)
+        except ImportError as error:
+            raise InputError(f"optim: {first_line(error)}") from None
+        except Exception:  # it asks for the model
+            pass
         return
     weight = torch.nn.Parameter(torch.zeros(1))
     with refused_by_the_library("optim: "):
