@@ -308,7 +308,7 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             self.args.save_total_limit = None  # with a limit of one the library keeps the best checkpoint alone
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.stops.number and self.stops.saved_step != self.state.global_step:  # `save_strategy="best"` did not
-            self._save_checkpoint(self.model, trial=None)
+            self._save_checkpoint(self.model, trial=None)  # type: ignore[arg-type]
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _count_step(self, counts: torch.Tensor) -> None:
