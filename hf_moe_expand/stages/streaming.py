@@ -135,7 +135,7 @@ class StreamMixin:
     def row_tokens(self: Any) -> int | None:
         """The tokens of a row: of rows that were packed before, as many as they have."""
         rows: Any = None if self.stream is not None else self.train_dataset
-        if hasattr(rows, "__getitem__") and len(rows) and "input_ids" in rows[0]:
+        if hasattr(rows, "__len__") and len(rows) and "input_ids" in rows[0]:
             return len(rows[0]["input_ids"])
         return getattr(self.args, "block_size", None)
 
