@@ -319,6 +319,15 @@ def test_a_budget_counts_the_tokens_of_packed_rows(tmp_path, capsys, rows):
     assert "8 steps of 128 tokens" in capsys.readouterr().out
 
 
+def test_rows_that_come_one_by_one_have_no_known_tokens(tmp_path, capsys):
+    packed = pack_texts({"el": tagged("el")}, byte_tokenizer(), 32, seed=5, languages=["en", "el", "tr"]).dataset
+    rows = Dataset.from_list([packed[number] for number in range(len(packed))]).to_iterable_dataset()
+    assert record_of(tmp_path, rows, max_steps=2).tokens_seen == 2 * 4 * 32
+    assert "2 steps of 4 rows" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="max_steps has to be specified"):
+        record_of(tmp_path, rows, tokens=512)
+
+
 @pytest.mark.parametrize("options", [{"tokens": 512}, {"temperature": 2.0}, {"tokens": 512, "temperature": 2.0}, {}])
 def test_a_smaller_batch_that_is_found_sees_the_same_tokens(tmp_path, options):
     whole = record_of(tmp_path, tagged("el", "tr"), block_size=32, **options)

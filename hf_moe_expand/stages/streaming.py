@@ -133,9 +133,12 @@ class StreamMixin:
 
     @property
     def row_tokens(self: Any) -> int | None:
-        """The tokens of a row: of rows that were packed before, as many as they have."""
+        """The tokens of a row: of rows that were packed before, as many as they have, None where they come one by
+        one."""
         rows: Any = None if self.stream is not None else self.train_dataset
-        if hasattr(rows, "__len__") and len(rows) and "input_ids" in rows[0]:
+        if rows is not None and not hasattr(rows, "__len__"):
+            return None
+        if rows is not None and len(rows) and "input_ids" in rows[0]:
             return len(rows[0]["input_ids"])
         return getattr(self.args, "block_size", None)
 
