@@ -107,6 +107,7 @@ class AdaptedLayer(ExpandedLayer):
             if self.gate_rule is not None and self.control.gate_pass is None:  # the map alone, after a pass
                 return output
             known = self._of_sequences(known, x)
+            single_expert = single_expert if self.control.request.expert is not None else None
         y = output
         if single_expert is not None:
             ran = {single_expert}
@@ -139,7 +140,7 @@ class AdaptedLayer(ExpandedLayer):
                 "gate may have judged those tokens otherwise: name the languages (languages=), or let generate judge "
                 "the prompt."
             )
-        if known is None:
+        if known is None or request.expert is not None:
             return None
         class_B = known.class_T.view(len(x), -1)[:, -1]
         if given is not None and None in given:  # beams of a sequence follow one another

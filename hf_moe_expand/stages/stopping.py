@@ -31,7 +31,7 @@ class Stops(TrainerCallback):
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.trainer, self.clock = trainer, clock
         self.number = 0  # of the first signal, on this or another rank
-        self.saved_step = -1
+        self.is_last, self.saved_step = False, -1  # whether all ranks stop after this step
         self._came = self._saved = 0.0
         self._before: dict[int, Any] = {}
 
@@ -96,7 +96,7 @@ class Stops(TrainerCallback):
             signal.pthread_sigmask(how, SIGNALS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._saved = self.clock()
+        self._saved, self.is_last, self.saved_step = self.clock(), False, -1
         self._by_clock = not {"save_steps", "save_strategy"} & set(getattr(args, "given", {"save_steps": None}))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class Stops(TrainerCallback):
             asked = torch.tensor([[self.number, is_due]], device=args.device)
             self.number, is_due = self.trainer.accelerator.gather(asked).amax(0).tolist()
         if self.number:
-            control.should_training_stop = True
+            self.is_last = control.should_training_stop = True
         if self.number or is_due:
             control.should_save = True
 

@@ -304,10 +304,10 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         return next(one for one in self.callback_handler.callbacks if isinstance(one, SeenText))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.stops.number and self.state.best_model_checkpoint:
+        if self.stops.is_last and self.state.best_model_checkpoint:
             self.args.save_total_limit = None  # with a limit of one the library keeps the best checkpoint alone
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.stops.number and self.stops.saved_step != self.state.global_step:  # `save_strategy="best"` did not
+        if self.stops.is_last and self.stops.saved_step != self.state.global_step:  # `save_strategy="best"` did not
             self._save_checkpoint(self.model, trial=None)  # type: ignore[arg-type]
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
