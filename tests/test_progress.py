@@ -20,12 +20,10 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=
     now = [0.0]
     trainer = SimpleNamespace(
         get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None,
-        router_losses=(None,),
+        router_losses=(None,), row_tokens=50,
     )  # fmt: skip
     callback = Progress(trainer, lambda: now[0], shows)
-    arguments = SimpleNamespace(
-        block_size=50, disable_tqdm=disable_tqdm, lr_scheduler_type="cosine", learning_rate=0.01
-    )
+    arguments = SimpleNamespace(disable_tqdm=disable_tqdm, lr_scheduler_type="cosine", learning_rate=0.01)
     state = SimpleNamespace(global_step=begin, max_steps=steps, is_world_process_zero=True)
     callback.on_train_begin(arguments, state, None)
     assert capsys.readouterr().out.splitlines() == [
@@ -98,7 +96,7 @@ def test_a_log_has_the_step_and_the_time_left_on_every_line(capsys):
 def test_a_loss_without_others_beside_it_is_shown_once(capsys):
     table = Progress(SimpleNamespace(
         get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=False, trained_as="x", packed=None,
-        router_losses=(),
+        router_losses=(), row_tokens=None,
     ))  # fmt: skip
     state = SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True)
     arguments = SimpleNamespace(disable_tqdm=True, learning_rate=0.1, lr_scheduler_type="linear")
