@@ -117,7 +117,7 @@ def carry_files(config: Any, folder: Any, hub: dict[str, Any]) -> None:
                 f"{name} is not saved, as it is not where the model was loaded: packs cannot be taken out of the saved "
                 "model. Copy the file from the joined checkpoint."
             )
-            return
+            packs = []  # said once
 
 
 def index_weights(folder: Any) -> None:
