@@ -50,6 +50,7 @@ from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraUpdate
+from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.modeling.routing import TokenClasses
 from hf_moe_expand.report.inspection import inspect_checkpoint, inspect_plan
 
@@ -215,6 +216,23 @@ def test_behind_a_gate_nothing_is_mapped_anew_in_another_language(name):
     cache = gated(IDS, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"maps what its cache holds anew.*name the languages"):
         gated(IDS[:, :1], past_key_values=cache)
+
+
+def test_the_cache_of_a_prompt_that_was_judged_home_is_mapped_by_the_base():
+    """Also where the gate sends the answer's last tokens of all rows to the new language."""
+    _, model = unusual("youtu")
+    adapters, control = next(iter(model.expanded_ffns().values())), model.routing_control
+    linear = model.model.layers[adapters.layer_index].self_attn.kv_b_proj
+    x = torch.randn(2, 5, linear.in_features, generator=torch.Generator().manual_seed(0))
+    control.decided = None
+    plain, update = linear(x), adapters.experts[1].get_submodule("self_attn_kv_b_proj_update")(x)
+    adapters.gate_rule, control.gate_pass = GateRule(1, [["en"], ["el"]]), object()
+    with control.asking(classes=[None, 1], message_ends=[4]):
+        control.decided = 1, TokenClasses(torch.tensor([1, 1]), [1]), 2
+        mapped = linear(x)
+    control.decided = control.gate_pass = None
+    assert torch.equal(mapped[0], plain[0])
+    assert torch.equal(mapped[1], (plain + update)[1])
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])

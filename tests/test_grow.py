@@ -3,8 +3,10 @@
 import copy
 import inspect
 import json
+import logging
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.modeling.expansion_only import carry_files
 from hf_moe_expand.modeling.routing import expert_ranges, experts_allowed, select_experts, token_classes
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
@@ -193,6 +196,20 @@ def test_a_saved_model_has_the_kept_routers(first, grown, tmp_path):
     back = shrink_checkpoint(tmp_path / "saved", tmp_path / "back", 1)
     assert back.routers_restored
     assert compare_checkpoints(tmp_path / "back", first).changed == []
+
+
+def test_kept_routers_are_carried_where_the_packs_are_gone(tmp_path, caplog):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "out").mkdir()
+    for number in (1, 2):
+        (tmp_path / "from" / KEPT_ROUTERS.format(number)).write_bytes(b"kept")
+    config = SimpleNamespace(packs=[1, 1], earlier_experts_per_layer=[[2], [3]], name_or_path=str(tmp_path / "from"))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    carry_files(config, tmp_path / "out", {})
+    logger.removeHandler(caplog.handler)
+    assert caplog.text.count("packs cannot be taken out") == 1
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [KEPT_ROUTERS.format(n) for n in (1, 2)]
 
 
 def test_without_kept_routers_it_says_what_is_lost(first, tmp_path):

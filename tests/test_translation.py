@@ -215,7 +215,7 @@ def test_each_model_is_checked_before_the_first_translates(tmp_path, monkeypatch
     monkeypatch.setattr(translation, "translate", lambda *_: pytest.fail("has translated"))
     long, short = (save_dense(tmp_path / str(size), max_position_embeddings=size) for size in (512, 64))
     data = [f"{code}={write_texts(tmp_path / f'{code}.jsonl', ['the sea'])}" for code in ("en", "el")]
-    with pytest.raises(InputError, match="and 60 new ones do not fit the model's 64 positions"):
+    with pytest.raises(InputError, match=r"64: A prompt of .* and 60 new ones do not fit the model's 64 positions"):
         invoke("evaluate-translation", long, short, "--data", data[0], "--data", data[1], "--max-new-tokens", "60",
                "--out", tmp_path / "scores.json")  # fmt: skip
 

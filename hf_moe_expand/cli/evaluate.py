@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.errors import InputError
+from ..core.errors import InputError, errors_at
 from ..core.languages import check_old_and_new
 from ..evaluation.settings import EvaluationSettings, TranslationSettings
 from . import options as opt
@@ -152,7 +152,9 @@ def evaluate_translation(
         check_file(file, overwrite)
     for name in models:  # before the first one translates
         folder = resolve_checkpoint(name)
-        check_translation(load_config(folder), load_tokenizer(folder, name), sentences, pairs, settings)
+        config, tokenizer = load_config(folder), load_tokenizer(folder, name)
+        with errors_at(name):
+            check_translation(config, tokenizer, sentences, pairs, settings)
     scores: dict = {}
     for label, name in labels.items():
         model, tokenizer = load_for_inference(name)
