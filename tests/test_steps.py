@@ -90,6 +90,9 @@ def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_
 def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
     given = {"el": f"file://{tmp_path / 'el.jsonl'}"}
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given))
+    (tmp_path / "el.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: holds empty files alone: give one with text"):
+        validate_recipe(changed(recipe, new=given))
     (tmp_path / "el.jsonl").unlink()
     with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: no such file: check the address"):
         validate_recipe(changed(recipe, new=given))

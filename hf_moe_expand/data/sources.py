@@ -221,6 +221,8 @@ class LanguageText:
         known = {path: size for path, size in found.items() if kind_of(path) is not None}
         if not known:
             raise InputError(f"{self.source}: holds no file of a known kind; known: {KNOWN}.")
+        if not any(size != 0 for size in known.values()):
+            raise InputError(f"{self.source}: holds empty files alone: give one with text.")
         if others := [Path(path).name for path in found if path not in known]:
             more = f" and {len(others) - _MOST_FILES:,} others" if len(others) > _MOST_FILES else ""
             say_once(f"{self.source}: files left out: {', '.join(others[:_MOST_FILES])}{more} (of another kind)")
