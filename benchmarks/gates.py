@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study import LONGEST, batches, in_template, texts_of
+from study import LONGEST, batches, in_template, texts_of, watched_gate
 from timing import parser, report
 
 from hf_moe_expand.inference.models import load_for_inference
@@ -40,9 +40,7 @@ OTHER = {
 def shares(model: Any, texts: Sequence[str], tokenizer: Any) -> list[float]:
     """The share of tokens that new experts take: of all, of the first 8, of the first 32; of texts, by their end."""
     counts = [[0, 0] for _ in range(4)]
-    control, found = model.routing_control, []
-    gate = model.expanded_ffns()[model.config.language_gate["layer"]]
-    hook = gate.register_forward_hook(lambda *_: found.append(control.gate_pass.classes.class_T))
+    found, hook = watched_gate(model)
     for ids, mask, _ in batches(texts, tokenizer, model.device):
         place = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for padding and for the token that begins a text
         model(ids, attention_mask=mask, position_ids=place, use_cache=False, logits_to_keep=1)

@@ -44,6 +44,7 @@ from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
+from hf_moe_expand.modeling import decoder_ffns
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 LONGEST = 512  # tokens of a text that is scored
@@ -76,7 +77,8 @@ class Study:
             sys.exit(f"{', '.join(unknown)}: no such row in {options.settings}; it has {', '.join(self.rows)}.")
         for tokens in options.tokens or self.settings["tokens"]:
             for seed in options.seeds or self.settings["tokens"].get(tokens, [0]):
-                found += [(name, tokens, seed) for name in names if name != "base"]
+                fit = [name for name in names if name != "base" and tokens >= self.rows[name].get("least_tokens", 0)]
+                found += [(name, tokens, seed) for name in fit]
         return found
 
     def result_file(self, job: tuple[str, int, int]) -> Path:
@@ -163,7 +165,7 @@ class Study:
             return moe.run_recipe(moe.Recipe.load(file), say=lambda line: print(f"  {row_name}: {line}", flush=True))
 
         row_name = f"{folder.name}"
-        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
+        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs", "least_tokens")}
         reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
         parts = len(self.new) if row.get("packs") else 1
         has_adapters = recipe.get("expand", {}).get("expert_kind") == "adapter"
@@ -318,12 +320,8 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
     """Bits per byte by way, kind of text and language, and the share of tokens that go to new experts."""
     rule = getattr(model.config, "language_gate", None)
     found: dict[str, float] = {}
-    classes: list[torch.Tensor] = []
     control = getattr(model, "routing_control", None)
-    if rule:  # a pass that is told the language has no classes
-        gate = model.expanded_ffns()[rule["layer"]]
-        keep = lambda *_: classes.append(getattr(control.gate_pass.classes, "class_T", None))  # noqa: E731
-        hook = gate.register_forward_hook(keep)
+    classes, hook = watched_gate(model) if rule else ([], None)
     for code, kinds in texts.items():
         ways = ["read", *(["end"] if rule else []), *(["told"] if control and code in new else [])]
         has_own = code in (getattr(model.config, "vocabularies", None) or ())
@@ -354,9 +352,21 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
                 found[f"{way}.{kind}.{code}"] = round(nats / math.log(2) / size, 5)
             if rule:
                 found[f"new.{kind}.{code}"] = round(taken[0] / max(taken[1], 1), 5)
-    if rule:
+    if hook:
         hook.remove()
     return found
+
+
+def watched_gate(model: Any) -> tuple[list[torch.Tensor | None], Any]:
+    """A list that gets the class of each token in each pass (None where the pass is told), and the hook that does it:
+    after the FFN of the gate's layer, whatever the kind of the experts."""
+    found: list[torch.Tensor | None] = []
+    control, layer = model.routing_control, model.config.language_gate["layer"]
+    has_adapters = model.config.has_kind("adapter")  # which stand beside the base's FFN
+    ffn = model.get_submodule(decoder_ffns(model)[layer].place) if has_adapters else model.expanded_ffns()[layer]
+    return found, ffn.register_forward_hook(
+        lambda *_: found.append(getattr(control.gate_pass.classes, "class_T", None))
+    )
 
 
 def in_template(tokenizer: Any, asked: Sequence[str]) -> list[str]:

@@ -108,38 +108,32 @@ def costs(lines: pandas.DataFrame) -> str:
 
 
 def astray(gated: pandas.DataFrame, languages: Languages) -> str:
-    """The share of tokens that each gate sends to new experts."""
+    """The share of tokens that the gates send to new experts, the mean of a length's seeds: of the gates that were
+    fitted for all new languages at once."""
     gates = gated.drop_duplicates(["tokens", "seed"])
-    head = [f"{kind}, {tokens / 1e6:.1f} M, seed {seed}" for kind in KINDS for tokens, seed in fits(gates)]
+    shares = 100 * gates.groupby("tokens", sort=False)[list(gates.filter(regex=r"^new\."))].mean()
+    head = [f"{kind}, {tokens / 1e6:.1f} M" for kind in KINDS for tokens in shares.index]
     rows = []
     for group, codes in languages.items():
         for code in codes:
-            names = [f"new.{kind}.{code}" for kind in KINDS]
-            shares = gates.reindex(columns=names)
-            rows.append([code, group, *(cell(100 * share, "{:.1f}") for name in names for share in shares[name])])
+            of = shares.reindex(columns=[f"new.{kind}.{code}" for kind in KINDS])
+            rows.append([code, group, *(cell(share, "{:.1f}") for name in of for share in of[name])])
     return markdown_table(["", "", *head], rows)
 
 
-def fits(gates: pandas.DataFrame) -> list[tuple[int, int]]:
-    return list(gates[["tokens", "seed"]].itertuples(index=False, name=None))
-
-
 def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[str]) -> str:
-    """The gain behind a gate as a share of what told copies in all layers gain: of all new languages, and of each."""
+    """The gain behind a gate, in all new languages, as a share of what told copies in all layers gain."""
 
-    def gains(some: pandas.DataFrame, way: str, kind: str) -> list[float]:
-        return list(some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean())
+    def gain(some: pandas.DataFrame, way: str, kind: str) -> float:
+        return some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean().sum(skipna=False)
 
     rows = []
     for (tokens, name), some in gated.groupby(["tokens", "name"], sort=False):
         whole = lines[(lines["name"] == WHOLE) & (lines["tokens"] == tokens) & lines["seed"].isin(some["seed"])]
         cells = []
         for kind in KINDS:
-            of = gains(whole, "told", kind)
-            for way in WAYS:
-                part = gains(some, way, kind)
-                each = ", ".join(f"{100 * a / b:.0f}" for a, b in zip(part, of, strict=True))
-                cells.append(f"{100 * sum(part) / sum(of):.0f} ({each})" if sum(of) < 0 else "")
+            of = gain(whole, "told", kind)
+            cells += [f"{100 * gain(some, way, kind) / of:.0f}" if of < 0 else "" for way in WAYS]
         rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
     return markdown_table(["tokens", "row", "seeds", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
 
@@ -174,8 +168,8 @@ def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
                 verdict = "does not hold"
             of = ", ".join(map(cell, differences))
             cells.append(f"{verdict} ({of})" if of else "")
-        rows.append([says, measure, *cells])
-    return markdown_table(["claim", "measure", *(f"{tokens:,} tokens" for tokens in lengths)], rows)
+        rows.append([says, *cells])
+    return markdown_table(["claim", *(f"{tokens:,} tokens" for tokens in lengths)], rows)
 
 
 def cell(value: float, form: str = "{:+.1f}") -> str:
@@ -196,17 +190,21 @@ def draw(panels: Mapping[str, pandas.DataFrame], file: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels) + 2, 4.5), squeeze=False)
     colours: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
     for (title, lines), ax in zip(panels.items(), axes[0], strict=True):
         means = lines.assign(gain=-lines[[f"new: {kind}" for kind in GENERAL]].mean(axis=1))
         means = means.groupby(["row", "weight"], sort=False)[["gain", "all others"]].mean()
         for row, some in means.groupby("row", sort=False):
-            colour = colours.setdefault(row, pyplot.get_cmap("tab10")(len(colours) % 10))
+            colour = colours.setdefault(row, pyplot.get_cmap("tab20")(2 * len(colours) % 20 + len(colours) // 10))
             ax.plot(some["gain"], some["all others"], "-", color=colour, linewidth=1)
             for (_, weight), (gain, lost) in some.iterrows():
                 face = colour if weight == 1 else "white"
-                ax.plot(gain, lost, "o", color=colour, markerfacecolor=face, label=row if weight == 1 else None)
+                (dot,) = ax.plot(gain, lost, "o", color=colour, markerfacecolor=face)
+                if weight == 1:
+                    shown.setdefault(row, dot)
         ax.set(title=title, xlabel="new languages, general text: gained, %", ylabel="all others: lost, %")
-    axes[0][-1].legend(bbox_to_anchor=(1.02, 1), loc="upper left", title="hollow: averaged with the base")
+    place = {"bbox_to_anchor": (1.02, 1), "loc": "upper left", "title": "hollow: averaged with the base"}
+    axes[0][-1].legend(shown.values(), shown.keys(), **place)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)

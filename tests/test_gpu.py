@@ -3,6 +3,7 @@
 `make gpu` runs the tests marked `gpu`, which skip where there is no GPU.
 """
 
+import copy
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from conftest import DEVICES, tiny_dense
 from layers import assert_is_the_definition, build, drawn
+from test_adapters import KIND, PLAN, merged, moved
 from test_dispatch import WAYS
 
-from hf_moe_expand import LayerMoEConfig, expand_model
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, expand_model
 from hf_moe_expand.modeling.dispatch import FEW_ROWS
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -43,6 +45,19 @@ def models(device, dtype, experts, judge=None, differ=True, exclusive=False, **c
                 for parameter in ffn.experts[1:].parameters():
                     parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.4)
     return dense.to(device), model.to(device)
+
+
+def adapted(device, dtype, judge=None):
+    """A dense model, and the same with an adapter of Greek, whose updates are far from nothing."""
+    dense = tiny_dense("qwen2", dtype=dtype, num_hidden_layers=3)
+    model = expand_model(tiny_dense("qwen2", dtype=dtype, num_hidden_layers=3), PLAN, **KIND)
+    if judge == "gate":
+        config = copy.deepcopy(model.config)
+        config.language_gate = {"layer": 0, "languages": [["en"], ["el"]]}
+        judged = LayerMoEForCausalLM._from_config(config, dtype=dtype)
+        judged.load_state_dict(model.state_dict(), strict=False)
+        model = judged
+    return dense.to(device), moved(model).to(device).eval()
 
 
 def text(device, rows, length, seed=0):
@@ -141,6 +156,42 @@ def test_a_gate_sends_home_bit_for_bit_with_any_number_of_experts(device, dtype,
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("judge", ["gate", "languages"])
+def test_an_adapter_is_in_the_weights_of_its_tokens_alone(device, dtype, judge):
+    dense, model = adapted(device, dtype, judge)
+    greek = merged(model, dense, 1)
+    if judge == "gate":  # it judges what the attention of its layer has read
+        greek.model.layers[0].self_attn = dense.model.layers[0].self_attn
+    for length in (1, 40):
+        ids = text(device, 3, length)
+        said = {"languages": ["en", "el", "en"]} if judge == "languages" else {}
+        if not said:
+            send_home(model, torch.tensor([True, False, True], device=device).repeat_interleave(length))
+        found, base = model(ids, **said).logits, dense(ids).logits
+        assert torch.equal(found[[0, 2]], base[[0, 2]])
+        assert_close(found[1], greek(ids).logits[1], dtype)
+        assert not torch.allclose(found[1], base[1], rtol=0.1)
+
+
+@pytest.mark.parametrize("languages", [["el"] * 3, ["en", "el", "el"]])
+def test_an_adapters_gradients_in_a_batch_are_the_sum_of_those_of_its_rows(device, dtype, languages):
+    _, model = adapted(device, torch.float32)
+    ids, factors = text(device, 3, 20), [one for name, one in model.named_parameters() if ".lora_" in name]
+
+    def gradients(batches):
+        model.zero_grad()
+        with torch.autocast(device, dtype, enabled=dtype == torch.bfloat16):
+            for rows, told in batches:
+                model(rows, languages=told).logits.float().logsumexp(-1).sum().backward()
+        return [factor.grad.clone() for factor in factors]
+
+    expected = gradients([(ids[[row]], one) for row, one in enumerate(languages)])
+    for ours, theirs in zip(gradients([(ids, languages)]), expected, strict=True):
+        assert theirs.abs().max() > 0
+        assert_close(ours, theirs, dtype)
+
+
+@torch.no_grad()
 def test_a_pass_with_a_gate_reads_one_value_on_the_host(device, dtype):
     _, model = models(device, dtype, 2, "gate", exclusive=True)
     ids = text(device, 2, 40)
@@ -228,18 +279,22 @@ def test_compiled_it_is_one_graph(device, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("judge", "experts"), [("classifier", 4), ("gate", 4), ("exclusive", 2)])
+@pytest.mark.parametrize(("judge", "experts"), [("classifier", 4), ("gate", 4), ("exclusive", 2), ("adapter", 2)])
 def test_it_generates_with_a_static_cache(device, dtype, judge, experts):
     """On a GPU transformers compiles it. Each token is the best by a pass without a cache, to rounding."""
-    exclusive, judge = judge == "exclusive", "classifier" if judge == "classifier" else "gate"
-    _, model = models(device, dtype, experts, judge, exclusive=exclusive, num_hidden_layers=1)
-    prompts = text(device, 2, 7)
+    prompts, said = text(device, 2, 7), {}
     options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "eos_token_id": None}
-    options["judge_prompt"] = False
+    if judge == "adapter":
+        _, model = adapted(device, dtype)
+        said["languages"] = ["en", "el"]
+    else:
+        exclusive, judge = judge == "exclusive", "classifier" if judge == "classifier" else "gate"
+        _, model = models(device, dtype, experts, judge, exclusive=exclusive, num_hidden_layers=1)
+        options["judge_prompt"] = False
     torch.compiler.reset()
-    found = model.generate(prompts, max_new_tokens=8, cache_implementation="static", **options)
+    found = model.generate(prompts, max_new_tokens=8, cache_implementation="static", **options, **said)
     assert found.shape == (2, 15)
-    logits = model(found[:, :-1]).logits[:, 6:].float()
+    logits = model(found[:, :-1], **said).logits[:, 6:].float()
     least = logits.amax(-1) - CLOSE[dtype] * logits.abs().max()
     assert (logits.gather(-1, found[:, 7:, None]).squeeze(-1) >= least).all()
     assert (logits >= least.unsqueeze(-1)).sum(-1).float().mean() < 5  # else many tokens would do
