@@ -172,8 +172,9 @@ class ExpandedFFN(ExpandedLayer):
             weights_TK, index_TK = self._choose(request, logits_TN, allowed_TN)
         given_T = class_T if self.classifier is None else None
         return LayerRouting(
-            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, given_T
-        )
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, given_T,
+            max(end - first for first, end in self.expert_ranges) if self.exclusive else None,
+        )  # fmt: skip
 
     def _home(self, request: RoutingRequest, known: TokenClasses | None) -> torch.Tensor | None:
         """`[T]` bool, the tokens that the gate or the user sends to expert 0; None where there are none, or expert 0

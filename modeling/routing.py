@@ -19,7 +19,7 @@ class LayerRouting:
     """The routing of one expanded layer in one forward pass, in the order of the flattened batch.
 
     Attributes:
-        router_logits: `[T, N]` float32; the router scores G are their softmax.
+        router_logits: `[T, N]` float32; the router scores G are the softmax of `scored_logits`.
         classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
         top_k: K, active experts of a token, at most N.
         weights: `[T, K]`, each active expert's factor in the token's output.
@@ -28,6 +28,7 @@ class LayerRouting:
         conditional: whether expert 0 is outside the routed set (see `with_shared_expert`): `top_k` then counts the
             other experts, and `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
         classes: `[T]`, the class that the language gate or the user gives each token; None where neither does.
+        most: with exclusive experts the most of one class, among which its tokens' router chooses; None without.
     """
 
     router_logits: torch.Tensor
@@ -38,6 +39,23 @@ class LayerRouting:
     allowed: torch.Tensor | None = None
     conditional: bool = False
     classes: torch.Tensor | None = None
+    most: int | None = None
+
+    @property
+    def own(self) -> torch.Tensor | None:
+        """`[T, N]` bool, the experts of each token's class, where those are exclusive; None where they are not."""
+        return None if self.most is None else self.allowed
+
+    @property
+    def scored_logits(self) -> torch.Tensor:
+        """Logits whose softmax is each token's scores G: minus infinity for other classes' exclusive experts."""
+        own_TN = self.own
+        return self.router_logits if own_TN is None else self.router_logits.masked_fill(~own_TN, float("-inf"))
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a token may have more experts to choose among than it takes."""
+        return (self.routed_logits.shape[-1] if self.own is None else self.most or 0) > self.top_k
 
     @property
     def routed_logits(self) -> torch.Tensor:

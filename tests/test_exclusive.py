@@ -1,5 +1,6 @@
 """Exclusive experts: a token of a new language takes its expert alone, from the plan to training, growth and export."""
 
+import copy
 import json
 from itertools import product
 
@@ -181,9 +182,11 @@ def one_step(folder, model, ids, languages, classes=(0, 1), **options):
         lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, report_to="none",
         save_strategy="no", disable_tqdm=True, **options,
     )  # fmt: skip
-    PostPretrainTrainer(
+    trainer = PostPretrainTrainer(
         model, args=arguments, train_dataset=dataset, data_collator=collate_blocks, language_classes=list(classes)
-    ).train()
+    )
+    trainer.train()
+    trainer.state.save_to_json(folder / "state.json")
     return model
 
 
@@ -280,6 +283,37 @@ def test_a_stage_trains_the_new_experts_and_says_so(el, tmp_path):
 
     assert loss(tmp_path / "out", "el") < loss(el, "el") - 1
     assert loss(tmp_path / "out", "en") == loss(el, "en")
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (4, 2), (3, 1)])
+def test_the_experts_of_a_class_are_balanced_among_themselves(tmp_path, experts, top_k):
+    """Expert 0 gets the old rows alone, and those no other; where a class has no more than K experts, there is no
+    balance, and its router learns from the text alone."""
+    plan = Plan("moe-lpr", [experts] * 3, old=["en"], new=["el"], exclusive=True, top_k=top_k)
+    model = expand_model(tiny_dense("qwen2"), plan, seed=1)
+    ids, languages = blocks(1, 0, 1, 1)
+    with torch.no_grad(), model.capture_routing() as seen:
+        model(ids, languages=["el", "en", "el", "el"])
+    steps = {}
+    for coef in (0.0, 0.5):
+        options = {"balance_coef": coef, "replay": True, "logging_steps": 1}
+        steps[coef] = one_step(tmp_path, copy.deepcopy(model), ids, languages, **options)
+    log = json.loads((tmp_path / "state.json").read_text())["log_history"][0]
+    changed = any(
+        not torch.allclose(one, other, rtol=0, atol=1e-6)
+        for one, other in zip(*(m.parameters() for m in steps.values()), strict=True)
+    )
+    assert changed == (experts - 1 > top_k)
+    shares = [log.get(f"expert_{expert}_share") for expert in range(experts)]
+    assert (shares[0] is not None) == ("balance_loss" in log) == changed
+    if changed:
+        taken = torch.zeros(experts)
+        for layer in seen.layers.values():
+            for expert in layer.experts[layer.experts < experts]:
+                taken[expert] += 1
+        assert shares == pytest.approx((taken / taken.sum()).tolist(), abs=1e-5)
+        assert shares[0] > 0
+    assert (log["expert_0_score_new"], log["expert_0_score_old"]) == (0, 1)
 
 
 @pytest.mark.parametrize("settings", [{"language_prior_coef": 0.1, "replay": True}, {"masking": "gate"}])

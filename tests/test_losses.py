@@ -11,6 +11,7 @@ from hf_moe_expand.trainers import (
     language_prior_routing_loss,
     load_balance_loss,
 )
+from hf_moe_expand.trainers.losses.balance import tokens_of_experts
 
 
 def slow_balance(logits, top_k, counted):
@@ -36,6 +37,42 @@ def test_balance_loss_is_its_definition(tokens, experts, top_k):
     counted = [t % 4 != 3 for t in range(tokens)]
     found = load_balance_loss(logits, top_k, torch.tensor(counted))
     assert found.item() == pytest.approx(slow_balance(logits, top_k, counted), rel=1e-5)
+
+
+# The experts of each class, and the classes of tokens; the last token is padding.
+RANGES, CLASSES = [(0, 1), (1, 4), (4, 5), (5, 7)], torch.tensor([1, 0, 1, 3, 3, 1, 2, 3, 3, 1, 1, 3])
+OWN = torch.zeros(12, 7, dtype=torch.bool)
+for token, number in enumerate(CLASSES):
+    OWN[token, slice(*RANGES[number])] = True
+COUNTED = torch.arange(12) < 11
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_the_balance_of_exclusive_experts_is_the_mean_of_their_classes(top_k):
+    torch.manual_seed(1)
+    logits, expected, chosen = torch.randn(12, 7, requires_grad=True), 0.0, torch.zeros(7)
+    for number, (first, end) in enumerate(RANGES):
+        rows = logits.detach()[(number == CLASSES) & COUNTED, first:end]
+        expected += len(rows) / 11 * slow_balance(rows, top_k, [True] * len(rows))
+        chosen[first:end] = expert_selections(rows, top_k)
+    loss = load_balance_loss(logits, top_k, COUNTED, own_TN=OWN)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert expert_selections(logits, top_k, COUNTED, OWN).tolist() == chosen.tolist()
+    assert (logits.grad[~OWN] == 0).all()
+    has_choice = {number for number, (first, end) in enumerate(RANGES) if end - first > top_k}
+    for token in range(11):
+        assert (logits.grad[token].abs().max() > 1e-6) == (CLASSES[token].item() in has_choice)
+
+
+def test_the_balance_of_exclusive_experts_adds_up_over_ranks():
+    logits = torch.randn(12, 7)
+    whole = {"selections_N": expert_selections(logits, 2, COUNTED, OWN), "tokens_N": tokens_of_experts(OWN, COUNTED)}
+    parts = [
+        load_balance_loss(*part[:1], 2, part[1], tokens=11, own_TN=part[2], **whole)
+        for part in zip(logits.split([5, 7]), COUNTED.split([5, 7]), OWN.split([5, 7]), strict=True)
+    ]
+    assert sum(parts).item() == pytest.approx(load_balance_loss(logits, 2, COUNTED, own_TN=OWN).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])

@@ -26,12 +26,12 @@ def without_virtual_tokens(layer: LayerRouting, input_ids: torch.Tensor) -> Laye
     if layer.router_logits.shape[0] == batch * length:
         return layer
 
-    def text_only(logits: Any) -> Any:
-        return None if logits is None else logits.unflatten(0, (batch, -1))[:, -length:].flatten(0, 1)
+    def text_only(name: str) -> Any:
+        of_tokens = getattr(layer, name)
+        return None if of_tokens is None else of_tokens.unflatten(0, (batch, -1))[:, -length:].flatten(0, 1)
 
-    return replace(
-        layer, router_logits=text_only(layer.router_logits), classifier_logits=text_only(layer.classifier_logits)
-    )
+    names = ("router_logits", "classifier_logits", "allowed")
+    return replace(layer, **{name: text_only(name) for name in names})
 
 
 class Metrics:
@@ -54,7 +54,7 @@ class Metrics:
         table = sum_over_ranks(torch.stack(list(sums.values()))).tolist()
         for name, (numerator, denominator) in zip(sums, table, strict=True):
             if denominator:
-                yield name, round(numerator / denominator, 6)
+                yield name, round(numerator / denominator, 6) + 0.0  # no -0
 
 
 def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:
@@ -68,7 +68,7 @@ def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:
     for layer, selections_N in zip(batch.routing, batch.selections, strict=True):
         for expert, count in enumerate(selections_N if batch.has_choice else (), start=int(layer.conditional)):
             record(f"expert_{expert}_share", count, selections_N.sum())
-        score_T = layer.router_logits.detach().softmax(-1)[:, 0]
+        score_T = layer.scored_logits.detach().softmax(-1)[:, 0]
         if layer.conditional:
             record("gate", where_counted(tokens.counted_T, 1 - score_T).sum(), local.counted)
         if expert_0_is_old:

@@ -45,7 +45,7 @@ class ExpertUse:
         weights_TN = routing.weight_of_each_expert().double()
         self.top1_N += weights_TN.argmax(-1).bincount(minlength=len(self.top1_N)).cpu()
         self.weights_N += weights_TN.sum(0).cpu()
-        self.expert_0_score += routing.router_logits.softmax(-1)[:, 0].double().sum().item()
+        self.expert_0_score += routing.scored_logits.softmax(-1)[:, 0].double().sum().item()
         if (class_T := routing.token_classes) is not None:
             self.classed_right = (self.classed_right or 0) + int((class_T == self.language_class).sum())
 

@@ -16,10 +16,19 @@ from .base import LayerLoss, LossBatch, where_counted
 BalanceCounts = Literal["top-k", "top-1"]
 
 
-def expert_selections(router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.Tensor | None = None) -> torch.Tensor:
-    """`[N]` float: number of counted tokens that select each expert (the sum in LayerMoE Eq. 15)."""
-    chosen_TK = router_logits_TN.detach().topk(min(top_k, router_logits_TN.shape[-1]), dim=-1).indices
-    selected_TN = torch.zeros_like(router_logits_TN).scatter_(1, chosen_TK, 1.0)
+def expert_selections(
+    router_logits_TN: torch.Tensor,
+    top_k: int,
+    mask_T: torch.Tensor | None = None,
+    own_TN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`[N]` float: number of counted tokens that select each expert (the sum in LayerMoE Eq. 15). With `own_TN` (bool),
+    exclusive experts, each token chooses among its class's."""
+    logits_TN = router_logits_TN.detach() if own_TN is None else _own(router_logits_TN.detach(), own_TN)
+    chosen_TK = logits_TN.topk(min(top_k, logits_TN.shape[-1]), dim=-1).indices
+    selected_TN = torch.zeros_like(logits_TN).scatter_(1, chosen_TK, 1.0)
+    if own_TN is not None:  # a class may have fewer experts than K
+        selected_TN = selected_TN * own_TN
     return (selected_TN if mask_T is None else where_counted(mask_T, selected_TN)).sum(0)
 
 
@@ -29,10 +38,13 @@ def load_balance_loss(
     mask_T: torch.Tensor | None = None,
     selections_N: torch.Tensor | None = None,
     tokens: float | torch.Tensor | None = None,
+    own_TN: torch.Tensor | None = None,
+    tokens_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`L_balance = sum_i f_i P_i` (MoE-LPR Eq. 5-7, LayerMoE Eq. 14-16), exactly 1 under even routing.
 
-    `f_i = N / (K T) * #{tokens that select i}`, `P_i = mean_t G_i(t)`; K is at most N.
+    `f_i = N / (K T) * #{tokens that select i}`, `P_i = mean_t G_i(t)`; K is at most N. With exclusive experts each
+    class has a loss of its own experts and tokens; the result is their mean, weighted by tokens.
 
     Args:
         router_logits_TN: router logits, float32.
@@ -40,16 +52,33 @@ def load_balance_loss(
         mask_T: bool, the counted tokens (without padding); all by default.
         selections_N, tokens: the counts and T over all ranks of a distributed run. The result is then this rank's
             share, and the ranks' results sum to the loss of all their tokens.
+        own_TN: bool, with exclusive experts those of each token's class.
+        tokens_N: the number of counted tokens whose class has each expert, over all ranks.
     """
     N = router_logits_TN.shape[-1]
     if selections_N is None:
-        selections_N = expert_selections(router_logits_TN, top_k, mask_T)
-    scores_TN, T = router_logits_TN.softmax(-1), router_logits_TN.shape[0] if tokens is None else tokens
+        selections_N = expert_selections(router_logits_TN, top_k, mask_T, own_TN)
+    logits_TN = router_logits_TN if own_TN is None else _own(router_logits_TN, own_TN)
+    scores_TN, T = logits_TN.softmax(-1), router_logits_TN.shape[0] if tokens is None else tokens
     if mask_T is not None:
         scores_TN, T = where_counted(mask_T, scores_TN), mask_T.sum() if tokens is None else tokens
+    if own_TN is not None:
+        own_T = own_TN.sum(-1)  # N of the token's class
+        tokens_N = tokens_of_experts(own_TN, mask_T) if tokens_N is None else tokens_N
+        share_N = (scores_TN * (own_T / own_T.clamp(max=top_k)).unsqueeze(-1)).sum(0) / T
+        return (selections_N / tokens_N.clamp(min=1) * share_N).sum()
     f_N = N / (min(top_k, N) * T) * selections_N
     P_N = scores_TN.sum(0) / T
     return (f_N * P_N).sum()
+
+
+def tokens_of_experts(own_TN: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
+    """`[N]` float: number of counted tokens whose class has each expert."""
+    return (own_TN if mask_T is None else where_counted(mask_T, own_TN)).sum(0).float()
+
+
+def _own(logits_TN: torch.Tensor, own_TN: torch.Tensor) -> torch.Tensor:
+    return logits_TN.masked_fill(~own_TN, float("-inf"))
 
 
 @checked
@@ -79,11 +108,14 @@ class BalanceLoss(LayerLoss):
             raise InputError(f"BalanceLoss: balance_counts is {self.balance_counts!r}: must be top-k or top-1.")
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
-        logits_TN, counted_T = batch.routing[layer].routed_logits, batch.tokens.counted_T
-        top_k, selections_N = batch.routing[layer].top_k, batch.selections[layer]
+        routing, counted_T = batch.routing[layer], batch.tokens.counted_T
+        logits_TN, top_k, own_TN = routing.routed_logits, routing.top_k, routing.own
+        selections_N, tokens_N = batch.selections[layer], None
         if self.balance_counts == "top-1" and top_k > 1:
-            top_k, selections_N = 1, batch.sum_over_ranks(expert_selections(logits_TN, 1, counted_T))
-        return load_balance_loss(logits_TN, top_k, counted_T, selections_N, count)
+            top_k, selections_N = 1, batch.sum_over_ranks(expert_selections(logits_TN, 1, counted_T, own_TN))
+        if own_TN is not None:
+            tokens_N = batch.sum_over_ranks(tokens_of_experts(own_TN, counted_T))
+        return load_balance_loss(logits_TN, top_k, counted_T, selections_N, count, own_TN, tokens_N)
 
 
 def language_importance(router_logits_TN: torch.Tensor, old_T: torch.Tensor, new_T: torch.Tensor) -> torch.Tensor:
@@ -157,7 +189,7 @@ class LocalizedBalanceLoss(LayerLoss):
             raise InputError(f"LocalizedBalanceLoss: delta is {self.delta}: must be at least 0 and less than 1.")
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
-        logits_TN, old_T, new_T = batch.routing[layer].router_logits, batch.tokens.old_T, batch.tokens.new_T
+        logits_TN, old_T, new_T = batch.routing[layer].scored_logits, batch.tokens.old_T, batch.tokens.new_T
         importance_2N = language_importance(logits_TN.detach(), old_T, new_T)
         counts_21 = torch.stack([old_T.sum(), new_T.sum()]).to(importance_2N).unsqueeze(-1)
         sums = batch.sum_over_ranks(torch.cat([counts_21, importance_2N], -1))

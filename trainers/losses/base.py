@@ -100,8 +100,8 @@ class LossBatch:
 
     @property
     def has_choice(self) -> bool:
-        """Whether some layer has more experts than a token takes; else shares and balance cannot change."""
-        return any(r.routed_logits.shape[-1] > r.top_k for r in (*self.routing, *self.others))
+        """Whether some layer leaves a choice; else shares and balance cannot change."""
+        return any(routing.has_choice for routing in (*self.routing, *self.others))
 
 
 @dataclass(frozen=True)

@@ -38,4 +38,4 @@ class LanguagePriorLoss(LayerLoss):
     coef: float = 0.1
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
-        return language_prior_routing_loss(batch.routing[layer].router_logits, batch.tokens.old_T, count)
+        return language_prior_routing_loss(batch.routing[layer].scored_logits, batch.tokens.old_T, count)
