@@ -88,8 +88,12 @@ class LoraUpdate(nn.Module):
         self.lora_A = LoraFactor(inputs, rank)
         self.lora_B = LoraFactor(rank, outputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scaling * self.lora_B(self.lora_A(x))
+    def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
+        """`[..., in] -> [..., out]`; zero but for the tokens of `only_T` (bool), if given."""
+        low = self.lora_A(x)
+        if only_T is None:  # in PEFT's order
+            return self.scaling * self.lora_B(low)
+        return self.lora_B((self.scaling * low).where(only_T.view(*low.shape[:-1], 1), 0))
 
     def init_weights(self) -> None:
         """First weights: random rows in A and zeros in B, so that the update is zero at first."""
