@@ -101,8 +101,12 @@ class ExpandedLayer(nn.Module):
         follow."""
         rule, text = self.gate_rule, self.control.gate_pass
         given = request.token_classes if self.exclusive and (self.training or rule is None) else None
-        if given is not None and len(given.class_T) == len(x_Th):  # virtual tokens have no row
+        if given is not None and len(given.class_T) == len(x_Th):
             return given
+        if given is not None and hidden_states.dim() == 3:  # virtual tokens have no row: their texts' first ones have
+            class_BS = given.class_T.view(len(hidden_states), -1)
+            virtual_BV = class_BS[:, :1].expand(-1, hidden_states.shape[1] - class_BS.shape[1])
+            return TokenClasses(torch.cat([virtual_BV, class_BS], 1).flatten(), given.present)
         if self.training:
             return None
         if self.language_gate is not None and judges:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -294,8 +295,16 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
                 and the layers up to the gate's read the prompt twice.
 
         Raises:
-            ValueError: see `use_languages`; or the number of codes is not that of the sequences.
+            ValueError: see `use_languages`; or the number of codes is not that of the sequences; or a model with a gate
+                shall draft by its first layers (`assistant_early_exit`).
         """
+        settings = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+        exit_layer = kwargs.get("assistant_early_exit", settings.assistant_early_exit)
+        if exit_layer is not None and self.config.language_gate is not None:  # type: ignore[attr-defined]
+            raise ValueError(
+                "assistant_early_exit: a model of the first layers alone has no language gate, or another last layer "
+                "than its cache: leave it out, or draft with an assistant_model (the dense base)."
+            )
         if self.config.language_gate is not None and not can_compile(self.config):  # type: ignore[attr-defined]
             # The library would compile the forward pass into CUDA graphs, whose outputs the gate may not keep.
             kwargs.setdefault("disable_compile", True)
@@ -325,9 +334,14 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         given = {name: kwargs[name] for name in ("inputs_embeds", "attention_mask") if kwargs.get(name) is not None}
         if "inputs_embeds" not in given:  # which the library reads where it has both
             given["input_ids"] = kwargs.get("input_ids", inputs)
+            if "attention_mask" not in given and given["input_ids"] is not None:
+                given["attention_mask"] = self._mask_by_padding(given["input_ids"], kwargs)
         found: list[Any] = []
+        thread = get_ident()
 
         def stop(*_: Any) -> None:
+            if get_ident() != thread:  # another one's pass
+                return
             found.append(self.routing_control.gate_pass.classes.class_T)  # type: ignore[union-attr]
             raise _PromptJudgedError
 
@@ -343,6 +357,13 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         sequences = len(next(iter(given.values())))
         judged = [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
         return [mine if said is None else said for said, mine in zip(told or [None] * sequences, judged, strict=True)]
+
+    def _mask_by_padding(self, ids: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The attention mask that `generate` makes of prompts without one."""
+        settings = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+        pad, end = (kwargs.get(name, getattr(settings, name)) for name in ("pad_token_id", "eos_token_id"))
+        is_end = pad in (end if isinstance(end, list) else [end])
+        return torch.ones_like(ids) if pad is None or is_end else ids.ne(pad).long()
 
     def _may_write(self, classes: Sequence[int | None] | None, ids: Any) -> Sequence[bool] | None:
         """Whether each prompt of these classes may be answered in own tokens: it is told its language, or has such

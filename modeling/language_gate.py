@@ -194,6 +194,9 @@ class GateMemory(CacheLayerMixin):
 
     def lazy_initialization(self, *_: Any) -> None: ...
 
+    def prefetch(self) -> None:  # asked by the last layer with keys, it fetches the first one for the next pass
+        self.beside.prefetch()
+
     def update(self, *_: Any, **others: Any) -> Any:
         raise NotImplementedError("This layer of the cache keeps no keys and values.")
 
@@ -442,10 +445,12 @@ def pass_of_call(
             f"The language gate knows {len(memory.kept)} sequences of the cache, but the pass has {len(inputs)}: "
             "change a cache by its own methods (batch_select_indices, reorder_cache), or start with a new one."
         )
-    compiling = torch.compiler.is_compiling()  # a compiled pass reads no prompt, and no number of tokens
+    compiling = torch.compiler.is_compiling()  # a compiled pass reads no number of tokens
+    if compiling and (memory.kept is not None or inputs.shape[1] == 1):  # and a prompt at a text's beginning alone
+        ends = ()
     return GatePass.of_inputs(
         rule, inputs.shape[:2], inputs.device, attention_mask=arguments.get("attention_mask"), position_ids=positions,
-        memory=memory, held=0 if compiling else held - memory.others, message_ends=() if compiling else ends,
+        memory=memory, held=0 if compiling else held - memory.others, message_ends=ends,
         must_begin=positions is not None and not compiling and not held, own=own,
     )  # fmt: skip
 

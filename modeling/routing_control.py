@@ -185,7 +185,7 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
 
 def _inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
     """The first of a call's inputs, `[B, S, ...]`; None without any."""
-    tensors = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    tensors = (arguments.get("inputs_embeds"), inputs, arguments.get("inputs"), arguments.get("input_ids"))
     return next((tensor for tensor in tensors if tensor is not None), None)
 
 

@@ -148,8 +148,23 @@ class VocabularyMixin:
         return super(VocabularyMixin, model).compute_transition_scores(*args, **kwargs)  # type: ignore[misc]
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        assistant = kwargs.get("assistant_model")
+        tokens = getattr(assistant, "config", None) and getattr(assistant.config, "num_tokens", None)
+        if self.config.vocabularies and assistant is not None and tokens != self.config.num_tokens:
+            raise ValueError(
+                "assistant_model: it lacks the languages' own tokens: take this model itself, or "
+                "prompt_lookup_num_tokens."
+            )
         model = self._with_all_tokens() if self.config.vocabularies else self
         return super(VocabularyMixin, model)._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+        for place, one in enumerate(found if self.config.vocabularies else ()):
+            if hasattr(one, "guidance_scale"):  # it takes the difference of two logits, also of minus infinity's
+                found.insert(place + 1, _never_nan)
+                break
+        return found
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's.
@@ -183,6 +198,10 @@ class VocabularyMixin:
         """Writes the languages' own tokenizers into a checkpoint's folder."""
         for code in self.config.vocabularies or ():
             save_tokenizer(self.tokenizer_of(code), Path(folder) / FOLDER / code)
+
+
+def _never_nan(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(scores.isnan(), -torch.inf)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

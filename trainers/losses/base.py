@@ -199,7 +199,8 @@ class LayerLoss(RouterLoss):
         for layer in layers:
             loss = self.layer_loss(batch, layer, count)
             # The coefficient is inside the sum: the order of the factors determines the gradient's rounding.
-            total = total + coef * loss * share / number
+            if coef:  # else a loss that is not finite would count
+                total = total + coef * loss * share / number
             if batch.has_choice or not self.of_choice:
                 batch.record(f"{self.name}_loss", loss * count, getattr(batch.local, self.over))
         return total

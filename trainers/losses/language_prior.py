@@ -38,4 +38,7 @@ class LanguagePriorLoss(LayerLoss):
     coef: float = 0.1
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
-        return language_prior_routing_loss(batch.routing[layer].scored_logits, batch.tokens.old_T, count)
+        routing, old_T = batch.routing[layer], batch.tokens.old_T
+        if routing.own is not None:  # the class has decided: a token that cannot take expert 0 is no affair of a router
+            old_T = old_T & routing.own[:, 0]
+        return language_prior_routing_loss(routing.scored_logits, old_T, count)
