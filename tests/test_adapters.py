@@ -463,6 +463,14 @@ def test_packs_of_other_ranks_and_maps_join(el, hu, tmp_path):
             assert (tmp_path / left / name).read_bytes() == (stays / name).read_bytes()
 
 
+def test_a_pack_is_shown_with_its_own_updates(el, hu, tmp_path):
+    join_expansions([el, hu], tmp_path / "joined")
+    shown = inspect_checkpoint(tmp_path / "joined").packs
+    for folder, pack in zip((el, hu), shown, strict=True):
+        assert pack.experts == load(folder).config.expert_kinds[0].words
+    assert shown[0].experts != shown[1].experts
+
+
 def test_adapters_join_adapters_alone(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "fi", Plan("moe-lpr", [2] * 3, old=["en"], new=["fi"], exclusive=True))
     with pytest.raises(InputError, match="adapters are joined with adapters alone"):

@@ -19,19 +19,24 @@ from conftest import (
 )
 from datasets import Dataset
 from gated_models import TWO, classes_of_rows, dense_of, evidence_of, gated_model, give_evidence, tokens
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from test_gate_decisions import THREE, ffn_calls
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig
 
 from hf_moe_expand import (
+    LanguagePriorLoss,
     LanguageText,
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Masking,
+    MoESFTTrainer,
     Plan,
     PostPretrainConfig,
     PostPretrainTrainer,
     ReviewConfig,
+    RouterLossMixin,
     expand_checkpoint,
     expand_model,
     grow_checkpoint,
@@ -50,7 +55,7 @@ from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.modeling.language_gate import GateRule
-from hf_moe_expand.report.inspection import inspect_checkpoint
+from hf_moe_expand.report.inspection import inspect_checkpoint, inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
 ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
@@ -179,7 +184,7 @@ def one_step(folder, model, ids, languages, classes=(0, 1), **options):
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
     arguments = PostPretrainConfig(
         output_dir=folder, per_device_train_batch_size=len(ids), max_steps=1, learning_rate=1.0, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, report_to="none",
+        lr_scheduler_type="constant", max_grad_norm=0.0, use_cpu=True, report_to="none",
         save_strategy="no", disable_tqdm=True, **options,
     )  # fmt: skip
     trainer = PostPretrainTrainer(
@@ -316,6 +321,50 @@ def test_the_experts_of_a_class_are_balanced_among_themselves(tmp_path, experts,
     assert (log["expert_0_score_new"], log["expert_0_score_old"]) == (0, 1)
 
 
+def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
+    """The language-prior loss is logged, with coefficient 0, and such a token has no score of expert 0."""
+    config = LayerMoEConfig.from_dense(
+        tiny_config("qwen2"), num_experts_per_layer=[3, 3, 3], exclusive_experts=True,
+        expansions=[{"method": "x", "old_languages": ["en"], "new_languages": ["el"]}],
+        language_gate={"layer": 0, "languages": [["en"], ["el"]]},
+    )  # fmt: skip
+    model = LayerMoEForCausalLM(config)
+    model.expanded_ffns()[0].language_gate.bias.data.copy_(torch.tensor([-5.0, 5.0]))
+    ids, languages = blocks(0, 0)
+    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
+    arguments = PostPretrainConfig(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)
+    trainer = PostPretrainTrainer(model, arguments, eval_dataset=dataset, language_classes=[0, 1])
+    found = trainer.evaluate()
+    assert found["eval_expert_0_score_old"] == 0  # all went astray
+    assert found["eval_loss"] == pytest.approx(found["eval_next_token_loss"], abs=0.1)  # and the balance
+
+
+def test_virtual_tokens_have_their_rows_class(tmp_path):
+    """Of prompt tuning, in training: old rows behind virtual tokens run expert 0 alone."""
+    model = get_peft_model(
+        expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True)),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    )
+
+    class OwnTrainer(RouterLossMixin, Trainer):
+        pass
+
+    ids, languages = blocks(0, 0, 1, 1)
+    rows = {"input_ids": ids.tolist(), "labels": ids.tolist(), "language_ids": languages.tolist()}
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=1, logging_steps=1, use_cpu=True, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = OwnTrainer(
+        model, arguments, train_dataset=Dataset.from_dict(rows), router_losses=[LanguagePriorLoss(0.1)],
+        language_classes=[0, 1], data_collator=collate_blocks,
+    )  # fmt: skip
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert (log["expert_0_score_old"], log["expert_0_score_new"], log["language_prior_loss"]) == (1, 0, 0)
+    assert log["loss"] == pytest.approx(log["next_token_loss"], abs=1e-3)
+
+
 @pytest.mark.parametrize("settings", [{"language_prior_coef": 0.1, "replay": True}, {"masking": "gate"}])
 def test_what_needs_a_choice_or_a_router_is_refused_in_stage_1(el, tmp_path, settings):
     if settings.get("masking"):
@@ -357,6 +406,26 @@ def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(e
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (el / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("count", [1, 3], ids=["one", "three"])
+def test_a_later_language_leaves_the_choice_of_an_earlier_one(base, tmp_path, count):
+    """The router is shared: its earlier rows stay, under weight decay and with the earlier language's text, too; and
+    all of it, where the later language has no choice."""
+    first = Plan("moe-lpr", [4] * 3, old=["en"], new=["el"], exclusive=True)
+    expand_checkpoint(base, tmp_path / "el", first)
+    counts = [4 + count] * 3
+    later = Plan("moe-lpr", counts, old=["en", "el"], new=["tr"], grows_from=[4] * 3, exclusive=True)
+    grow_checkpoint(tmp_path / "el", tmp_path / "tr", later)
+    model, before = load(tmp_path / "tr"), load(tmp_path / "tr")
+    ids, languages = blocks(2, 2, 1, 0)
+    options = {"replay": True, "balance_coef": 0.5, "weight_decay": 0.1}
+    one_step(tmp_path, model, ids, languages, (0, 1, 2), **options)
+    with torch.no_grad():
+        told = [one.eval()(IDS, languages="el").logits for one in (model, before)]
+    assert torch.equal(*told)
+    moved = not torch.equal(*(one.expanded_ffns()[0].router.weight for one in (model, before)))
+    assert moved == (count > 1)
+
+
 def test_growth_is_as_exclusive_as_the_model(base, el, tmp_path):
     plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
     with pytest.raises(InputError, match="its experts are exclusive, but the plan's are not: plan with"):
@@ -387,6 +456,29 @@ def test_packs_join_and_each_language_is_its_packs(el, hu, tmp_path):
     assert torch.equal(logits(tmp_path / "gated", languages="hu"), logits(hu, languages="hu"))
     weight = load_file(tmp_path / "gated" / "model.safetensors")["model.layers.0.mlp.language_gate.weight"]
     assert torch.equal(weight, gate.weight_Rh)
+
+
+@pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's own
+def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path):
+    join_expansions([el, hu], tmp_path / "joined")
+    rows = Dataset.from_dict({"language": ["el"] * 4, "text": ["η γάτα κάθισε"] * 4})
+    arguments = SFTConfig(
+        str(tmp_path / "sft"), max_steps=1, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    given = {"args": arguments, "processing_class": byte_tokenizer(), "router_losses": []}
+    model, before = load(tmp_path / "joined"), load(tmp_path / "joined").state_dict()
+    MoESFTTrainer(model, train_dataset=rows, **given).train()
+    pairs = [(name, one, before[name]) for name, one in model.state_dict().items() if "experts." in name]
+    changed = {name.split("experts.")[1][0] for name, one, other in pairs if not torch.equal(one, other)}
+    assert changed == {"1"}  # Greek's, not those of the last pack
+    untold = MoESFTTrainer(load(tmp_path / "joined"), train_dataset=rows.remove_columns("language"), **given)
+    with pytest.raises(InputError, match="joins packs, and a row's language says whose experts it takes: give text"):
+        untold.train()
+    packed = Dataset.from_dict({"input_ids": IDS.tolist()})
+    stage = PostPretrainConfig(str(tmp_path / "stage"), max_steps=1, use_cpu=True, report_to="none")
+    with pytest.raises(InputError, match="joins packs"):
+        PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train()
 
 
 def test_calibrated_packs_have_a_gate(el, hu, tmp_path, quick_gates):
@@ -446,6 +538,16 @@ def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
     with pytest.raises(InputError, match="--expert and --language: give only one"):
         invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
     assert not (tmp_path / "out").exists()
+
+
+def test_where_a_class_has_several_experts_there_is_routing_to_measure_and_nothing_to_review():
+    plan = Plan("moe-lpr", [4, 2, 3], old=["en"], new=["el"], exclusive=True)
+    model = expand_model(tiny_dense("qwen2"), plan)
+    found = measure_routing(model, byte_tokenizer(), {"el": ["αβγδ"] * 40, "en": ["abc d"] * 40}, tokens=50)
+    assert found.layers == [0, 2]
+    assert found.expert_0_score["el"] == [0, 0]
+    assert all(sum(share[1:]) == pytest.approx(1) for share in found.top1_share["el"])
+    assert "review" not in inspect_config(model.config).trainable
 
 
 def test_there_is_no_routing_to_measure(el):

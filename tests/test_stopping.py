@@ -155,6 +155,24 @@ def test_a_step_that_is_not_the_best_is_saved_too(root, tmp_path, capsys, saves)
     assert trainer.args.save_total_limit == 1
 
 
+def test_the_history_counts_up_to_the_best_step_that_was_loaded(root, tmp_path):
+    text = Dataset.from_dict({"text": TEXTS})
+    trainer = PostPretrainTrainer(
+        AutoModelForCausalLM.from_pretrained(root / "expanded"),
+        PostPretrainConfig(
+            str(tmp_path), **QUICK, eval_strategy="steps", eval_steps=1, save_steps=1, metric_for_best_model="worse",
+            greater_is_better=True, load_best_model_at_end=True,
+        ),
+        train_dataset=text, eval_dataset=text, processing_class=AutoTokenizer.from_pretrained(root / "base"),
+        compute_metrics=lambda _: {"worse": -abs(trainer.state.global_step - 2)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 6
+    record = trainer.model.config.expansions[-1]["stages"][-1]
+    assert record["steps"] == trainer.state.best_global_step == 2
+    assert (record["blocks_seen"], record["tokens_seen"]) == (2, 32)
+
+
 @pytest.mark.parametrize("place", ["ignored", "thread", "no checkpoints"])
 def test_other_handlers_stay(root, tmp_path, monkeypatch, usual_handlers, place):
     kept = dict(usual_handlers)

@@ -27,8 +27,7 @@ class Trained:
         routers: routers and the gates of conditional routing.
         classifiers: routing classifiers. The language gate, which is fitted, never trains but with everything.
         vocabulary: the rows of languages' own tokens.
-        last_router_row: only the last expert's row of each router. `requires_grad` cannot express this: the stage's
-            trainer keeps the other rows, and the gates, unchanged.
+        last_router_row: only the last expert's row of each router (`kept_rows`); the gates stay, too.
     """
 
     everything: bool = False
@@ -119,12 +118,24 @@ def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, 
         new = 1 if joined else ffn.experts_after_expansion[-2]
         first = {"none": len(ffn.experts), "last": -1, "new": new}[trained.experts]
         yield from (("experts", expert) for expert in ffn.experts[first:])
-        if trained.routers and ffn.router is not None:
+        chooses = not ffn.exclusive or joined or trained.everything or len(ffn.experts) - new > 1
+        if trained.routers and ffn.router is not None and chooses:
             yield "routers", ffn.router
             if ffn.conditional_gate is not None and not trained.last_router_row:
                 yield "routers", ffn.conditional_gate
         if ffn.classifier is not None and trained.classifiers:
             yield "classifiers", ffn.classifier
+
+
+def kept_rows(model: nn.Module, trained: Trained) -> list[tuple[nn.Module, int]]:
+    """Routers of which the first rows stay as they are, and how many: all but the last expert's, if it alone trains;
+    with exclusive experts those of earlier languages, whose choice is theirs. `requires_grad` cannot say so."""
+    joined, found = joins_packs(model.config), []
+    for ffn in () if trained.everything else model.expanded_ffns().values():  # type: ignore[operator]
+        rows = len(ffn.experts) - 1 if trained.last_router_row else ffn.experts_after_expansion[-2]
+        if ffn.router is not None and (trained.last_router_row or (ffn.exclusive and not joined)):
+            found.append((ffn.router, rows))
+    return found
 
 
 @contextmanager

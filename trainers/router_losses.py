@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ..core.errors import InputError
 from ..core.schema import checked
+from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.routing import TokenClasses
 from .encoder_decoder import LANGUAGE_COLUMNS, TOKEN_COLUMNS, by_stack, sides, target_loss, with_decoder_inputs
@@ -29,6 +30,11 @@ NOT_REENTRANT = (
     "reentrant gradient checkpointing silently drops the gradient of the router losses; set use_reentrant to false, "
     "which is the default."
 )
+
+
+def classes_matter(config: Any) -> bool:
+    """Whether a row's language says which experts it takes, or which tokens it may have."""
+    return bool(getattr(config, "exclusive_experts", False) or getattr(config, "vocabularies", None))
 
 
 class RouterLossMixin(PublishingMixin):
@@ -228,10 +234,17 @@ class RouterLossMixin(PublishingMixin):
         """For exclusive experts and languages' own tokens, the class of each token by its row's language, and those
         that occur; None if no token of the batch has a known language: the newest expansion's experts run then."""
         config = self.accelerator.unwrap_model(self.model).config
-        needed = getattr(config, "exclusive_experts", False) or getattr(config, "vocabularies", None)
-        if not needed or self._language_classes is None:
+        if not classes_matter(config):
             return None
-        tokens = self._tokens(inputs)[0]
+        tokens = None if self._language_classes is None else self._tokens(inputs)[0]
+        is_known = tokens is not None and bool(tokens.tagged_T.any())
+        if not is_known and joins_packs(config) and (self.model.training or config.language_gate is None):
+            raise InputError(
+                "The model joins packs, and a row's language says whose experts it takes: give text with a column "
+                "`language` to MoESFTTrainer or a stage's Trainer, or language_classes and batches with `language_ids`."
+            )
+        if tokens is None:
+            return None
         newest = torch.full_like(tokens.class_T, len(config.earlier_experts_per_layer or ()) + 1)
         # Padding and tokens without a language are the newest expansion's.
         class_T = torch.where(tokens.tagged_T, tokens.class_T, newest)

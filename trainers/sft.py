@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..core.errors import InputError, errors_at, first_line
 from ..core.schema import check_types, shown_value, unknown_key
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
-from .router_losses import RouterLossMixin
+from .router_losses import RouterLossMixin, classes_matter
 
 _COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
 _TYPES: dict[str, Any] = {
@@ -92,6 +93,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
+        self._classes_matter = classes_matter(_config_of(model, args))
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
         _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
         if type(self.data_collator) is DataCollatorForLanguageModeling:
@@ -112,7 +114,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
             classes = None if self._language_classes is None else len(self._language_classes)
             dataset = _map(dataset, args, _check_ids, classes=classes, name=dataset_name)
             step, options = _cut_ids, {"keep_end": args.truncation_mode == "keep_end"}
-        elif "language" in columns and (self._needs_languages or self._codes_given):
+        elif "language" in columns and (self._needs_languages or self._codes_given or self._classes_matter):
             self._use_codes(dataset_name)
             step, options = _ids_of_code, {"class_of": self._class_of_code, "name": dataset_name}
         elif self._needs_languages:
@@ -181,13 +183,18 @@ def _check_tokens(config: Any, tokenizer: Any) -> None:
 
 
 def _recorded(model: Any, args: Any) -> dict[str, int]:
-    if isinstance(model, str):
-        options = getattr(args, "model_init_kwargs", None) or {}
-        try:
-            return recorded_classes(PreTrainedConfig.get_config_dict(model, **options)[0].get("expansions") or [])
-        except OSError as error:
-            raise InputError(f"model is {model!r}: {first_line(error)}.") from None
-    return recorded_classes(getattr(model.config, "expansions", None) or [])
+    return recorded_classes(getattr(_config_of(model, args), "expansions", None) or [])
+
+
+def _config_of(model: Any, args: Any) -> Any:
+    """The configuration of a model, or the entries of the one that is named."""
+    if not isinstance(model, str):
+        return model.config
+    options = getattr(args, "model_init_kwargs", None) or {}
+    try:
+        return SimpleNamespace(**PreTrainedConfig.get_config_dict(model, **options)[0])
+    except OSError as error:
+        raise InputError(f"model is {model!r}: {first_line(error)}.") from None
 
 
 def _map(dataset: Any, args: Any, step: Callable[..., dict], **options: Any) -> Any:

@@ -162,7 +162,8 @@ def measure_routing(
     ffns: dict[int, ExpandedFFN] = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}  # type: ignore[operator]
     if not ffns:
         raise InputError(f"{type(model).__name__}: no layer has experts; give an expanded model.")
-    if getattr(model.config, "exclusive_experts", False):
+    ffns = {layer: ffn for layer, ffn in ffns.items() if ffn.router is not None}
+    if not ffns:
         raise InputError(
             f"{type(model).__name__}: a token of a new language takes its exclusive expert alone: there is no routing "
             "to measure."

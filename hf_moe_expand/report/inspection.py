@@ -25,6 +25,7 @@ from ..core.rendering import render
 from ..core.scratch import leftovers
 from ..inference.forecast import forecast, idle_weights, size_of
 from ..modeling import count_layers, decoder_ffns, stack_sizes
+from ..modeling.expanded_config import AdapterKind
 from ..modeling.language_gate import TEMPLATE, GateRule
 from ..planning.plan import Plan
 from ..stages import all_stages, stages_for, training_stages
@@ -149,8 +150,10 @@ def inspect_config(config: Any) -> Inspection:
         layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
         added += size_of(ffn) - size_of(ffn.experts[0])
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
+    if config.exclusive_experts:  # they have no routing to review
+        stages = [stage for stage in stages if stage.trains.experts != "none"]
     counts = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
-    trainable = {name: count for name, count in counts.items() if count}  # exclusive experts have no router to review
+    trainable = {name: count for name, count in counts.items() if count}
     unpacked = getattr(config, "unpacked_from_gguf", None)
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle_weights(network), total - added,
@@ -207,6 +210,7 @@ def _packs(config: Any) -> list[InspectedPack]:
     records, packs = History.of(config).expansions, []
     for size, end, kind in zip(sizes, accumulate(sizes), kinds, strict=True):
         own = records[end - size : end]
+        kind = replace(kind, adapters=kind.adapters[end - size : end]) if isinstance(kind, AdapterKind) else kind
         codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
         packs.append(InspectedPack(own[0].pack or "", codes, size, kind.words, own[0].router_scale or 1.0))
     return packs

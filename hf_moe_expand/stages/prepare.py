@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
+from transformers.utils import is_liger_kernel_available
 
 from ..core.errors import InputError, errors_at, first_line
 from ..core.recipe_paths import unset_variable
@@ -209,6 +210,8 @@ def check_arguments(config: StageConfig, is_encoder_decoder: bool | None) -> Non
         ):
             integration()  # raises if its library is not installed
     _check_optimizer(config)
+    if config.use_liger_kernel and not is_liger_kernel_available():
+        raise InputError("use_liger_kernel: the package liger-kernel is not installed (pip install liger-kernel).")
     if not config.is_built:
         _check_together(config)
 

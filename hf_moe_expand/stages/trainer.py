@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,8 @@ from datasets import Dataset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoint.local import EXPANDED
 from ..checkpoint.records import History, StageRecord, add_stage, without_folders
@@ -23,7 +25,7 @@ from ..data.lost import check_lost
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, lost_of_each
 from ..data.tokens import with_languages
-from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze
+from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
 from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, check_conditional_gate, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
@@ -123,7 +125,8 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         self.args = config  # for what is done before the library's constructor
         name, trained = config.trained()
         self.trained_as = "everything" if everything else name
-        self.freeze_report = self._freeze(model, EVERYTHING if everything else trained)
+        self.trained_parts = EVERYTHING if everything else trained
+        self.freeze_report = self._freeze(model, self.trained_parts)
         if self.freeze_report is not None:
             config.check_model(model.config)
         self.settings = config.recorded()
@@ -357,6 +360,19 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
 
     def after_backward(self, loss: torch.Tensor) -> None:
         self._check_finite("loss", loss.item(), self.state.global_step + 1)
+        for router, rows in self._kept_rows():
+            if router.weight.grad is not None:
+                router.weight.grad[:rows] = 0
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """As the library's; routers of which some rows stay have no weight decay."""
+        kept = {id(router.weight) for router, _ in self._kept_rows()}
+        names = {name for name, parameter in model.named_parameters() if id(parameter) in kept}
+        return [name for name in super().get_decay_parameter_names(model) if name not in names]
+
+    def _kept_rows(self) -> list[tuple[Any, int]]:
+        model = self.accelerator.unwrap_model(self.model)
+        return kept_rows(model, self.trained_parts) if hasattr(model, "expanded_ffns") else []
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         """Refuses a loss or a gradient that is not finite."""
@@ -397,15 +413,26 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             documents = {code: of.get("documents", 0) for code, of in seen.items()}
             tokens = {code: of.get("tokens", 0) for code, of in seen.items()}
             packed = self.packed = replace(packed, documents=documents, tokens=tokens)
+        steps = self._step_of_best(result.global_step)
         # Validation affects neither the weights nor the history.
         settings = {name: value for name, value in self.settings.items() if name != "validation"}
         self.record = StageRecord(
-            stage=self.trained_as, steps=result.global_step, documents={} if packed is None else packed.documents,
+            stage=self.trained_as, steps=steps, documents={} if packed is None else packed.documents,
             tokens={} if packed is None else packed.tokens, seed=self.args.seed,
             settings=without_folders(settings), **self.seen.recorded([] if packed is None else packed.languages),
         )  # fmt: skip
         add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
         return result
+
+    def _step_of_best(self, last: int) -> int:
+        """The step whose weights the model has: the last one, or an earlier one that was loaded as the best. What was
+        seen is then counted up to there."""
+        best = self.state.best_global_step
+        if not self.args.load_best_model_at_end or best is None or best == last:
+            return last
+        state = TrainerState.load_from_json(os.path.join(self.state.best_model_checkpoint, TRAINER_STATE_NAME))
+        self.seen.on_train_begin(self.args, state, self.control)
+        return best
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:

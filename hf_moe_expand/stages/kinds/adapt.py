@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 from pydantic import Field
 from tqdm.auto import tqdm
@@ -61,19 +60,10 @@ class AdaptConfig(StageConfig):
 class AdaptTrainer(StageTrainer):
     """DMoE's adaptation: trains the newest expert of each layer and its row of the router on one language.
 
-    All other weights stay, bit for bit: other rows' gradients are zeroed, and routers have no weight decay.
+    All other weights stay, bit for bit.
     """
 
     stage = AdaptConfig
-
-    def after_backward(self, loss: torch.Tensor) -> None:
-        super().after_backward(loss)
-        for ffn in self.accelerator.unwrap_model(self.model).expanded_ffns().values():
-            if ffn.router.weight.grad is not None:
-                ffn.router.weight.grad[:-1] = 0
-
-    def get_decay_parameter_names(self, model: Any) -> list[str]:
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("router.weight")]
 
 
 @dataclass(frozen=True)
