@@ -89,7 +89,7 @@ def quality(lines: pandas.DataFrame, names: Sequence[str]) -> str:
         figures = [some[one].agg("max" if "worst" in one else "mean") for one in names]
         forms = ["{:.0f}" if one.startswith("chat") else "{:+.1f}" for one in names]
         rows.append([name, seeds_of(some), *map(cell, figures, forms)])
-    return markdown_table(["row", "seeds", *names], rows)
+    return markdown_table(["row", "seed", *names], rows)
 
 
 def costs(lines: pandas.DataFrame) -> str:
@@ -135,7 +135,7 @@ def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[
             of = gain(whole, "told", kind)
             cells += [f"{100 * gain(some, way, kind) / of:.0f}" if of < 0 else "" for way in WAYS]
         rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
-    return markdown_table(["tokens", "row", "seeds", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
+    return markdown_table(["tokens", "row", "seed", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
 
 
 def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
@@ -169,7 +169,9 @@ def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
             of = ", ".join(map(cell, differences))
             cells.append(f"{verdict} ({of})" if of else "")
         rows.append([says, *cells])
-    return markdown_table(["claim", *(f"{tokens:,} tokens" for tokens in lengths)], rows)
+    of = lines.groupby("tokens")["seed"].nunique()
+    head = [f"{tokens:,} tokens{', one seed' if of[tokens] == 1 else ''}" for tokens in lengths]
+    return markdown_table(["claim", *head], rows)
 
 
 def cell(value: float, form: str = "{:+.1f}") -> str:

@@ -155,7 +155,9 @@ def from_peft(
         print("bits per byte")
         print_table(*score_ways(out, sources, settings).rows())
     if gate is None:
-        print(f"no gate            text gets an adapter where it is told its language; else run `gates {out} OUT`")
+        print(
+            f"no gate            text that is told no language gets the newest adapter, until you run `gates {out} OUT`"
+        )
 
 
 def _adapters(adapter: str, arguments: list[str]) -> dict[str, str]:
