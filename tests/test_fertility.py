@@ -46,3 +46,6 @@ def test_the_command_needs_no_weights(tmp_path):
     assert written["languages"]["el"]["tokens_per_byte"] == 1.0
     with pytest.raises(InputError, match="exists already"):
         invoke("analyze", "fertility", base, *arguments)
+    for away in ("hub:nobody/nothing", "s3://nowhere/el.jsonl"):
+        with pytest.raises(InputError, match=rf"{away}: analyze fertility reads local files: download the text first"):
+            invoke("analyze", "fertility", base, "--data", f"el={away}")

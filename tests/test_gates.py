@@ -22,8 +22,10 @@ from hf_moe_expand.analysis.gate_fit import PENALTY, _marked, candidates, softma
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.analysis.settings import GateSettings
+from hf_moe_expand.cli.common import texts_of
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.anchors import shipped_anchors, shipped_sentences
+from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
@@ -358,6 +360,13 @@ def test_the_command_line(expanded, tmp_path):
     assert "9 languages stay home" in shown
     assert "new: el, hu" in shown
     assert "to new experts" in shown
+
+
+def test_the_command_reads_files_in_a_recipes_order(tmp_path):
+    """A gate reads a file's first tokens: shuffled, so that they are not those of the file's first source."""
+    file = write_texts(tmp_path / "el.jsonl", [f"{number}" for number in range(50)])
+    recipe = LanguageText("el", str(file)).load().shuffle(seed=3)["text"]
+    assert texts_of([f"el={file}"], seed=3)["el"][:] == recipe[:] != texts_of([f"el={file}"])["el"][:]
 
 
 def test_what_a_template_puts_around_a_message_is_of_no_language():

@@ -355,6 +355,16 @@ def test_amounts_of_text_that_is_packed_already_are_refused(tmp_path, name):
 # --- evaluation, and types of weights ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("texts", [[], ["", " "]])
+def test_rows_without_text_are_refused(tmp_path, texts):
+    rows = Dataset.from_dict({"text": texts})
+    with pytest.raises(InputError, match="no row has text to train on or to score: give some"):
+        PostPretrainTrainer(
+            expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])),
+            PostPretrainConfig(str(tmp_path), block_size=16), train_dataset=rows, processing_class=byte_tokenizer(),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("case", ["post-pretraining", "exclusive", "review", "group"])
 def test_text_to_score_is_packed_as_the_trainings_is(root, tmp_path, case):
     """In any of the model's languages, at the steps and at the end, and by `evaluate`."""

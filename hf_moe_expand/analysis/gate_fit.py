@@ -225,7 +225,8 @@ def fit_gate(
             f"gates: none of the layers {', '.join(map(str, layers))} keeps unseen_share {settings.unseen_share:g} and "
             f"lets new text pass: in the best, layer {report.layer}, {100 * report.passing:.1f} % of a new language's "
             f"tokens reach new experts, and {len(report.named)} of {len(report.unseen)} unseen languages go astray. "
-            "Raise unseen_share, or give more text of the new languages; the base may not tell them from its own."
+            "Raise unseen_share, or read more text of the new languages (tokens); the base may not tell them from its "
+            "own."
         )
     return best
 

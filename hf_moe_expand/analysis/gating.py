@@ -82,7 +82,8 @@ def fit_gates(
     Args:
         model: a checkpoint, or a loaded model.
         out: folder to write; None of a loaded model.
-        texts: documents of the model's own languages: every new one, and old ones as far as there is text.
+        texts: documents of the model's own languages: every new one, and old ones as far as there is text. Shuffle
+            them: each one's first `GateSettings.tokens` tokens are read.
         anchors: text of languages that are not new; by default the package's own sentences (`anchors.shipped_anchors`)
             in some sixty languages without the model's.
         processing_class: the tokenizer of a loaded model.

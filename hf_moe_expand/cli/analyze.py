@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings
+from ..core.errors import InputError
 from . import options as opt
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
 
@@ -141,6 +142,8 @@ def analyze_fertility(
     from ..inference.models import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_checkpoint(base, revision, weights=False), base)
+    if away := [source.source for source in sources.values() if not source.files()]:
+        raise InputError(f"{', '.join(away)}: analyze fertility reads local files: download the text first.")
     texts = {code: source.documents(say=True) for code, source in sources.items()}
     result = measure_fertility(tokenizer, texts, characters)
     print_table(*result.rows())

@@ -34,9 +34,10 @@ def text_sources(arguments: list[str], look: bool = False) -> dict[str, Any]:
     return sources
 
 
-def texts_of(arguments: list[str]) -> dict[str, Any]:
-    """The documents of `LANGUAGE=FILE` arguments, by language."""
-    return {code: source.load()["text"] for code, source in text_sources(arguments).items()}
+def texts_of(arguments: list[str], seed: int | None = None) -> dict[str, Any]:
+    """The documents of `LANGUAGE=FILE` arguments, by language; with a seed shuffled, as a recipe's are."""
+    loaded = {code: source.load() for code, source in text_sources(arguments).items()}
+    return {code: (rows if seed is None else rows.shuffle(seed=seed))["text"] for code, rows in loaded.items()}
 
 
 def check_checkpoints(*names: str, revision: str | None = None, expanded: bool = False) -> None:

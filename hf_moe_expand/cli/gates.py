@@ -66,14 +66,16 @@ def gates(
     if file is not None and folder is None:
         from ..analysis.gating import fit_base_gate
 
-        report = fit_base_gate(model, file, texts_of(data), codes(new or ""), known, settings, overwrite=overwrite)
+        report = fit_base_gate(
+            model, file, texts_of(data, seed), codes(new or ""), known, settings, overwrite=overwrite
+        )
     elif folder is not None and file is None:
         if new is not None:
             raise InputError("--new is for a dense base: an expanded model's history names its new languages.")
         from ..analysis.gating import fit_gates
 
         report = fit_gates(
-            model, folder, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size,
+            model, folder, texts_of(data, seed), known, settings, seed=seed, max_shard_size=max_shard_size,
             overwrite=overwrite,
         )  # fmt: skip
     else:
@@ -243,7 +245,7 @@ def join(
     from ..analysis.calibration import join_calibrated
 
     report, calibration = join_calibrated(
-        packs, out, texts_of(calibrate), tokens=tokens, anchors=None if anchors is None else texts_of(anchors),
+        packs, out, texts_of(calibrate, seed=0), tokens=tokens, anchors=None if anchors is None else texts_of(anchors),
         keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     print("\n".join([*calibration.lines(), *report.lines()]))

@@ -185,6 +185,8 @@ def pack_texts(
         lost[language] = lost_text((row["text"] for row in dataset), tokenizer)
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
+        if not len(dataset):
+            raise InputError(f"Language {language!r}: no row has text to train on or to score: give some.")
         own = tokenizer_for(tokenizer, language)
         encoded = tokenize(
             dataset, tokenizer, order.index(language), f"tokenize {language}", None if own is tokenizer else own,
