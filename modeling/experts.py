@@ -123,8 +123,8 @@ class LoraLinear(LoraUpdate):
         """The layer's own weight, whose type T5's FFN reads."""
         return self.owner[0].get_submodule(self.name).weight  # type: ignore[return-value]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.owner[0].get_submodule(self.name)(x) + super().forward(x)
+    def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
+        return self.owner[0].get_submodule(self.name)(x) + super().forward(x, only_T)
 
     def extra_repr(self) -> str:
         return f"of expert 0: {self.name}"

@@ -149,7 +149,7 @@ class VocabularyMixin:
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         assistant = kwargs.get("assistant_model")
-        tokens = getattr(assistant, "config", None) and getattr(assistant.config, "num_tokens", None)
+        tokens = None if assistant is None else getattr(assistant.config, "num_tokens", None)
         if self.config.vocabularies and assistant is not None and tokens != self.config.num_tokens:
             raise ValueError(
                 "assistant_model: it lacks the languages' own tokens: take this model itself, or "

@@ -427,10 +427,10 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
     def _step_of_best(self, last: int) -> int:
         """The step whose weights the model has: the last one, or an earlier one that was loaded as the best. What was
         seen is then counted up to there."""
-        best = self.state.best_global_step
-        if not self.args.load_best_model_at_end or best is None or best == last:
+        best, folder = self.state.best_global_step, self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or best is None or folder is None or best == last:
             return last
-        state = TrainerState.load_from_json(os.path.join(self.state.best_model_checkpoint, TRAINER_STATE_NAME))
+        state = TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
         self.seen.on_train_begin(self.args, state, self.control)
         return best
 
