@@ -103,7 +103,8 @@ class ExpandedLayer(nn.Module):
         given = request.token_classes if self.exclusive and (self.training or rule is None) else None
         if given is not None and len(given.class_T) == len(x_Th):
             return given
-        if given is not None and hidden_states.dim() == 3:  # virtual tokens have no row: their texts' first ones have
+        if given is not None and hidden_states.dim() == 3 and len(given.class_T) < len(x_Th):
+            # Virtual tokens of prompt tuning, which stand before each row: they have its first token's class.
             class_BS = given.class_T.view(len(hidden_states), -1)
             virtual_BV = class_BS[:, :1].expand(-1, hidden_states.shape[1] - class_BS.shape[1])
             return TokenClasses(torch.cat([virtual_BV, class_BS], 1).flatten(), given.present)

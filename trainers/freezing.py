@@ -132,9 +132,11 @@ def kept_rows(model: nn.Module, trained: Trained) -> list[tuple[nn.Module, int]]
     with exclusive experts those of earlier languages, whose choice is theirs. `requires_grad` cannot say so."""
     joined, found = joins_packs(model.config), []
     for ffn in () if trained.everything else model.expanded_ffns().values():  # type: ignore[operator]
-        rows = len(ffn.experts) - 1 if trained.last_router_row else ffn.experts_after_expansion[-2]
-        if ffn.router is not None and (trained.last_router_row or (ffn.exclusive and not joined)):
-            found.append((ffn.router, rows))
+        earlier = ffn.experts_after_expansion[-2]
+        if ffn.router is not None and trained.last_router_row:
+            found.append((ffn.router, len(ffn.experts) - 1))
+        elif ffn.router is not None and ffn.exclusive and not joined and earlier > 1:
+            found.append((ffn.router, earlier))
     return found
 
 
