@@ -340,10 +340,9 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         thread = get_ident()
 
         def stop(*_: Any) -> None:
-            if get_ident() != thread:  # another one's pass
-                return
-            found.append(self.routing_control.gate_pass.classes.class_T)  # type: ignore[union-attr]
-            raise _PromptJudgedError
+            if get_ident() == thread:  # not in another one's pass
+                found.append(self.routing_control.gate_pass.classes.class_T)  # type: ignore[union-attr]
+                raise _PromptJudgedError
 
         place = decoder_ffns(self)[self.config.language_gate["layer"]].place  # type: ignore[arg-type, attr-defined]
         hook = self.get_submodule(place).register_forward_hook(stop)  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ class LayerRouting:
     @property
     def routed_logits(self) -> torch.Tensor:
         """Logits of the experts among which the router chooses."""
-        return self.router_logits[:, 1:] if self.conditional else self.router_logits
+        return self.router_logits[:, 1:] if self.conditional else self.scored_logits
 
     @property
     def token_classes(self) -> torch.Tensor | None:

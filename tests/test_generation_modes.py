@@ -90,9 +90,11 @@ def test_compiled_a_prompt_is_judged_as_well(how):
 
 
 def test_padding_that_the_pad_token_tells_is_no_text(gated):
-    ids = IDS.clone()
-    ids[::2, :4] = PAD
+    ids = torch.randint(0, 250, (32, 9), generator=torch.Generator().manual_seed(7))
+    ids[:, :7] = PAD
     masked = gated.generate(ids, attention_mask=(ids != PAD).long(), **OPTIONS)
+    classes = [gated.classes_of_prompts(ids, {"attention_mask": mask}) for mask in ((ids != PAD).long(), ids * 0 + 1)]
+    assert classes[0] != classes[1]  # as text the pads would count
     assert torch.equal(gated.generate(ids, **OPTIONS), masked)
 
 

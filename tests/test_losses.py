@@ -51,14 +51,15 @@ COUNTED = torch.arange(12) < 11
 def test_the_balance_of_exclusive_experts_is_the_mean_of_their_classes(top_k):
     torch.manual_seed(1)
     logits, expected, chosen = torch.randn(12, 7, requires_grad=True), 0.0, torch.zeros(7)
+    own = logits.masked_fill(~OWN, float("-inf"))
     for number, (first, end) in enumerate(RANGES):
         rows = logits.detach()[(number == CLASSES) & COUNTED, first:end]
         expected += len(rows) / 11 * slow_balance(rows, top_k, [True] * len(rows))
         chosen[first:end] = expert_selections(rows, top_k)
-    loss = load_balance_loss(logits, top_k, COUNTED, own_TN=OWN)
+    loss = load_balance_loss(own, top_k, COUNTED, own_TN=OWN)
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-    assert expert_selections(logits, top_k, COUNTED, OWN).tolist() == chosen.tolist()
+    assert expert_selections(own, top_k, COUNTED).tolist() == chosen.tolist()
     assert (logits.grad[~OWN] == 0).all()
     has_choice = {number for number, (first, end) in enumerate(RANGES) if end - first > top_k}
     for token in range(11):
@@ -66,8 +67,8 @@ def test_the_balance_of_exclusive_experts_is_the_mean_of_their_classes(top_k):
 
 
 def test_the_balance_of_exclusive_experts_adds_up_over_ranks():
-    logits = torch.randn(12, 7)
-    whole = {"selections_N": expert_selections(logits, 2, COUNTED, OWN), "tokens_N": tokens_of_experts(OWN, COUNTED)}
+    logits = torch.randn(12, 7).masked_fill(~OWN, float("-inf"))
+    whole = {"selections_N": expert_selections(logits, 2, COUNTED), "tokens_N": tokens_of_experts(OWN, COUNTED)}
     parts = [
         load_balance_loss(*part[:1], 2, part[1], tokens=11, own_TN=part[2], **whole)
         for part in zip(logits.split([5, 7]), COUNTED.split([5, 7]), OWN.split([5, 7]), strict=True)

@@ -315,7 +315,7 @@ class RouterLossMixin(PublishingMixin):
     ) -> LossBatch:
         routing = stacks[stack]
         others = [layer for number, layers in enumerate(stacks) if number != stack for layer in layers]
-        selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T, r.own) for r in routing]
+        selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing]
         counts = tokens.counts().float()
         if in_step:
             flat = self._sum_over_ranks(torch.cat([counts, *selections]))

@@ -16,19 +16,11 @@ from .base import LayerLoss, LossBatch, where_counted
 BalanceCounts = Literal["top-k", "top-1"]
 
 
-def expert_selections(
-    router_logits_TN: torch.Tensor,
-    top_k: int,
-    mask_T: torch.Tensor | None = None,
-    own_TN: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`[N]` float: number of counted tokens that select each expert (the sum in LayerMoE Eq. 15). With `own_TN` (bool),
-    exclusive experts, each token chooses among its class's."""
-    logits_TN = router_logits_TN.detach() if own_TN is None else _own(router_logits_TN.detach(), own_TN)
-    chosen_TK = logits_TN.topk(min(top_k, logits_TN.shape[-1]), dim=-1).indices
-    selected_TN = torch.zeros_like(logits_TN).scatter_(1, chosen_TK, 1.0)
-    if own_TN is not None:  # a class may have fewer experts than K
-        selected_TN = selected_TN * own_TN
+def expert_selections(router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.Tensor | None = None) -> torch.Tensor:
+    """`[N]` float: number of counted tokens that select each expert (the sum in LayerMoE Eq. 15); none whose logit is
+    minus infinity."""
+    chosen_TK = router_logits_TN.detach().topk(min(top_k, router_logits_TN.shape[-1]), dim=-1).indices
+    selected_TN = torch.zeros_like(router_logits_TN).scatter_(1, chosen_TK, 1.0) * (router_logits_TN > float("-inf"))
     return (selected_TN if mask_T is None else where_counted(mask_T, selected_TN)).sum(0)
 
 
@@ -52,14 +44,13 @@ def load_balance_loss(
         mask_T: bool, the counted tokens (without padding); all by default.
         selections_N, tokens: the counts and T over all ranks of a distributed run. The result is then this rank's
             share, and the ranks' results sum to the loss of all their tokens.
-        own_TN: bool, with exclusive experts those of each token's class.
+        own_TN: bool, with exclusive experts those of each token's class; the others' logits are minus infinity.
         tokens_N: the number of counted tokens whose class has each expert, over all ranks.
     """
     N = router_logits_TN.shape[-1]
     if selections_N is None:
-        selections_N = expert_selections(router_logits_TN, top_k, mask_T, own_TN)
-    logits_TN = router_logits_TN if own_TN is None else _own(router_logits_TN, own_TN)
-    scores_TN, T = logits_TN.softmax(-1), router_logits_TN.shape[0] if tokens is None else tokens
+        selections_N = expert_selections(router_logits_TN, top_k, mask_T)
+    scores_TN, T = router_logits_TN.softmax(-1), router_logits_TN.shape[0] if tokens is None else tokens
     if mask_T is not None:
         scores_TN, T = where_counted(mask_T, scores_TN), mask_T.sum() if tokens is None else tokens
     if own_TN is not None:
@@ -75,10 +66,6 @@ def load_balance_loss(
 def tokens_of_experts(own_TN: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
     """`[N]` float: number of counted tokens whose class has each expert."""
     return (own_TN if mask_T is None else where_counted(mask_T, own_TN)).sum(0).float()
-
-
-def _own(logits_TN: torch.Tensor, own_TN: torch.Tensor) -> torch.Tensor:
-    return logits_TN.masked_fill(~own_TN, float("-inf"))
 
 
 @checked
@@ -112,7 +99,7 @@ class BalanceLoss(LayerLoss):
         logits_TN, top_k, own_TN = routing.routed_logits, routing.top_k, routing.own
         selections_N, tokens_N = batch.selections[layer], None
         if self.balance_counts == "top-1" and top_k > 1:
-            top_k, selections_N = 1, batch.sum_over_ranks(expert_selections(logits_TN, 1, counted_T, own_TN))
+            top_k, selections_N = 1, batch.sum_over_ranks(expert_selections(logits_TN, 1, counted_T))
         if own_TN is not None:
             tokens_N = batch.sum_over_ranks(tokens_of_experts(own_TN, counted_T))
         return load_balance_loss(logits_TN, top_k, counted_T, selections_N, count, own_TN, tokens_N)
