@@ -336,6 +336,7 @@ def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
     trainer = PostPretrainTrainer(model, arguments, eval_dataset=dataset, language_classes=[0, 1])
     found = trainer.evaluate()
     assert found["eval_expert_0_score_old"] == 0  # all went astray
+    assert found["eval_language_prior_loss"] == 0
     assert found["eval_loss"] == pytest.approx(found["eval_next_token_loss"], abs=0.1)  # and the balance
 
 
