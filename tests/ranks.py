@@ -32,6 +32,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.stages import config as stage_config
+from hf_moe_expand.stages import run
 from hf_moe_expand.stages.config import StageConfig
 from hf_moe_expand.stages.distributed import leave_ranks
 from hf_moe_expand.trainers import pieces
@@ -249,10 +250,19 @@ def options(per_device, **changes):
 
 
 def stage_native(folder):
-    """`train_stage` on a model that transformers splits."""
-    stage(folder, "native", post_pretraining(2, distributed_config={"fsdp_size": 2}))
-    split = options(4, max_steps=2, distributed_config={"tp_size": 2})
-    stage(folder, "native tp", ReviewConfig(block_size=16, **split))
+    """`train_stage` on a model that transformers splits; how many weights, and how many files of them."""
+    counts, gathered = [], run.whole_weights
+
+    def counted(*arguments):
+        weights = gathered(*arguments)
+        counts.append((len(weights), len(list(arguments[-1].glob("*.safetensors")))))
+        return weights
+
+    with patch.object(run, "whole_weights", counted):
+        stage(folder, "native", post_pretraining(2, distributed_config={"fsdp_size": 2}))
+        split = options(4, max_steps=2, distributed_config={"tp_size": 2})
+        stage(folder, "native tp", ReviewConfig(block_size=16, **split))
+    return counts
 
 
 def dense(folder, name, method, per_device, **changes):

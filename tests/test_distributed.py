@@ -204,6 +204,9 @@ def test_a_stage_on_a_model_that_transformers_splits(found, root):
     same_checkpoint(root / "native", root / "native alone")
     stage(root, "native tp alone", ReviewConfig(block_size=16, **options(4, max_steps=2, use_cpu=True)))
     same_checkpoint(root / "native tp", root / "native tp alone")
+    for weights, stored in found["stage_native"]:
+        assert weights == stored > 0  # none of them was gathered into memory
+    assert not (root / "native.training").exists()
 
 
 def test_deepspeeds_greeting_stays_out_of_the_output():

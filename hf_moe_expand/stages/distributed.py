@@ -10,11 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..checkpoint.reader import TORCH_DTYPES, CheckpointReader
-from ..checkpoint.stored import stored_tensors
+from ..checkpoint.stored import network_of, stored_tensors
+from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
 from ..core.schema import unknown_key
 from ..modeling import auto_class
@@ -90,18 +95,37 @@ def check_deepspeed(trainer: Any, config: Any) -> None:
             )
 
 
-def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Every weight of the trained model, whole, on the first rank. All ranks must call this after training."""
+def is_split(config: Any) -> bool:
+    """Whether FSDP or transformers splits the model of a stage over the ranks."""
+    return bool(config.distributed_config or config.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"))
+
+
+def whole_weights(trainer: Any, config: Any, start: Path, place: Path) -> dict[str, torch.Tensor]:
+    """Every weight of the trained model, whole, on the first rank; all ranks must call this after training.
+
+    Of a model that FSDP2 or transformers splits, one tensor at a time is gathered and stored in the folder `place`, in
+    its type in the checkpoint `start`. The weights are mapped from there: main memory never holds the model.
+    """
     unset_hf_deepspeed_config()  # ZeRO-3 must not split later models, which perhaps only the first rank creates
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.is_distributed_loading_by_transformers:
-        return model.gather_sharded_state_dict_for_save(
-            model,
-            model.state_dict(),
-            model.config.distributed_config,
-            save_on_this_rank=trainer.is_world_process_zero(),
-        )
-    return trainer.accelerator.get_state_dict(trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
+    model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
+    if not (accelerator.is_fsdp2 or trainer.is_distributed_loading_by_transformers):
+        return accelerator.get_state_dict(trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
+    first, types = trainer.is_world_process_zero(), stored_types(start, config)
+    weights: dict[str, torch.Tensor] = {}
+    place.mkdir(exist_ok=True)
+    for number, (name, part) in enumerate(get_model_state_dict(model).items()):
+        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        if first:
+            file = place / f"{number}.safetensors"
+            save_file({name: whole.to("cpu", types.get(name)).contiguous()}, file)
+            weights |= load_file(file)
+    return weights
+
+
+def stored_types(start: Path, config: Any) -> dict[str, torch.dtype]:
+    """The types that a checkpoint of `config` stores its floating-point tensors in, by their names in the model."""
+    stored = stored_tensors(CheckpointReader(start), network_of(config))
+    return {key: TORCH_DTYPES[tensor.dtype] for key, tensor in stored.items() if tensor.dtype in TORCH_DTYPES}
 
 
 def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, start: Path) -> None:
@@ -109,9 +133,7 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
     `start` stores, or the configuration's type if `start` lacks it."""
     with torch.device("meta"):  # a new model, since the launch may have changed the trained one's class and config
         model = auto_class(config).from_config(config)
-    reader = CheckpointReader(start)
-    types = {key: TORCH_DTYPES.get(stored.dtype) for key, stored in stored_tensors(reader, model).items()}
-    default = config.dtype or torch.float32
+    types, default = stored_types(start, config), config.dtype or torch.float32
     # A head that the files untie from the embedding is a tensor of its own, whatever the configuration says.
     tied = {
         name
@@ -119,8 +141,8 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
         if name in weights and source in weights and torch.equal(weights[name], weights[source])
     }
     state = {
-        name: weight.to("cpu", (types.get(name) or default) if weight.is_floating_point() else None)
+        name: weight.to("cpu", types.get(name, default) if weight.is_floating_point() else None)
         for name, weight in weights.items()
         if name not in tied
     }
-    model.save_pretrained(folder, state_dict=state)
+    model.save_pretrained(folder, state_dict=state, max_shard_size=DEFAULT_SHARD_SIZE)

@@ -30,7 +30,7 @@ from ..modeling import auto_class
 from ..trainers.freezing import freeze
 from . import trained_parts
 from .config import StageConfig
-from .distributed import check_deepspeed, save_whole, sharding, whole_weights
+from .distributed import check_deepspeed, is_split, save_whole, sharding, whole_weights
 from .prepare import prepare
 from .resume import TrainingFolder
 
@@ -108,7 +108,8 @@ def _train_stage(
         work.lock.refuse_if_held()
     resume = work.resume()
     written = sum(tensor.nbytes for tensor in stored.reader.tensors.values())
-    needed = written + max(training_disk(config, stored.network) - folder_bytes(work.path), 0)
+    needed = written * (2 if is_split(config) else 1)  # once more where whole weights are gathered
+    needed += max(training_disk(config, stored.network) - folder_bytes(work.path), 0)
     if config.process_index == 0:
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
@@ -132,10 +133,10 @@ def _train_stage(
         full = f"the disk is full; up to {readable_size(needed)} are needed. Make room, and run the same command again."
         with full_disk_as(InputError(f"{work.path}: {full}")):
             trainer.train(resume_from_checkpoint=resume)
+            weights: Mapping[str, torch.Tensor] = whole_weights(trainer, before, folder, work.path / "whole")
         if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
             trainer.record = changed(trainer.record, written_by=writers)
         add_stage(before, trainer.record)
-        weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
         if trainer.is_world_process_zero():
             weights = config.to_write(folder, weights)
             check_trained(weights, config.name)
