@@ -214,6 +214,8 @@ def with_languages(forward: Callable) -> Callable:
         if languages is not None:
             with self.use_languages(languages):
                 return forward_with_languages(self, *args, **kwargs)
+        if self.config.vocabularies and isinstance(kwargs.get("logits_to_keep"), torch.Tensor):
+            raise ValueError("logits_to_keep: beside languages' own tokens give a number of last tokens, not indices.")
         if (sequences := self.routing_control.request.sequences) is not None:
             check_count(sequences, args[0] if args else None, kwargs)
         return forward(self, *args, **kwargs)

@@ -457,6 +457,13 @@ def test_scores_of_an_answer_and_prompt_lookup_know_the_own_tokens(expanded):
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **options), plain)
 
 
+def test_logits_of_chosen_places_are_refused(expanded):
+    model = AutoModelForCausalLM.from_pretrained(expanded)
+    with pytest.raises(ValueError, match="logits_to_keep: .* give a number of last tokens, not indices"):
+        model(torch.tensor([[1, 2, 3]]), logits_to_keep=torch.tensor([0, 2]))
+    assert model(torch.tensor([[1, 2, 3]]), logits_to_keep=2).logits.shape[1] == 2
+
+
 def test_tokenizers_are_found_where_the_model_was_loaded(expanded, tmp_path):
     shutil.copytree(expanded, tmp_path / "outer" / "inner")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "outer", subfolder="inner", revision="main")
