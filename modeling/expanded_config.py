@@ -25,7 +25,8 @@ LISTENERS: list = []  # the installed package registers new classes with the Aut
 
 # The names that configurations have for the decoder's layers; the encoder's are `num_hidden_layers` under any name.
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
-_NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
+# `new_layers` are those that a base has beyond its own base (`expand-depth`).
+_NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "new_layers")
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.0}  # of a mixture; see `_Off`
 
 

@@ -370,6 +370,8 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         if not self.config.vocabularies or classes is None:  # type: ignore[attr-defined]
             return None
         told = self.routing_control.request.classes or [None] * len(classes)
+        if None not in told:  # perhaps one language for all
+            return [True] * len(told)
         has_own = [False] * len(classes)
         if ids is not None:
             has_own = (ids >= self.config.vocab_size).any(-1).tolist()  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Models that are asked: the same tokens as `generate`, the template, the language, and the base beside the result."""
 
+import io
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.cli import asking
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.asking import Answer, Answering, ChatModel, ask
 
@@ -155,6 +157,18 @@ def test_chat_on_the_command_line(home):
     assert replies[0].removeprefix("chat:\n") == replies[1]  # in an old language
     with pytest.raises(InputError, match="has no chat template"):
         invoke("chat", home / "el")
+
+
+@pytest.mark.parametrize("command", [["generate", "el"], ["chat", "chat"]], ids=["generate", "chat"])
+def test_an_input_that_is_not_utf_8_is_said(home, command, monkeypatch):
+    verb, folder = command
+    found = CliRunner().invoke(cli.app, [verb, str(home / folder)], input=b"hi\ncaf\xe9\nmore\n")
+    assert isinstance(found.exception, InputError)
+    assert str(found.exception) == "The input is not UTF-8 (byte 0xe9)."
+    # Where the locale is C, such bytes come as surrogates.
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\ncaf\xe9\n"), "utf-8", "surrogateescape"))
+    with pytest.raises(InputError, match="the input is not UTF-8"):
+        list(asking._lines())
 
 
 @pytest.mark.parametrize(("line", "is_sent"), [("/foo", False), ("/help me", False), ("/", False), ("/etc/x ?", True)])

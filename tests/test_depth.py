@@ -10,7 +10,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
-from hf_moe_expand.checkpoint.merge import merge_delta
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.graft import graft_delta
+from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
@@ -122,6 +124,13 @@ def test_a_delta_goes_to_the_old_blocks_alone(tmp_path):
     expand_checkpoint(tmp_path / "out", tmp_path / "moe", Plan("moe-lpr", [2] * 5))
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "moe")(IDS).logits, load(tmp_path / "out")(IDS).logits)
+    # What it was expanded from is the deeper model, with all of its blocks.
+    average_checkpoints([tmp_path / "moe", tmp_path / "out"], tmp_path / "average")
+    assert compare_checkpoints(tmp_path / "moe", tmp_path / "average").same
+    graft_delta(tmp_path / "moe", tmp_path / "grafted", tmp_path / "out", tmp_path / "deep")
+    grafted, deep = load(tmp_path / "grafted"), load(tmp_path / "deep")
+    with torch.no_grad():
+        torch.testing.assert_close(grafted(IDS).logits, deep(IDS).logits)
 
 
 def test_refusals_name_what_is_wrong(tmp_path):

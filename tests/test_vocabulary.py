@@ -423,6 +423,18 @@ def test_a_prompt_that_nobody_told_is_read_in_the_tokens_that_the_gate_decides(f
     assert seen[0] < V <= seen[1]
 
 
+def test_too_long_a_prompt_is_said_before_its_language_is_judged(files, tmp_path):
+    """Positions that are learned end before it."""
+    expand_checkpoint(save_dense(tmp_path / "base", "gpt2"), tmp_path / "model", plan(files, "el", new=["el"]))
+    tokenizer = load_tokenizer(tmp_path / "model", tmp_path / "model")
+    for one in (tokenizer, tokenizer_for(tokenizer, "el")):
+        one.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    asked = ChatModel(gated_model("gpt2", exclusive=True, fields={"vocabularies": {"el": SIZE}}), tokenizer, "model")
+    for chat in (False, True):
+        with pytest.raises(InputError, match="the prompt has 3,000 tokens, but the model takes"):
+            asked.answer("x" * 3000, Answering(chat=chat))
+
+
 @pytest.mark.parametrize("kind", [{}, {"expert_kind": "adapter", "lora_rank": 2, "lora_alpha": 2}])
 def test_a_prompt_in_the_bases_tokens_that_nobody_told_is_answered_in_these(kind, files, base, tmp_path):
     expand_checkpoint(base, tmp_path / "model", plan(files, "el", new=["el"]), **kind)
@@ -441,6 +453,9 @@ def test_a_prompt_in_the_bases_tokens_that_nobody_told_is_answered_in_these(kind
     told = model.generate(ids, languages=["en", "el", None], **GREEDY)[:, 9:]
     assert answers[0].max() < V <= answers[1].max()
     assert told[[0, 2]].max() < V <= told[1].max()
+    for code in ("en", "el"):  # one language for all
+        of_all = model.generate(ids, languages=code, **GREEDY)
+        assert torch.equal(of_all, model.generate(ids, languages=[code] * 3, **GREEDY))
 
 
 def test_scores_of_an_answer_and_prompt_lookup_know_the_own_tokens(expanded):

@@ -2,12 +2,13 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.errors import InputError
+from ..core.errors import InputError, is_unicode
 from ..inference.writing import Answering
 from .common import check_checkpoints, check_file, codes, print_or_write
 from .options import Model, Overwrite, Revision, app, with_settings
@@ -53,7 +54,7 @@ def generate(
     if not texts:
         if sys.stdin.isatty():
             raise InputError("There is no prompt: give one as an argument, or lines on the input.")
-        texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        texts = [line.rstrip("\n") for line in _lines() if line.strip()]
     named = codes(languages)
     from ..inference.asking import ChatModel, ask
 
@@ -151,10 +152,21 @@ def _read() -> str | None:
         except EOFError:
             print()
             return None
-    line = sys.stdin.readline()
-    if line:
+    line = next(_lines(), None)
+    if line is not None:
         print(f"> {line.strip()}")
-    return line.strip() if line else None
+    return None if line is None else line.strip()
+
+
+def _lines() -> Iterator[str]:
+    """The next lines of the input."""
+    try:
+        for line in sys.stdin:
+            if not is_unicode(line):
+                raise InputError(f"{line.strip()!r}: the input is not UTF-8.")
+            yield line
+    except UnicodeDecodeError as error:
+        raise InputError(f"The input is not {error.encoding.upper()} (byte {error.object[error.start]:#x}).") from None
 
 
 @app.command()

@@ -99,12 +99,13 @@ class ChatModel:
             )["input_ids"]  # fmt: skip
 
         try:
-            tokenizer = self._reader(language, encode)
-            inputs = tokenizer.apply_chat_template(
-                [*system, *messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            encode(self.tokenizer)
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
+        tokenizer = self._reader(language, encode)
+        inputs = tokenizer.apply_chat_template(
+            [*system, *messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         return self._write(inputs, how, language, streamer, self._ends([*system, *messages], inputs, tokenizer))
 
     def _reader(self, language: str | None, encode: Callable[[Any], list[int]]) -> Any:
@@ -113,7 +114,8 @@ class ChatModel:
         own, gate = languages_of(self.tokenizer), getattr(self.model.config, "language_gate", None)
         if self.inside or not own or language is not None or gate is None:
             return self.tokenizer if self.inside else tokenizer_for(self.tokenizer, language)
-        if not (ids := encode(self.tokenizer)):
+        ids, most = encode(self.tokenizer), longest_block(self.model.config)
+        if not ids or (most is not None and len(ids) >= most):  # `_write` refuses it
             return self.tokenizer
         (number,) = self.model.classes_of_prompts(torch.tensor([ids], device=self.model.device), {})
         return min(own.values(), key=lambda one: len(encode(one))) if number else self.tokenizer
