@@ -12,6 +12,7 @@ from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_check
 from ..checkpoint.stored import StoredModel, computed
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 from ..core.errors import InputError
+from ..modeling import decoder_ffns
 from ..planning.plan import Plan
 
 
@@ -43,6 +44,8 @@ def expand_branches(
     first = models[0]
     check_output(out, overwrite, *(model.folder for model in models))
     check_same_shape(models)
+    if any(ffn.is_mixture for ffn in decoder_ffns(first.network)):
+        raise InputError(f"{first.folder}: has experts of its own; branches are dense models.")
     check_dense_plan(plan, first.config, first.folder)
     config: Any = planned_config(first.config, plan)
     weights = [1 / len(models)] * len(models)
