@@ -474,7 +474,7 @@ def test_scores_of_an_answer_and_prompt_lookup_know_the_own_tokens(expanded):
 
 def test_logits_of_chosen_places_are_refused(expanded):
     model = AutoModelForCausalLM.from_pretrained(expanded)
-    with pytest.raises(ValueError, match="logits_to_keep: .* give a number of last tokens, not indices"):
+    with pytest.raises(ValueError, match=r"logits_to_keep: .* give a number of last tokens, not indices"):
         model(torch.tensor([[1, 2, 3]]), logits_to_keep=torch.tensor([0, 2]))
     assert model(torch.tensor([[1, 2, 3]]), logits_to_keep=2).logits.shape[1] == 2
 

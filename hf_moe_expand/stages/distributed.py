@@ -113,7 +113,8 @@ def whole_weights(trainer: Any, config: Any, start: Path, place: Path) -> dict[s
     first, types = trainer.is_world_process_zero(), stored_types(start, config)
     weights: dict[str, torch.Tensor] = {}
     place.mkdir(exist_ok=True)
-    for number, (name, part) in enumerate(get_model_state_dict(model).items()):
+    parts: dict[str, Any] = get_model_state_dict(model)
+    for number, (name, part) in enumerate(parts.items()):
         whole = part.full_tensor() if isinstance(part, DTensor) else part
         if first:
             file = place / f"{number}.safetensors"
