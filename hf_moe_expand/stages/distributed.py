@@ -112,11 +112,12 @@ def whole_weights(trainer: Any, config: Any, start: Path, place: Path) -> dict[s
         return accelerator.get_state_dict(trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
     first, types = trainer.is_world_process_zero(), stored_types(start, config)
     weights: dict[str, torch.Tensor] = {}
-    place.mkdir(exist_ok=True)
     parts: dict[str, Any] = get_model_state_dict(model)
     for number, (name, part) in enumerate(parts.items()):
-        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        # What is offloaded is gathered on its device, whose ranks can speak.
+        whole = part.to(part.device_mesh.device_type).full_tensor() if isinstance(part, DTensor) else part
         if first:
+            place.mkdir(exist_ok=True)
             file = place / f"{number}.safetensors"
             save_file({name: whole.to("cpu", types.get(name)).contiguous()}, file)
             weights |= load_file(file)
