@@ -114,8 +114,9 @@ def whole_weights(trainer: Any, config: Any, start: Path, place: Path) -> dict[s
     weights: dict[str, torch.Tensor] = {}
     parts: dict[str, Any] = get_model_state_dict(model)
     for number, (name, part) in enumerate(parts.items()):
-        # What is offloaded is gathered on its device, whose ranks can speak.
-        whole = part.to(part.device_mesh.device_type).full_tensor() if isinstance(part, DTensor) else part
+        whole: Any = part
+        if isinstance(part, DTensor):  # offloaded or not, it is gathered on the device whose ranks can speak
+            whole = DTensor.full_tensor(part.to(part.device_mesh.device_type))  # type: ignore[arg-type]
         if first:
             place.mkdir(exist_ok=True)
             file = place / f"{number}.safetensors"
