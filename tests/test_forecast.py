@@ -115,6 +115,16 @@ def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, 
         train_stage(root / "expanded", tmp_path / "out", text, config)
 
 
+def test_a_split_model_needs_room_for_its_gathered_weights(root, tmp_path, monkeypatch):
+    config, text = PostPretrainConfig(**EVERY, **QUICK), {"el": LanguageText("el", str(root / "el.jsonl"))}
+    once = tensor_bytes(root / "expanded")
+    needed = forecast(network_of(load_config(root / "expanded")), config, {}).disk + once
+    disk_with(monkeypatch, needed - 1)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(InputError, match=rf"out: needs {readable_size(needed)} for .*, 1 byte more than"):
+        train_stage(root / "expanded", tmp_path / "out", text, config)
+
+
 def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     recipe = Recipe.of_text(RECIPE.format(root=root, out=tmp_path), "recipe.yaml")
 
