@@ -307,7 +307,7 @@ def test_branches_that_make_no_sense(three, tmp_path):
     refused("plan is for 2 layers, but .* has 3", three, Plan("dmoe", [3, 1], groups=GROUPS.groups))
     refused("is the input folder", three, out=three[1])
     mixtures = [make(tmp_path / name, backbone="mixtral") for name in "xyz"]
-    refused("x: has experts of its own; branches are dense models", mixtures)
+    refused("x: has experts of its own in layers of the plan", mixtures)
     refused("'model.embed_tokens.weight' has shape", [*three[:2], make(tmp_path / "more", vocab_size=300)])
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
     refused("is an expanded checkpoint already", [*three[:2], tmp_path / "expanded"])

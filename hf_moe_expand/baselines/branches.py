@@ -44,10 +44,11 @@ def expand_branches(
     first = models[0]
     check_output(out, overwrite, *(model.folder for model in models))
     check_same_shape(models)
-    if any(ffn.is_mixture for ffn in decoder_ffns(first.network)):
-        raise InputError(f"{first.folder}: has experts of its own; branches are dense models.")
     check_dense_plan(plan, first.config, first.folder)
     config: Any = planned_config(first.config, plan)
+    counts = zip(decoder_ffns(first.network), config.num_experts_per_layer, strict=True)
+    if any(ffn.is_mixture and count > 1 for ffn, count in counts):
+        raise InputError(f"{first.folder}: has experts of its own in layers of the plan; branches are dense there.")
     weights = [1 / len(models)] * len(models)
 
     def of_branches(place: Any, name: str) -> OutputTensor:
