@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import get_ident
@@ -235,8 +236,8 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         Raises:
             ValueError: the number is below 0; in a pass, that a layer has no such expert.
         """
-        if expert < 0:
-            raise ValueError(f"Expert {expert} was asked for: give a number from 0, the base's.")
+        if not isinstance(expert, Integral) or expert < 0:
+            raise ValueError(f"Expert {expert!r} was asked for: give a number from 0, the base's.")
         return self.routing_control.asking(expert=expert)
 
     def use_expansion(self, expansion: int) -> AbstractContextManager[None]:
@@ -246,8 +247,8 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             ValueError: the model has no such expansion.
         """
         last = 1 + len(getattr(self.config, "earlier_experts_per_layer", None) or ())  # type: ignore[attr-defined]
-        if not 0 <= expansion <= last:
-            raise ValueError(f"Expansion {expansion} was asked for, but the model has 0 (the base) to {last}.")
+        if expansion not in range(last + 1):
+            raise ValueError(f"Expansion {expansion!r} was asked for, but the model has 0 (the base) to {last}.")
         return self.routing_control.asking(expansion=expansion)
 
     def use_virtual_tokens(self, count: int) -> AbstractContextManager[None]:

@@ -261,11 +261,12 @@ def test_two_packs_of_one_language_have_no_gate():
 
 def test_numbers_of_what_is_not_there_are_refused(gated):
     model, _ = load_for_inference(gated.out)
-    for number in (-1, 2):
-        with pytest.raises(ValueError, match=f"Expansion {number} was asked for, but the model has 0"):
+    for number in (-1, 2, "1", None):
+        with pytest.raises(ValueError, match=f"Expansion {number!r} was asked for, but the model has 0"):
             model.use_expansion(number)
-    with pytest.raises(ValueError, match="give a number from 0"):
-        model.use_expert(-1)
+    for number in (-1, "1", None, [0]):
+        with pytest.raises(ValueError, match=r"Expert .* was asked for: give a number from 0"):
+            model.use_expert(number)
 
 
 def test_each_expansion_has_a_class(gated, tmp_path):

@@ -26,12 +26,16 @@ from hf_moe_expand import (
     Plan,
     PostPretrainConfig,
     PostPretrainTrainer,
+    Recipe,
     ReviewConfig,
     ReviewTrainer,
     expand_model,
 )
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import checked
+from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.validation import ValidationCurves
+from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 DENSE = tiny_dense("qwen2")
@@ -135,6 +139,22 @@ def test_a_wrong_argument_of_a_function_is_named(name, argument):
     if inspect.signature(function).parameters[argument].default is inspect.Parameter.empty:
         with pytest.raises(InputError, match=f"{name}: missing a required argument: '{argument}'"):
             function(**{key: value for key, value in given.items() if key != argument})
+
+
+RESULTS = (SimilarityResult, SeparabilityResult, DeviationResult, RoutingResult)
+READERS = [
+    (one, name)
+    for one in (Recipe, Plan, *RESULTS, Evaluation, ValidationCurves)
+    for name in ("load", "from_json")
+    if hasattr(one, name)
+]
+
+
+@pytest.mark.parametrize(("one", "name"), READERS, ids=[f"{one.__name__}.{name}" for one, name in READERS])
+@pytest.mark.parametrize("wrong", [None, 5, {"base": "m"}, ["a"]])
+def test_what_is_no_path_is_named(one, name, wrong):
+    with pytest.raises(InputError, match=rf"^{one.__name__}\.{name}: path is .*: must be str or Path"):
+        getattr(one, name)(wrong)
 
 
 def test_no_public_function_is_left_out():

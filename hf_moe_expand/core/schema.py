@@ -107,18 +107,18 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
 
 
 def checked(function: F) -> F:
-    """Lets a public function, or a class's constructor, refuse an argument whose type is not the annotated one, that is
-    missing, or that is unknown. The InputError names it."""
+    """Lets a public function, a class method, or a class's constructor, refuse an argument whose type is not the
+    annotated one, that is missing, or that is unknown. The InputError names it."""
     called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     signature = inspect.signature(called)
-    kinds = {name: one.kind for name, one in signature.parameters.items() if name != "self"}
+    kinds = {name: one.kind for name, one in signature.parameters.items() if name not in ("self", "cls")}
     named = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
     hints = cache(lambda: typing.get_type_hints(called, include_extras=True))
 
     @wraps(called)
     def call(*args: Any, **keywords: Any) -> Any:
-        of_class = "self" in signature.parameters
-        with errors_at(type(args[0]).__name__ if of_class else function.__name__):
+        owner = args[0].__name__ + "." if "cls" in signature.parameters else ""
+        with errors_at(type(args[0]).__name__ if "self" in signature.parameters else owner + function.__name__):
             if unknown := next((name for name in keywords if len(named) == len(kinds) and name not in named), None):
                 raise InputError(f"{unknown_key(unknown, named)} The arguments are {', '.join(named)}.")
             try:

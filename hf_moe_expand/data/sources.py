@@ -110,6 +110,7 @@ class LanguageText:
         check_address(self.source)
 
     @classmethod
+    @checked
     def parse(cls, argument: str) -> "LanguageText":
         """`el=FILE` from a command line."""
         language, separator, source = argument.partition("=")

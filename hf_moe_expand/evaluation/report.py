@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json, write_json
-from ..core.schema import keys_of, read
+from ..core.schema import checked, keys_of, read
 from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
@@ -66,6 +66,7 @@ class Evaluation:
         write_json(path, {**first, "mean_bits_per_byte": means, **fields, "equal_answers": equal})
 
     @classmethod
+    @checked
     def from_json(cls, path: str | Path) -> "Evaluation":
         """Reads `evaluation.json`."""
         value = read_json(path, "an evaluation")

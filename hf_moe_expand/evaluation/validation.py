@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json, write_json
-from ..core.schema import read
+from ..core.schema import checked, read
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..data.tokens import languages_of
@@ -45,6 +45,7 @@ class ValidationCurves:
     lost: dict[str, float | None] = field(default_factory=dict)
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "ValidationCurves":
         """Reads the file, or the file in a stage's output folder."""
         path = Path(path)

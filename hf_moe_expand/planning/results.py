@@ -10,7 +10,7 @@ from pydantic import Field
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
 from ..core.layer_names import layer_name
-from ..core.schema import Flag, Number, Schema, Share, Text, Whole, changed, read
+from ..core.schema import Flag, Number, Schema, Share, Text, Whole, changed, checked, read
 
 _SELDOM = ("encoder_layers", "exclusive", "similarity_at", "likeness_of_steps", "vocabulary")
 
@@ -33,6 +33,7 @@ class JsonFile(Schema):
         write_json(path, {name: value for name, value in fields.items() if name not in unset})
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> Self:
         """Reads the file."""
         fields = read_json(path, cls.kind)
@@ -72,6 +73,7 @@ class Result(JsonFile):
         self.save(path)
 
     @classmethod
+    @checked
     def from_json(cls, path: str | Path) -> Self:
         """Reads the file."""
         return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")

@@ -13,7 +13,7 @@ from ..checkpoint.settings import ExpandSettings, JoinSettings, VocabularySettin
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
-from ..core.schema import Flag, Schema, Text, Whole, changed, json_schema, loosened, read
+from ..core.schema import Flag, Schema, Text, Whole, changed, checked, json_schema, loosened, read
 from ..core.yamlfile import read_text
 from ..data.sources import LanguageText, check_languages
 from ..evaluation.settings import EvaluationSettings
@@ -301,6 +301,7 @@ class Recipe(Expansion):
         return self.expansions or [self]
 
     @classmethod
+    @checked
     def load(cls, path: str | Path, unset_ok: bool = False) -> "Recipe":
         """Reads a recipe.
 
