@@ -73,7 +73,7 @@ def build(backbone="qwen2", vocab_size=257, **fields):
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
     same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None, localized=0.0,
-    budget=0.0, distillation=0.0, fields=None, losses=None,
+    budget=0.0, distillation=0.0, fields=None, losses=None, scored=0,
 ):  # fmt: skip
     model = build(backbone, **fields or {}) if model is None else model
     ids, languages = rows()
@@ -86,7 +86,7 @@ def train(
     arguments = config(
         output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True,
-        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
+        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, per_device_eval_batch_size=2,
         train_sampling_strategy="sequential", **checkpointed(checkpointing),
     )  # fmt: skip
     if losses is None:
@@ -97,12 +97,21 @@ def train(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
         router_losses=losses, language_classes=[0, 1], everything=everything,
     )  # fmt: skip
+    scores = {}
+    if scored:
+        trainer.evaluate(dataset.select(range(scored)))
+        found = trainer.state.log_history.pop().items()
+        scores = {
+            name: torch.tensor(value)
+            for name, value in found
+            if name.startswith("eval_") and not name.endswith(("time", "second"))
+        }
     trainer.train()
     if logs is not None:
         logs.update(trainer.state.log_history[0])
     if save:
         trainer.save_model(save)
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+    return scores | {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
 def in_halves(ids):

@@ -62,6 +62,18 @@ def sides(inputs: Mapping[str, Any], both: bool) -> list[tuple[torch.Tensor, tor
     return found
 
 
+def without_rows(inputs: Mapping[str, Any], kept: int) -> dict[str, Any]:
+    """The inputs in which the tokens of all rows but the first `kept` are padding."""
+    mask_BS = torch.ones_like(inputs["input_ids"]) if inputs.get("attention_mask") is None else inputs["attention_mask"]
+    padding = {"attention_mask": 0, "decoder_attention_mask": 0, "labels": _IGNORED}
+    found = {**inputs, "attention_mask": mask_BS}
+    for name, value in padding.items():
+        if found.get(name) is not None:
+            found[name] = found[name].clone()
+            found[name][kept:] = value
+    return found
+
+
 def by_stack(config: Any, layers: Mapping[int, LayerRouting]) -> list[list[LayerRouting]]:
     """The routing of the expanded layers, in order: of an encoder-decoder, the encoder's and the decoder's."""
     stacks, first = [], 0

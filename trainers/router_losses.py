@@ -17,7 +17,15 @@ from ..core.schema import checked
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.routing import TokenClasses
-from .encoder_decoder import LANGUAGE_COLUMNS, TOKEN_COLUMNS, by_stack, sides, target_loss, with_decoder_inputs
+from .encoder_decoder import (
+    LANGUAGE_COLUMNS,
+    TOKEN_COLUMNS,
+    by_stack,
+    sides,
+    target_loss,
+    with_decoder_inputs,
+    without_rows,
+)
 from .freezing import check_expanded
 from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
 from .publishing import PublishingMixin
@@ -178,6 +186,12 @@ class RouterLossMixin(PublishingMixin):
             min=1
         )
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.accelerator.distributed_type.startswith("MULTI_"):
+            # After `evaluate` accelerate takes the model as prepared, without DDP: each rank would train by itself.
+            self.model._is_accelerate_prepared = False
+        return super().train(*args, **kwargs)
+
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # To the end of the backward pass, in which checkpointing runs the forward pass again.
         with self.asking(inputs):
@@ -196,7 +210,8 @@ class RouterLossMixin(PublishingMixin):
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        tokens = self._tokens(inputs)
+        rows = None if model.training else self._rows_that_count(inputs)
+        tokens = self._tokens(inputs if rows is None else without_rows(inputs, rows))
         inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
         expanded = self.accelerator.unwrap_model(model)
         if not hasattr(expanded, "capture_routing"):  # a dense model, which has no router
@@ -204,7 +219,7 @@ class RouterLossMixin(PublishingMixin):
         if self._is_encoder_decoder:
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
-        wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
+        wants_outputs = return_outputs or rows is not None or any(loss.needs_outputs for loss in self.router_losses)
         with expanded.capture_routing() as captured:
             captured.layers = FirstPass()
             result = self.next_token_loss(model, inputs, wants_outputs, num_items_in_batch)
@@ -214,8 +229,10 @@ class RouterLossMixin(PublishingMixin):
             stacks.append([without_virtual_tokens(layer, own_inputs[side]) for layer in layers])
         self._check_gradients(model, expanded, [layer for layers in stacks for layer in layers])
         mode = "train" if model.training else "eval"
-        if own_inputs.get("labels") is not None:
-            self._record_next_token_loss(mode, loss, own_inputs["labels"], num_items_in_batch)
+        labels = own_inputs.get("labels")
+        if labels is not None:
+            loss = loss if rows is None else self._loss_of_rows(loss, outputs, labels[:rows])
+            self._record_next_token_loss(mode, loss, labels[:rows], num_items_in_batch)
         scale = self._step_scale(model, num_items_in_batch)
         of_the_model = {"model": expanded, "inputs": own_inputs, "outputs": outputs}
         total = loss
@@ -225,6 +242,23 @@ class RouterLossMixin(PublishingMixin):
                 record_routing(batch, expert_0_is_old=not any(loss.needs_groups for loss in self._active_losses()))
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
+
+    def _rows_that_count(self, inputs: Mapping[str, Any]) -> int | None:
+        """How many rows of an evaluation's batch count, if not all: to fill the last batch of the ranks, accelerate
+        repeats the data set's first rows."""
+        state, rows = self.accelerator.gradient_state, len(inputs["input_ids"])
+        left = state.remainder - self.accelerator.process_index // self.get_tp_size() * rows
+        return max(left, 0) if state.end_of_dataloader and state.remainder > 0 and left < rows else None
+
+    def _loss_of_rows(self, loss: torch.Tensor, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a batch's first rows, whose labels these are; `loss`, of all rows, if it is the caller's."""
+        if self.compute_loss_func is not None and not self._is_encoder_decoder:
+            return loss
+        logits = outputs["logits"][: len(labels), -labels.shape[1] :]  # without virtual tokens
+        if not self._is_encoder_decoder:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        count = labels.ne(-100).sum().clamp(min=1)
+        return target_loss({"logits": logits}, labels, count, self.args.label_smoothing_factor)
 
     def next_token_loss(self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any) -> Any:
         """The trainer's own loss, without the routers'."""
