@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +338,7 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
                     wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
                     labels = torch.where(wanted, ids[:, 1:], -100)
                     classes.clear()
-                    asked = control.asking(message_ends=[ids.shape[1]]) if way == "end" else nullcontext()
+                    asked = judged_by_end(model, ids, mask) if way == "end" else nullcontext()
                     said = {"languages": code} if way == "told" else {}
                     with asked:
                         logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
@@ -355,6 +355,18 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
     if hook:
         hook.remove()
     return found
+
+
+@contextmanager
+def judged_by_end(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+    """Inside, a pass over these tokens judges each text by its end, as `generate` does a prompt: adapters then run in
+    all layers."""
+    control = model.routing_control
+    with control.asking(message_ends=[ids.shape[1]]):
+        has_adapters = model.config.has_kind("adapter")
+        classes = model.classes_of_prompts(ids, {"attention_mask": mask}) if has_adapters else None
+        with control.asking(classes=classes):
+            yield
 
 
 def watched_gate(model: Any) -> tuple[list[torch.Tensor | None], Any]:
