@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from inspect import signature
 from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -332,11 +333,16 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         told, is_begun = request.classes, cache is not None and cache.get_seq_length()
         if (told is not None and None not in told) or request.expert is not None or is_begun or self.training:  # type: ignore[attr-defined]
             return told
-        given = {name: kwargs[name] for name in ("inputs_embeds", "attention_mask") if kwargs.get(name) is not None}
+        names = ("inputs_embeds", "attention_mask", "position_ids")
+        given = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         if "inputs_embeds" not in given:  # which the library reads where it has both
             given["input_ids"] = kwargs.get("input_ids", inputs)
             if "attention_mask" not in given and given["input_ids"] is not None:
                 given["attention_mask"] = self._mask_by_padding(given["input_ids"], kwargs)
+        mask, is_text = given.get("attention_mask"), self.config.get_text_config() is self.config  # type: ignore[attr-defined]
+        takes = signature(self.base_model.forward).parameters  # type: ignore[attr-defined]
+        if getattr(mask, "ndim", 0) == 2 and is_text and "position_ids" in takes:
+            given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))  # as `generate` has them
         found: list[Any] = []
         thread = get_ident()
 
@@ -354,7 +360,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             pass
         finally:
             hook.remove()
-        sequences = len(next(iter(given.values())))
+        sequences = len(given.get("inputs_embeds", given.get("input_ids")))
         judged = [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
         return [mine if said is None else said for said, mine in zip(told or [None] * sequences, judged, strict=True)]
 

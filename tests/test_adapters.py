@@ -330,6 +330,22 @@ def test_in_pieces_it_is_the_same_as_in_one_pass(grown):
         model.generate(IDS, cache_implementation="static", **GREEDY)
 
 
+@pytest.mark.parametrize("backbone", ["gpt2", "opt", "bloom", "qwen2"])
+def test_a_padded_prompt_is_judged_as_alone(backbone, tmp_path):
+    """Also where positions are learned: those of the pass that judges are those of `generate`."""
+    expand_checkpoint(save_dense(tmp_path / "base", backbone), tmp_path / "el", PLAN, **KIND)
+    model = gated(moved_file(tmp_path / "el"))
+    draw = torch.Generator().manual_seed(3)
+    prompts = torch.randint(0, 250, (20, 9), generator=draw)
+    options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY, "max_new_tokens": 1}
+    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options).logits[0]
+    classes = model.classes_of_prompts(prompts, {"attention_mask": torch.ones_like(prompts)})
+    assert {None, 1} == {*classes}
+    padded, mask = (torch.nn.functional.pad(x, (6, 0)) for x in (prompts, torch.ones_like(prompts)))
+    assert model.classes_of_prompts(padded, {"attention_mask": mask}) == classes
+    close(model.generate(padded, attention_mask=mask, **options).logits[0], alone)
+
+
 def load_base(model):
     dense = tiny_dense("qwen2")
     dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".adapters." not in name})
