@@ -24,13 +24,13 @@ def report(options: argparse.Namespace) -> None:
     settings = yaml.safe_load(options.settings.read_text("utf-8"))
     frame = pandas.concat([changes(file) for file in options.csv], ignore_index=True)
     parts: list[str] = []
-    panels, judgeable = {}, []
+    panels = {}
     for base, lines in frame.groupby("base", sort=False):
         if base not in settings["bases"]:
             sys.exit(f"{base}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
         languages = settings["bases"][base].get("languages", settings["languages"])
         found = measures(lines, languages)
-        lines = lines.join(found)
+        lines = lines.join(found).copy()  # in one piece
         for tokens, some in lines.groupby("tokens", sort=False):
             panels[f"{base}, {tokens:,} tokens"] = some
             parts += [f"**{base}, {tokens:,} tokens**", quality(some, list(found)), costs(some)]
@@ -38,8 +38,7 @@ def report(options: argparse.Namespace) -> None:
         if len(gated):
             parts += ["**To new experts, %**", astray(gated, languages)]
             parts += [f"**Share of the gain of {WHOLE}, told, %**", let_through(lines, gated, languages["new"])]
-        judgeable.append(lines)
-    parts += ["**Claims**", judged(pandas.concat(judgeable), settings["claims"])]
+        parts += [f"**Claims, {base}**", judged(lines, settings["claims"])]
     print("\n\n".join(parts))
     if options.table:
         options.table.write_text("\n\n".join(parts) + "\n", "utf-8")
@@ -140,8 +139,7 @@ def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[
 
 
 def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
-    """The claims, a column for each base and length: each seed's difference, and whether all of them are below the
-    limit, or above, beyond the spread.
+    """The claims: each seed's difference, and whether all of them are below the limit, or above, beyond the spread.
 
     The spread is the wider one of the two rows' ranges over the seeds, of the length where it is widest. A row that has
     one seed at every length cannot be judged.
@@ -150,28 +148,30 @@ def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
     def range_of(some: pandas.Series) -> float:
         return some.max() - some.min() if len(some) > 1 else math.nan
 
-    def verdict(base: str, tokens: int, row: str, other: str | None, measure: str, limit: float) -> str:
-        values = lines[lines["base"] == base].set_index(["name", "tokens", "seed"]).sort_index()[measure]
+    values = lines.set_index(["name", "tokens", "seed"]).sort_index()
+    lengths = list(lines["tokens"].unique())
+    rows = []
+    for says, row, other, measure, limit in claims:
         names = [name for name in (row, other) if name]
         if any(name not in values.index for name in names):
-            return ""
-        ranges = values.loc[names].groupby(["name", "tokens"]).agg(range_of)
+            continue
+        ranges = values.loc[names, measure].groupby(["name", "tokens"]).agg(range_of)
         spread = ranges.groupby("name").max().max(skipna=False)
-        ours, others = (values.get((name, tokens), pandas.Series(dtype=float)) for name in (row, other))
-        differences = (ours - others if other else ours).dropna()
-        if differences.empty:
-            return ""
-        found = "cannot tell"
-        if (differences < limit - spread).all():
-            found = "holds"
-        elif (differences > limit + spread).all():
-            found = "does not hold"
-        return f"{found} ({', '.join(map(cell, differences))})"
-
-    lengths = lines.groupby(["base", "tokens"], sort=False)["seed"].nunique()
-    rows = [[says, *(verdict(*length, *claim) for length in lengths.index)] for says, *claim in claims]
-    head = [f"{base}, {tokens:,} tokens{', one seed' * (n == 1)}" for (base, tokens), n in lengths.items()]
-    return markdown_table(["claim", *head], [row for row in rows if any(row[1:])])
+        cells = []
+        for tokens in lengths:
+            ours, others = (values[measure].get((name, tokens), pandas.Series(dtype=float)) for name in (row, other))
+            differences = (ours - others if other else ours).dropna()
+            verdict = "cannot tell"
+            if (differences < limit - spread).all():
+                verdict = "holds"
+            elif (differences > limit + spread).all():
+                verdict = "does not hold"
+            of = ", ".join(map(cell, differences))
+            cells.append(f"{verdict} ({of})" if of else "")
+        rows.append([says, *cells])
+    of = lines.groupby("tokens")["seed"].nunique()
+    head = [f"{tokens:,} tokens{', one seed' if of[tokens] == 1 else ''}" for tokens in lengths]
+    return markdown_table(["claim", *head], rows)
 
 
 def cell(value: float, form: str = "{:+.1f}") -> str:
