@@ -334,14 +334,14 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         if (told is not None and None not in told) or request.expert is not None or is_begun or self.training:  # type: ignore[attr-defined]
             return told
         names = ("inputs_embeds", "attention_mask", "position_ids")
-        given = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        given: dict[str, Any] = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         if "inputs_embeds" not in given:  # which the library reads where it has both
             given["input_ids"] = kwargs.get("input_ids", inputs)
             if "attention_mask" not in given and given["input_ids"] is not None:
                 given["attention_mask"] = self._mask_by_padding(given["input_ids"], kwargs)
         mask, is_text = given.get("attention_mask"), self.config.get_text_config() is self.config  # type: ignore[attr-defined]
         takes = signature(self.base_model.forward).parameters  # type: ignore[attr-defined]
-        if getattr(mask, "ndim", 0) == 2 and is_text and "position_ids" in takes:
+        if mask is not None and mask.ndim == 2 and is_text and "position_ids" in takes:
             given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))  # as `generate` has them
         found: list[Any] = []
         thread = get_ident()
@@ -360,7 +360,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             pass
         finally:
             hook.remove()
-        sequences = len(given.get("inputs_embeds", given.get("input_ids")))
+        sequences = len(given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"])
         judged = [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
         return [mine if said is None else said for said, mine in zip(told or [None] * sequences, judged, strict=True)]
 
