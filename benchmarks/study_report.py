@@ -59,7 +59,7 @@ def changes(file: Path) -> pandas.DataFrame:
         for name in lines.filter(regex=r"^(read|end|told)\."):
             lines[name] = 100 * (lines[name] / own.iloc[0][f"read.{name.partition('.')[2]}"] - 1)
         found.append(lines)
-    frame = pandas.concat(found)
+    frame = pandas.concat(found).copy()  # in one piece
     names = zip(frame["row"], frame["weight"], strict=True)
     return frame.assign(name=[row if weight == 1 else f"{row}, {weight:g}" for row, weight in names])
 
