@@ -325,6 +325,25 @@ def test_the_trainer_takes_translations_in_memory(folder, tmp_path):
         )
 
 
+def test_a_repeated_pair_counts_once_in_evaluation(folder, tmp_path, monkeypatch):
+    """A batch of which the first pair counts has that pair's scores."""
+    rows = packed(folder).dataset
+    made = trainer(folder, tmp_path / "out", rows, 1, per_device_eval_batch_size=2)
+
+    def scores(count):
+        made.evaluate(rows.select(range(count)))
+        found = made.state.log_history.pop().items()
+        return {name: value for name, value in found if name.startswith("eval_") and "second" not in name}
+
+    one, two = scores(1), scores(2)
+    monkeypatch.setattr(made, "_rows_that_count", lambda inputs: 1)
+    first = scores(2)
+    assert {"eval_loss", "eval_next_token_loss", "eval_expert_1_share"} <= one.keys()
+    for name in one.keys() - {"eval_runtime", "eval_model_preparation_time"}:
+        assert first[name] == pytest.approx(one[name], abs=2e-5), name
+    assert two["eval_next_token_loss"] != pytest.approx(one["eval_next_token_loss"], abs=1e-3)
+
+
 def test_gates_have_their_budget(folder, tmp_path):
     plan = Plan("moe-lpr", [3] * 5, new=["el"], encoder_layers=3)
     expand_checkpoint(folder / "base", tmp_path / "expanded", plan, conditional_routing=True)

@@ -141,6 +141,28 @@ def test_a_gate_is_watched_whatever_the_experts_are(study):
         assert found["told.pages.el"] > 0
 
 
+def test_judged_by_its_end_a_text_has_the_logits_of_generate(study):
+    """Of adapters, too, which then run in all layers."""
+    _, model = adapted("cpu", torch.float32, "gate")
+    gate = model.expanded_ffns()[model.config.language_gate["layer"]].language_gate
+    with torch.no_grad():
+        gate.weight.normal_(generator=torch.Generator().manual_seed(3))
+        gate.bias.zero_()
+    ids = torch.randint(0, 250, (12, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1::2, :7] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    classes = model.classes_of_prompts(ids, {"attention_mask": mask})
+    assert {None, 1} <= {*classes}
+    asked = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    with study.judged_by_end(model, ids, mask):
+        found = model(ids, **asked).logits[:, -1]
+    options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    wanted = model.generate(ids, attention_mask=mask, do_sample=False, **options).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(ids, **asked).logits[:, -1], wanted, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

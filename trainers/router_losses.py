@@ -251,10 +251,12 @@ class RouterLossMixin(PublishingMixin):
         return max(left, 0) if state.end_of_dataloader and state.remainder > 0 and left < rows else None
 
     def _loss_of_rows(self, loss: torch.Tensor, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch's first rows, whose labels these are; `loss`, of all rows, if it is the caller's."""
-        if self.compute_loss_func is not None and not self._is_encoder_decoder:
+        """The mean loss of a batch's first rows, whose labels these are; `loss`, of all rows, if it is the caller's or
+        came without logits."""
+        logits = getattr(outputs, "logits", None)
+        if logits is None or (self.compute_loss_func is not None and not self._is_encoder_decoder):
             return loss
-        logits = outputs["logits"][: len(labels), -labels.shape[1] :]  # without virtual tokens
+        logits = logits[: len(labels), -labels.shape[1] :]  # without virtual tokens
         if not self._is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         count = labels.ne(-100).sum().clamp(min=1)
