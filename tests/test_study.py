@@ -170,6 +170,11 @@ def test_judged_by_its_end_a_text_has_the_logits_of_generate(study):
         (["run", "--base", "nothing"], "nothing: no checkpoint; study_bases.py and small_base.py make"),
         (["run", "--data", "nothing"], r"nothing/help/en.train.jsonl, .*: no such file; --data names a folder"),
         (["report", "--csv", "no.csv"], "no.csv: no such file; `study.py run` writes"),
+        (
+            ["report", "--csv", str(DOCS.parent / "Makefile")],
+            "Makefile: no CSV of `study.py run`: it has no column base",
+        ),
+        (["report", "--csv", str(DOCS.parent / "CHANGELOG.md")], "no CSV of `study.py run`: Error tokenizing"),
     ],
 )
 def test_a_study_says_what_is_wrong(small_study, words, said):
