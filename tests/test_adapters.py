@@ -592,6 +592,11 @@ def test_offloaded_it_computes_the_same(el):
         (PLAN, {"target_modules": "q_porj"}, r"target_modules \['q_porj'\]: PEFT finds no maps"),
         (PLAN, {"target_modules": "lm_head"}, "which is no linear map of a layer"),
         (PLAN, {"target_modules": "embed_tokens"}, "which is no linear map of a layer"),
+        (
+            Plan("moe-lpr", [1, 1, 2], old=["en"], new=["el"], exclusive=True),
+            {"target_modules": r".*layers\.0\..*q_proj"},
+            r"updates nothing in the plan's layers \(1 1 2 experts\)",
+        ),
         (PLAN, {"expert_init": "random"}, "adapters start as the layer is"),
         (PLAN, {"expert_kind": "ffn", "target_modules": "q_proj"}, "only adapters choose the maps"),
         (PLAN, {"expert_width": 8}, "only added experts have a width"),

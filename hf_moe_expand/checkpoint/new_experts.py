@@ -114,7 +114,13 @@ def _adapters(
     if isinstance(targets, str) and targets != ALL_LINEAR and _NAMES.fullmatch(targets):  # else PEFT takes a pattern
         targets = targets.split(",")
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
-    return AdapterKind([adapter_of(network, lora, f"target_modules {targets!r}")])
+    kind = AdapterKind([adapter_of(network, lora, f"target_modules {targets!r}")])
+    if not any(kind.maps(0, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
+        raise InputError(
+            f"target_modules {targets!r}: updates nothing in the plan's layers ({plan.counts_in_words} experts): name "
+            "maps of layers that the plan expands."
+        )
+    return kind
 
 
 def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alpha: float) -> None:
