@@ -24,7 +24,7 @@ def report(options: argparse.Namespace) -> None:
     settings = yaml.safe_load(options.settings.read_text("utf-8"))
     frame = pandas.concat([changes(file) for file in options.csv], ignore_index=True)
     parts: list[str] = []
-    panels = {}
+    panels, verdicts = {}, []
     for base, lines in frame.groupby("base", sort=False):
         if base not in settings["bases"]:
             sys.exit(f"{base}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
@@ -38,7 +38,10 @@ def report(options: argparse.Namespace) -> None:
         if len(gated):
             parts += ["**To new experts, %**", astray(gated, languages)]
             parts += [f"**Share of the gain of {WHOLE}, told, %**", let_through(lines, gated, languages["new"])]
-        parts += [f"**Claims, {base}**", judged(lines, settings["claims"])]
+        verdicts.append(judged(lines, settings["claims"]).add_prefix(f"{base}, "))
+    claims = pandas.concat(verdicts, axis=1)
+    claims = claims[(claims != "").any(axis=1)]
+    parts += ["**Claims**", markdown_table(["claim", *claims], claims.reset_index().to_numpy().tolist())]
     print("\n\n".join(parts))
     if options.table:
         options.table.write_text("\n\n".join(parts) + "\n", "utf-8")
@@ -143,8 +146,9 @@ def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[
     return markdown_table(["tokens", "row", "seed", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
 
 
-def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
-    """The claims: each seed's difference, and whether all of them are below the limit, or above, beyond the spread.
+def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> pandas.DataFrame:
+    """The claims, a column a length: each seed's difference, and whether all are below the limit, or above, beyond the
+    spread.
 
     The spread is the wider one of the two rows' ranges over the seeds, of the length where it is widest. A row that has
     one seed at every length cannot be judged.
@@ -155,10 +159,11 @@ def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
 
     values = lines.set_index(["name", "tokens", "seed"]).sort_index()
     lengths = list(lines["tokens"].unique())
-    rows = []
+    rows = {}
     for says, row, other, measure, limit in claims:
         names = [name for name in (row, other) if name]
         if any(name not in values.index for name in names):
+            rows[says] = [""] * len(lengths)
             continue
         ranges = values.loc[names, measure].groupby(["name", "tokens"]).agg(range_of)
         spread = ranges.groupby("name").max().max(skipna=False)
@@ -173,10 +178,10 @@ def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> str:
                 verdict = "does not hold"
             of = ", ".join(map(cell, differences))
             cells.append(f"{verdict} ({of})" if of else "")
-        rows.append([says, *cells])
+        rows[says] = cells
     of = lines.groupby("tokens")["seed"].nunique()
     head = [f"{tokens:,} tokens{', one seed' if of[tokens] == 1 else ''}" for tokens in lengths]
-    return markdown_table(["claim", *head], rows)
+    return pandas.DataFrame.from_dict(rows, "index", columns=head)
 
 
 def cell(value: float, form: str = "{:+.1f}") -> str:

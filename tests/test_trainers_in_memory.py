@@ -344,12 +344,44 @@ def test_restored_callbacks_count_on(tmp_path):
     assert (record.blocks_seen, record.tokens_seen) == (24, 24 * 32)
 
 
-@pytest.mark.parametrize("name", ["tokens_per_language", "replay_share"])
-def test_amounts_of_text_that_is_packed_already_are_refused(tmp_path, name):
-    packed = pack_texts({"el": tagged("el")}, byte_tokenizer(), 16, seed=5, languages=["en", "el", "tr"]).dataset
-    rows = Dataset.from_list([packed[number] for number in range(len(packed))])
-    with pytest.raises(InputError, match=f"is packed already, but {name} says how much text to pack"):
-        record_of(tmp_path, rows, **{name: 512 if name == "tokens_per_language" else 0.5})
+@pytest.mark.parametrize("as_rows", [True, False])
+@pytest.mark.parametrize(("name", "value"), [("tokens_per_language", 512), ("replay_share", 0.5), ("stream", True)])
+def test_settings_of_packing_are_refused_for_text_that_is_packed_already(tmp_path, name, value, as_rows):
+    packed = pack_texts({"el": tagged("el")}, byte_tokenizer(), 16, seed=5, languages=["en", "el", "tr"])
+    if as_rows:
+        packed = Dataset.from_list([packed.dataset[number] for number in range(len(packed.dataset))])
+    with pytest.raises(InputError, match=f"train_dataset is packed already, but {name} says what to pack: pass text"):
+        record_of(tmp_path, packed, max_steps=2, **{name: value})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tokens": 64, "max_steps": 3}, "tokens and max_steps both say how long the training is"),
+        ({"num_train_epochs": 0.0}, "max_steps and num_train_epochs give no step"),
+        ({"temperature": 2.0, "ignore_data_skip": True}, "ignore_data_skip and split_batches cannot be used with"),
+    ],
+)
+def test_settings_are_checked_however_the_text_came(tmp_path, packed, options, said):
+    data = tagged("el", "tr")
+    if packed:
+        data = pack_texts({"el": data}, byte_tokenizer(), 32, seed=5, languages=["en", "el", "tr"])
+    with pytest.raises(InputError, match=said):
+        record_of(tmp_path, data, block_size=32, **options)
+
+
+@pytest.mark.parametrize("how", ["text", "packed", "rows"])
+def test_held_out_text_is_scored_however_the_training_text_came(tmp_path, how):
+    held_out = write_texts(tmp_path / "el.jsonl", [row["text"] for row in tagged("el")])
+    data = tagged("el", "tr")
+    if how != "text":
+        data = pack_texts({"el": tagged("el")}, byte_tokenizer(), 32, seed=5, languages=["en", "el", "tr"])
+    if how == "rows":
+        data = Dataset.from_list([data.dataset[number] for number in range(len(data.dataset))])
+    record_of(tmp_path, data, block_size=32, max_steps=2, validation={"texts": {"el": str(held_out)}, "every": 1})
+    scores = json.loads((tmp_path / "validation.json").read_text("utf-8"))
+    assert "el" in json.dumps(scores)
 
 
 # --- evaluation, and types of weights ----------------------------------------------------------------------------

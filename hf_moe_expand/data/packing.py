@@ -33,6 +33,7 @@ class PackedText:
         documents: documents of each language.
         blocks: number of blocks of each group of languages that may share blocks; the groups follow one another.
         lost: what the tokenizer loses of a sample of each language's text.
+        is_of_stage: whether a stage packed it, by its settings.
     """
 
     dataset: Any
@@ -41,6 +42,7 @@ class PackedText:
     documents: dict[str, int]
     blocks: tuple[int, ...]
     lost: dict[str, LostText] = field(default_factory=dict)
+    is_of_stage: bool = False
 
 
 class Blocks:

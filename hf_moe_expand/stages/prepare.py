@@ -18,7 +18,7 @@ from ..core.errors import InputError, errors_at, first_line
 from ..core.recipe_paths import unset_variable
 from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
-from ..data.packing import first_tokens
+from ..data.packing import PackedText, first_tokens
 from ..data.pairs import check_pairs, lost_of_each
 from ..data.sources import LanguageText
 from ..data.tokens import encode_documents
@@ -70,17 +70,18 @@ class Prepared:
         """Whether it reads its text while it trains."""
         return is_streamed(self.config, self.texts, self.model)
 
-    def pack(self, tokenizer: Any, allow_lost_text: bool = False) -> Any:
+    def pack(self, tokenizer: Any, allow_lost_text: bool = False) -> PackedText:
         """The text, read and in blocks, or as a stream of them; refused if the tokenizer loses much of it, unless that
         is allowed."""
         if self.streams:
-            return streamed(self.config, self.texts, tokenizer, self.model, allow_lost_text)
+            found = streamed(self.config, self.texts, tokenizer, self.model, allow_lost_text)
+            return replace(found, is_of_stage=True)
         pairs = self.model.is_encoder_decoder
         loaded = {
             code: text.load(pairs) if isinstance(text, LanguageText) else text for code, text in self.texts.items()
         }
         check_lost(lost_of_each(loaded, tokenizer, pairs, self.config.seed), allow_lost_text)
-        return self.config.pack(loaded, tokenizer, self.model)
+        return replace(self.config.pack(loaded, tokenizer, self.model), is_of_stage=True)
 
     def check_enough(self, tokenizer: Any) -> None:
         """Refuses local text that is too little for one block, or has fewer tokens than asked for: packs the beginnings
@@ -174,7 +175,7 @@ def prepare(
         if not offline:
             raise InputError(f"{prefix}deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
         skipped.append(f"skipped: {key}: deepspeed: {file} is not on this machine")
-    curriculum = _checked_order(config, list(texts), key) if is_mixed(config) else None
+    curriculum = checked_order(config, list(texts), key) if is_mixed(config) else None
     return Prepared(config, model, texts, *config.trained(), curriculum, [*_at(key, lines), *skipped])
 
 
@@ -247,8 +248,8 @@ def _check_optimizer(config: Any) -> None:
         get_scheduler(config.lr_scheduler_type, optimizer, warmup, 1000, config.lr_scheduler_kwargs)
 
 
-def _checked_order(config: StageConfig, languages: Sequence[str], key: str) -> Curriculum | None:
-    """The curriculum; refuses arguments that contradict it, or the order of the batches."""
+def checked_order(config: StageConfig, languages: Sequence[str], key: str = "") -> Curriculum | None:
+    """The curriculum of a mixed stage; refuses arguments that contradict it, or the order of the batches."""
     given, at = config.given, f"{key}: " if key else ""
     accelerator = given.get("accelerator_config")
     if isinstance(accelerator, str):

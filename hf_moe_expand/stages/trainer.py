@@ -34,13 +34,13 @@ from ..trainers.samplers import CurriculumSampler, LanguageMix
 from .config import StageConfig, languages_of
 from .data_sets import by_language, check_rows, columns_of, is_text
 from .mixing import is_mixed
-from .prepare import prepare
+from .prepare import check_arguments, checked_order, prepare
 from .recording import Progress, SeenText, took_away_usual
 from .stopping import Stops
 from .streaming import StreamMixin
 
 _HALVES = (torch.bfloat16, torch.float16)
-_AMOUNTS = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents")
+_PACKING = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents", "stream")
 
 
 class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
@@ -140,7 +140,7 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         self.processing_class, self.model_config = processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
         self._own_collator = data_collator is not None
-        own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
+        is_of_stage = isinstance(train_dataset, PackedText) and train_dataset.is_of_stage
         if train_dataset is not None:
             train_dataset, mix, language_classes = self._prepared(train_dataset, mix, language_classes)
         self.mix = mix
@@ -161,7 +161,7 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         self.stops = Stops(self)
         for callback in (Progress(self, shows=took_away_usual(self)), SeenText(), self.stops):
             self.add_callback(callback)
-        if own_text:
+        if train_dataset is not None and not is_of_stage:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
             for scoring in config.scoring(Path(str(config.output_dir)), processing_class, languages, model.config):
                 self.add_callback(scoring)
@@ -204,6 +204,15 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             prepared = prepare(config, self.model_config, texts)
             with config.main_process_first(desc="pack"):
                 self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
+        if self.packed is None or not self.packed.is_of_stage:
+            check_arguments(config, self.model_config.is_encoder_decoder)
+            if self.packed is not None and is_mixed(config):
+                checked_order(config, list(self.packed.tokens))
+            if chosen := [name for name in _PACKING if getattr(config, name, None)]:
+                raise InputError(
+                    f"train_dataset is packed already, but {chosen[0]} says what to pack: pass text, or leave "
+                    f"{chosen[0]} out."
+                )
         if self.packed is not None:
             mix = config.mix(self.packed, self.model_config) if mix is None else mix
             if mix is None and self.stream is not None:
@@ -216,11 +225,6 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             raise InputError(
                 "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
                 "pass text, or what `pack_texts` returned."
-            )
-        elif chosen := [name for name in _AMOUNTS if getattr(config, name, None)]:
-            raise InputError(
-                f"train_dataset is packed already, but {chosen[0]} says how much text to pack: pass text, or leave "
-                f"{chosen[0]} out."
             )
         elif classes is None and "language_ids" in columns:
             old, new = languages_of(self.model_config)
