@@ -69,6 +69,10 @@ def tagged(*codes, order=None):
     return Dataset.from_list(rows)
 
 
+def by_code(*codes):
+    return {code: tagged(code) for code in codes or ("el", "tr")}
+
+
 def interleaved(*codes):
     """As `tagged`, a row of each language in turn; the rows of one language stay in order."""
     count = len(texts(codes[0]))
@@ -366,7 +370,7 @@ def test_settings_of_packing_are_refused_for_text_that_is_packed_already(tmp_pat
 def test_settings_are_checked_however_the_text_came(tmp_path, packed, options, said):
     data = tagged("el", "tr")
     if packed:
-        data = pack_texts({"el": data}, byte_tokenizer(), 32, seed=5, languages=["en", "el", "tr"])
+        data = pack_texts(by_code(), byte_tokenizer(), 32, seed=5, groups=[["el"], ["tr"]])
     with pytest.raises(InputError, match=said):
         record_of(tmp_path, data, block_size=32, **options)
 
@@ -376,7 +380,7 @@ def test_held_out_text_is_scored_however_the_training_text_came(tmp_path, how):
     held_out = write_texts(tmp_path / "el.jsonl", [row["text"] for row in tagged("el")])
     data = tagged("el", "tr")
     if how != "text":
-        data = pack_texts({"el": tagged("el")}, byte_tokenizer(), 32, seed=5, languages=["en", "el", "tr"])
+        data = pack_texts(by_code(), byte_tokenizer(), 32, seed=5)
     if how == "rows":
         data = Dataset.from_list([data.dataset[number] for number in range(len(data.dataset))])
     record_of(tmp_path, data, block_size=32, max_steps=2, validation={"texts": {"el": str(held_out)}, "every": 1})

@@ -90,6 +90,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         _check_arguments(language_classes, model, args, *others, **kwargs)
         self._codes_given = isinstance(language_classes, Mapping)
         self._ids_given = language_classes is not None and not self._codes_given
+        self._asked = language_classes is not None
         class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
@@ -111,16 +112,22 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         step: Callable[..., dict]
         options: dict[str, Any]
         if "language_ids" in columns:
+            if self._codes_given or (self._language_classes is None and self._classes_matter):
+                raise InputError(
+                    f"The {dataset_name} data set has a column `language_ids`, an id for each token: pass the class of "
+                    "each id, such as language_classes=[0, 1]."
+                )
             classes = None if self._language_classes is None else len(self._language_classes)
             dataset = _map(dataset, args, _check_ids, classes=classes, name=dataset_name)
             step, options = _cut_ids, {"keep_end": args.truncation_mode == "keep_end"}
-        elif "language" in columns and (self._needs_languages or self._codes_given or self._classes_matter):
+        elif "language" in columns and (self._needs_languages or self._asked or self._classes_matter):
             self._use_codes(dataset_name)
             step, options = _ids_of_code, {"class_of": self._class_of_code, "name": dataset_name}
-        elif self._needs_languages:
+        elif self._needs_languages or self._asked:
+            who = self._who_needs_languages() if self._needs_languages else "language_classes gives their classes."
             raise InputError(
                 f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "
-                "id for each token of tokenised text): the losses need one of these. " + self._who_needs_languages()
+                f"id for each token of tokenised text): one of these is needed. {who}"
             )
         else:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)

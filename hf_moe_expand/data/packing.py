@@ -1,7 +1,8 @@
 """Mixes the documents of languages, and packs their tokens into blocks, with a language id for each token."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError, errors_at
-from ..core.languages import check_named_once
+from ..core.languages import check_named_once, names_language
 from ..core.schema import checked
 from .lost import LostText, lost_text
 from .tokens import begin_tokens, document_frame, encode_to_train, say_special, special_tokens, tokenizer_for
@@ -44,6 +45,34 @@ class PackedText:
     lost: dict[str, LostText] = field(default_factory=dict)
     is_of_stage: bool = False
 
+    def numbered(self, languages: Sequence[str], name: str = "text") -> "PackedText":
+        """The same text with the ids of these languages.
+
+        Args:
+            name: the argument that holds it, for messages.
+
+        Raises:
+            InputError: it has another language.
+        """
+        order = tuple(languages)
+        if self.languages == order:
+            return self
+        named = [next((one for one in order if names_language(code, one)), None) for code in self.languages]
+        known = dict(zip(self.languages, named, strict=True))
+        if unknown := [code for code in self.tokens if known[code] is None]:
+            raise InputError(f"{name} has the unknown language {', '.join(unknown)}; known: {', '.join(order)}.")
+        numbers = [-1 if code is None else order.index(code) for code in named]
+        data = self.dataset
+        if isinstance(data, Blocks):
+            data = data.renumbered(numbers)
+        elif isinstance(data, Dataset):  # sentence pairs
+            data = data.map(
+                lambda row: {"language_ids": [numbers[one] if one >= 0 else one for one in row["language_ids"]]},
+                features=data.features, desc="number languages",
+            )  # fmt: skip
+        tokens, documents = ({known[code]: n for code, n in of.items()} for of in (self.tokens, self.documents))
+        return replace(self, dataset=data, languages=order, tokens=tokens, documents=documents)
+
 
 class Blocks:
     """Blocks of shuffled documents that stand one after another: views of their tokens, which lie on disk once.
@@ -69,6 +98,13 @@ class Blocks:
             [start + block_size * np.arange(count) for start, count in zip(first, self.of_each, strict=True)]
         )
         self._ends = np.cumsum(np.concatenate(sizes))
+        self._numbers: np.ndarray | None = None  # new ids of the languages
+
+    def renumbered(self, numbers: Sequence[int]) -> "Blocks":
+        """The same blocks, whose language i has the id `numbers[i]`."""
+        blocks = copy.copy(self)
+        blocks._numbers = np.asarray(numbers)
+        return blocks
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -85,8 +121,11 @@ class Blocks:
         skipped = rows["tokens"][0].as_py() - int(ends[0])
         ids = pc.list_flatten(rows["input_ids"]).slice(skipped, self.block_size).to_pylist()
         counts = np.diff(np.minimum(ends, self.block_size), prepend=0)
-        languages = np.repeat(rows["language"].to_numpy(), counts).tolist()
-        return {"input_ids": [*self.begin, *ids[len(self.begin) :]], "language_ids": languages}
+        languages = rows["language"].to_numpy()
+        languages = languages if self._numbers is None else self._numbers[languages]
+        return {
+            "input_ids": [*self.begin, *ids[len(self.begin) :]], "language_ids": np.repeat(languages, counts).tolist(),
+        }  # fmt: skip
 
 
 def tokenize(
@@ -241,8 +280,8 @@ def amounts_of(
 
 @checked
 def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch for the trainers: `input_ids`, `labels` and, where the rows have them, `language_ids`, each
-    `[batch, block_size]`."""
+    """A batch for the trainers: `input_ids`, `labels` (the rows' own, else all tokens) and, where the rows have them,
+    `language_ids`, each `[batch, block_size]`."""
     if "language_ids" not in rows[0]:
         return collate_without_languages(rows)
     return {**collate_without_languages(rows), "language_ids": _stacked(rows, "language_ids")}
@@ -251,7 +290,8 @@ def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]
 def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
     input_ids = _stacked(rows, "input_ids")
-    return {"input_ids": input_ids, "labels": input_ids.clone()}
+    labels = _stacked(rows, "labels") if "labels" in rows[0] else input_ids.clone()
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def _stacked(rows: Sequence[Mapping[str, Any]], column: str) -> torch.Tensor:

@@ -332,9 +332,13 @@ class StageConfig(TrainingArguments, Stage):
             model: configuration of the expanded model, or of what is planned.
             texts: text of each language: a `LanguageText` or a data set.
         """
+        self.check_settings(model)
         if not texts:
             raise InputError("No text was given: name files with --data.")
         return []
+
+    def check_settings(self, model: Any) -> None:
+        """Refuses settings that contradict one another or the model, whatever the text."""
 
     def place_classifiers(
         self, folder: Path, model_config: Any, texts: Mapping[str, LanguageText], resume: str | None

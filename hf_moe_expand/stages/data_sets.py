@@ -40,6 +40,8 @@ def columns_of(data: Any, name: str, own_collator: bool) -> Collection[str]:
     if isinstance(data, Mapping):
         raise InputError(f"{name} holds {', '.join(map(repr, data)) or 'nothing'}: give one of these data sets.")
     columns = getattr(data, "column_names", None) or _columns_of_a_row(data, name)
+    if columns is not None and is_text(columns) and "input_ids" in columns:
+        raise InputError(f"{name} has both text and `input_ids`: remove the column that is not to be read.")
     if columns is None or (is_text(columns) and not isinstance(data, Dataset)):
         raise InputError(
             f"{name} is {shown_value(data)}: give a datasets.Dataset with a column `text`, such as "
@@ -81,6 +83,8 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
     rows = (
         config.num_tokens if getattr(config, "vocabularies", None) else getattr(text_config(config), "vocab_size", None)
     )
+    if not own_collator and isinstance(data, Dataset):
+        _check_other_columns(data, name)
     _check_ids(data, "labels", name, rows, least=-100)
     lengths = _check_ids(data, "input_ids", name, rows)
     of_languages = _check_ids(data, "language_ids", name, None, least=-numpy.inf, most=languages)
@@ -97,6 +101,17 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
         )
     if (longest := longest_block(config)) is not None and sizes[-1] > longest:
         raise InputError(f"{name} has rows of {sizes[-1]} tokens, but the model takes {longest} positions: cut them.")
+
+
+def _check_other_columns(data: Dataset, name: str) -> None:
+    """Refuses columns that say something of the tokens that a batch would lose."""
+    collator = "give a data_collator that passes it on."
+    if "position_ids" in data.column_names:
+        raise InputError(f"{name} has a column `position_ids`, but blocks have positions 0, 1, ...: {collator}")
+    if "attention_mask" in data.column_names and "input_ids" in data.column_names:
+        masks = pc.list_flatten(data.with_format("arrow")[:]["attention_mask"])
+        if len(masks) and not pc.min(masks).as_py():
+            raise InputError(f"{name} has a column `attention_mask` with zeros, but blocks have no padding: {collator}")
 
 
 def _check_ids(
@@ -158,7 +173,7 @@ def by_language(
         code = language or new[0]
         return {code: _column(data, column, code, name)}
     known, rows = [*old, *new], dict[str, list[int]]()
-    code_of = {tag: _code(tag, known) for tag in {*map(str, data["language"])}}
+    code_of = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
     for number, tag in enumerate(data["language"]):
         rows.setdefault(code_of[str(tag)] or str(tag), []).append(number)
     if unknown := sorted({*rows} - {*known}):
@@ -166,7 +181,7 @@ def by_language(
     return {code: _column(data.select(rows[code]), column, code, name) for code in known if code in rows}
 
 
-def _code(tag: str, known: Sequence[str]) -> str | None:
+def code_of_tag(tag: str, known: Sequence[str]) -> str | None:
     """The code of the model's languages that a row's tag names."""
     return tag if tag in known else next((code for code in known if names_language(tag, code)), None)
 

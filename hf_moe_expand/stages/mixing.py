@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..core.errors import errors_at
+from ..core.errors import InputError, errors_at
 from ..core.recipe_paths import Place
 from ..core.schema import Count, Number
 from ..data.curriculum import Curriculum
@@ -49,7 +49,13 @@ class MixedConfig(StageConfig):
     def mix(self, packed: PackedText, model_config: Any) -> LanguageMix | None:
         if not is_mixed(self):
             return None
-        languages = [code for code in packed.languages if code in packed.tokens]
+        languages = list(packed.tokens)
+        if len(languages) != len(packed.blocks):
+            each = ", ".join(f'["{code}"]' for code in languages)
+            raise InputError(
+                "A temperature or a curriculum draws each language on its own, but languages share blocks of the "
+                f"packed text: pass groups=[{each}] to `pack_texts`."
+            )
         curriculum = read_curriculum(self, languages)
         entry = None if curriculum is None else [curriculum.entry[code] for code in languages]
         return LanguageMix(packed.blocks, self.temperature, entry, self.groups_of_languages(languages, model_config))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
@@ -19,11 +18,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoint.local import EXPANDED
 from ..checkpoint.records import History, StageRecord, add_stage, without_folders
-from ..core.errors import DivergedError, InputError, errors_at
+from ..core.errors import DivergedError, InputError
 from ..core.schema import checked, shown_value
-from ..data.lost import check_lost
 from ..data.packing import PackedText, collate_blocks
-from ..data.pairs import PairCollator, lost_of_each
+from ..data.pairs import PairCollator
 from ..data.tokens import with_languages
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
 from ..trainers.losses import checked_losses
@@ -31,19 +29,16 @@ from ..trainers.masking import Masking, check_conditional_gate, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
-from .config import StageConfig, languages_of
-from .data_sets import by_language, check_rows, columns_of, is_text
-from .mixing import is_mixed
-from .prepare import check_arguments, checked_order, prepare
+from .config import StageConfig
+from .own_data import OwnDataMixin
 from .recording import Progress, SeenText, took_away_usual
 from .stopping import Stops
 from .streaming import StreamMixin
 
 _HALVES = (torch.bfloat16, torch.float16)
-_PACKING = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents", "stream")
 
 
-class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
+class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
     """A stage's Trainer: freezes the parameters that the stage does not train, and trains with the stage's losses.
 
     The finished training is recorded in `model.config.expansions`:
@@ -130,9 +125,7 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         if self.freeze_report is not None:
             config.check_model(model.config)
         self.settings = config.recorded()
-        masking = getattr(config, "masking", None) if masking is None else masking
-        if masking is not None:
-            check_conditional_gate(masking, model.config.conditional_routing)
+        masking = self._masking(masking, model.config)
         self.masking, self.allow_lost_text = masking, allow_lost_text
         if processing_class is not None and getattr(model.config, "vocabularies", None):
             own = {code: model.tokenizer_of(code) for code in model.config.vocabularies}
@@ -140,6 +133,7 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
         self.processing_class, self.model_config = processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
         self._own_collator = data_collator is not None
+        self._own_classes = language_classes is not None
         is_of_stage = isinstance(train_dataset, PackedText) and train_dataset.is_of_stage
         if train_dataset is not None:
             train_dataset, mix, language_classes = self._prepared(train_dataset, mix, language_classes)
@@ -179,6 +173,18 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
             )
         return copy.copy(args)
 
+    def _masking(self, masking: Masking | None, model_config: Any) -> Masking | None:
+        """The masking of the constructor, else of the configuration."""
+        own = getattr(self.args, "masking", None)
+        if masking is not None and own is None:
+            raise InputError(f"masking: {type(self).__name__} has no choice of experts to mask: leave it out.")
+        if masking is not None and own not in (Masking(), masking):
+            raise InputError("masking is given twice, here and in args, and differs: leave one of them out.")
+        if masking is not None:
+            vars(self.args)["masking"] = masking
+        check_conditional_gate(masking or own, model_config.conditional_routing)
+        return masking or own
+
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
         """Freezes what does not train; None if that is done already."""
         return freeze(model, trained, self.trained_as)
@@ -191,82 +197,6 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
 
     # --- data -----------------------------------------------------------------------------------------------------
 
-    def _prepared(
-        self, data: Any, mix: LanguageMix | None, classes: Sequence[int] | None
-    ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
-        """The data set in blocks, the languages' weights and schedule, and their classes."""
-        config: Any = self.args
-        name = "train_dataset"
-        if isinstance(data, PackedText):
-            self.packed = data
-        elif is_text(columns := columns_of(data, name, self._own_collator)):
-            texts = self._texts(data, name)
-            prepared = prepare(config, self.model_config, texts)
-            with config.main_process_first(desc="pack"):
-                self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
-        if self.packed is None or not self.packed.is_of_stage:
-            check_arguments(config, self.model_config.is_encoder_decoder)
-            if self.packed is not None and is_mixed(config):
-                checked_order(config, list(self.packed.tokens))
-            if chosen := [name for name in _PACKING if getattr(config, name, None)]:
-                raise InputError(
-                    f"train_dataset is packed already, but {chosen[0]} says what to pack: pass text, or leave "
-                    f"{chosen[0]} out."
-                )
-        if self.packed is not None:
-            mix = config.mix(self.packed, self.model_config) if mix is None else mix
-            if mix is None and self.stream is not None:
-                groups = config.groups_of_languages(list(self.packed.tokens), self.model_config)
-                mix = LanguageMix(self.packed.blocks, groups=groups)
-            data = self.packed.dataset
-            if classes is None:
-                classes = self.stage.language_classes(self.model_config, self.packed.languages)
-        elif is_mixed(config):
-            raise InputError(
-                "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
-                "pass text, or what `pack_texts` returned."
-            )
-        elif classes is None and "language_ids" in columns:
-            old, new = languages_of(self.model_config)
-            classes = self.stage.language_classes(self.model_config, [*old, *new])
-        self._check_rows(data, name, classes)
-        return data, mix, classes
-
-    def _texts(self, data: Dataset, name: str, language: str | None = None) -> Mapping[str, Any]:
-        """A data set's text by language."""
-        if self.processing_class is None:
-            raise InputError(
-                f"{name} holds text: pass {self.stage.__name__}(...) as args, which sets the packing, and the "
-                "tokenizer as processing_class."
-            )
-        old, new = languages_of(self.model_config)
-        language = language if language in (*old, *new) else None
-        return by_language(data, name, old, new, self.model_config.is_encoder_decoder, language)
-
-    def _scored(self, data: Any, classes: Sequence[int] | None, name: str = "eval_dataset", key: Any = None) -> Any:
-        """A data set to score, in blocks: text is packed as the training's is."""
-        if isinstance(data, Mapping):
-            return {key: self._scored(one, classes, f"{name}[{key!r}]", key) for key, one in data.items()}
-        if not isinstance(data, PackedText) and is_text(columns_of(data, name, self._own_collator)):
-            config: Any = self.args
-            texts, tokenizer = self._texts(data, name, key), self.processing_class
-            with errors_at(name), config.main_process_first(desc="pack"):
-                lost = lost_of_each(texts, tokenizer, self.model_config.is_encoder_decoder, config.seed)
-                check_lost(lost, self.allow_lost_text)
-                data = config.pack(texts, tokenizer, self.model_config, whole=True)
-        data = data.dataset if isinstance(data, PackedText) else data
-        self._check_rows(data, name, classes)
-        return data
-
-    def _check_rows(self, data: Any, name: str, classes: Sequence[int] | None) -> None:
-        check_rows(data, name, self.model_config, None if classes is None else len(classes), self._own_collator)
-        needed = self.needs_languages or any(loss.needs_languages and loss.coef for loss in self.router_losses)
-        if needed and not self._own_collator and "language_ids" not in columns_of(data, name, False):
-            raise InputError(
-                f"{name} has no column `language_ids`, the language of each token, which this stage needs: give text "
-                "(columns `text` and `language`), or what `pack_texts` returned."
-            )
-
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the library's; text is packed."""
         return super().evaluate(self._asked(eval_dataset, "eval_dataset"), *args, **kwargs)
@@ -274,12 +204,6 @@ class StageTrainer(StreamMixin, RouterLossMixin, Trainer):  # type: ignore[misc]
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As the library's; text is packed."""
         return super().predict(self._asked(test_dataset, "test_dataset"), *args, **kwargs)
-
-    def _asked(self, data: Any, name: str) -> Any:
-        """A data set of a call; a text is a key of the constructor's `eval_dataset`."""
-        of_constructor = data is None or (isinstance(data, str) and data in (getattr(self, "eval_dataset", None) or ()))
-        classes = None if self._language_classes is None else self._language_classes.tolist()
-        return data if of_constructor else self._scored(data, classes, name)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:

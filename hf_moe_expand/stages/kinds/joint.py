@@ -11,6 +11,7 @@ from ...trainers.freezing import EVERYTHING
 from ...trainers.losses import BalanceLoss
 from ...trainers.losses.balance import BalanceCounts
 from ...trainers.masking import Masking
+from ...trainers.router_losses import classes_matter
 from ..config import BlockSize, Validation, ValidationSettings
 from ..keywords import mapping, setting
 from ..mixing import MixedConfig
@@ -44,8 +45,9 @@ class JointConfig(MixedConfig):
         """Accepts any expanded model."""
 
     @classmethod
-    def language_classes(cls, model_config: Any, languages: Any) -> None:
-        """No loss of this stage needs languages."""
+    def language_classes(cls, model_config: Any, languages: Any) -> list[int] | None:
+        """No loss of this stage needs languages; exclusive experts do."""
+        return super().language_classes(model_config, languages) if classes_matter(model_config) else None
 
 
 class JointTrainer(StageTrainer):

@@ -57,13 +57,18 @@ class PostPretrainConfig(MixedConfig):
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        old, new = languages_of(model)
+    def check_settings(self, model: Any) -> None:
         if getattr(model, "exclusive_experts", False) and (self.language_prior_coef or self.masking != Masking()):
             raise InputError(
                 "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
                 "for the LPR loss: leave masking and language_prior_coef out."
             )
+        if self.replay_share is not None and self.temperature != 1:
+            raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
+
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        self.check_settings(model)
+        old, new = languages_of(model)
         if missing := [code for code in new if code not in texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
         old_with_text = [code for code in old if code in texts]
@@ -84,8 +89,8 @@ class PostPretrainConfig(MixedConfig):
                     "replay_share: counts the tokens of a language's text, but a sentence pair has two languages: "
                     "leave it out, and give fewer pairs of the old languages."
                 )
-            if self.temperature != 1:
-                raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
+        if self.replay and not old_with_text:
+            raise InputError("replay: there is no text of the old languages: give some, or leave replay out.")
         return []
 
     def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:

@@ -77,8 +77,7 @@ class ReviewConfig(StageConfig):
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        old, new = languages_of(model)
+    def check_settings(self, model: Any) -> None:
         if getattr(model, "exclusive_experts", False):
             raise InputError(
                 "exclusive experts take the tokens of their languages alone, so that no router is left to review: "
@@ -86,6 +85,14 @@ class ReviewConfig(StageConfig):
             )
         if self.classifier_layers is not None:
             self._check_classifiers(model)
+        elif given := [name for name in ("classifier_choice", "classifier_tokens") if name in self.given]:
+            raise InputError(f"{given[0]}: says where new classifiers go: give classifier_layers too, their number.")
+        if self.distillation_coef:
+            _check_distillation(model)
+
+    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        self.check_settings(model)
+        old, new = languages_of(model)
         if missing := [code for code in (*old, *new) if code not in texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
@@ -95,8 +102,6 @@ class ReviewConfig(StageConfig):
                 "No old language was given: review needs text of the base's languages, which the base can write itself "
                 "(`hf-moe-expand sample`; `self_written` in a recipe)."
             )
-        if self.distillation_coef:
-            _check_distillation(model)
         return self._fewer_documents(texts, old, new)
 
     def _check_classifiers(self, model: Any) -> None:

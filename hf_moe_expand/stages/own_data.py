@@ -1,0 +1,161 @@
+"""The data sets that are given to a stage's Trainer: text, rows of tokens, or what `pack_texts` returned. Whatever the
+form, the same settings hold, or are refused."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from datasets import Dataset
+
+from ..core.errors import InputError, errors_at
+from ..data.lost import check_lost
+from ..data.packing import Blocks, PackedText
+from ..data.pairs import lost_of_each
+from ..trainers.samplers import LanguageMix
+from .config import languages_of
+from .data_sets import by_language, check_rows, code_of_tag, columns_of, is_text
+from .mixing import is_mixed
+from .prepare import check_arguments, checked_order, prepare
+
+_PACKING = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents", "stream")
+
+
+class OwnDataMixin:
+    """Put in front of a Trainer that has a `StageConfig` as its arguments, `model_config` and `processing_class`."""
+
+    packed: PackedText | None
+
+    def _prepared(
+        self: Any, data: Any, mix: LanguageMix | None, classes: Sequence[int] | None
+    ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
+        """The data set in blocks, the languages' weights and schedule, and their classes."""
+        config: Any = self.args
+        name, is_of_stage = "train_dataset", True
+        if isinstance(data, PackedText):
+            is_of_stage = data.is_of_stage
+            self.packed = data if is_of_stage or classes is not None else self._numbered(data, name)
+        elif is_text(columns := columns_of(data, name, self._own_collator)):
+            texts = self._texts(data, name)
+            prepared = prepare(config, self.model_config, texts)
+            with config.main_process_first(desc="pack"):
+                self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
+        else:
+            is_of_stage = False
+            data = self._with_ids(data, columns)
+        if not is_of_stage:
+            self._check_packed(data)
+        if mix is not None and is_mixed(config):
+            raise InputError("mix, and the configuration's temperature or curriculum, both say the order of the rows.")
+        if self.packed is not None:
+            self.packed = replace(self.packed, is_of_stage=False)  # another Trainer may get it
+            mix = config.mix(self.packed, self.model_config) if mix is None else mix
+            if mix is None and self.stream is not None:
+                groups = config.groups_of_languages(list(self.packed.tokens), self.model_config)
+                mix = LanguageMix(self.packed.blocks, groups=groups)
+            data = self.packed.dataset
+            if classes is None:
+                classes = self.stage.language_classes(self.model_config, self.packed.languages)
+        elif is_mixed(config):
+            raise InputError(
+                "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
+                "pass text, or what `pack_texts` returned."
+            )
+        elif classes is None and "language_ids" in columns:
+            old, new = languages_of(self.model_config)
+            classes = self.stage.language_classes(self.model_config, [*old, *new])
+        self._check_rows(data, name, classes)
+        if mix is not None and self.stream is None and (not hasattr(data, "__len__") or sum(mix.rows) != len(data)):
+            raise InputError(f"mix has {sum(mix.rows)} rows: train_dataset must have as many, sorted by language.")
+        return data, mix, classes
+
+    def _check_packed(self: Any, data: Any) -> None:
+        """Refuses settings that contradict one another or text that was packed before, as `prepare` does for text."""
+        config: Any = self.args
+        check_arguments(config, self.model_config.is_encoder_decoder)
+        if chosen := [name for name in _PACKING if getattr(config, name, None)]:
+            raise InputError(
+                f"train_dataset is packed already, but {chosen[0]} says what to pack: pass text, or leave "
+                f"{chosen[0]} out."
+            )
+        blocks = data.dataset if isinstance(data, PackedText) else data
+        size = blocks.block_size if isinstance(blocks, Blocks) else config.block_size
+        if "block_size" in config.given and size != config.block_size:
+            raise InputError(
+                f"train_dataset is packed into blocks of {size} tokens, but block_size is {config.block_size}: leave "
+                "it out."
+            )
+        if self.packed is None:
+            config.check_settings(self.model_config)
+            return
+        config.check(self.model_config, dict.fromkeys(code for code, tokens in self.packed.tokens.items() if tokens))
+        if is_mixed(config):
+            checked_order(config, list(self.packed.tokens))
+
+    def _numbered(self: Any, data: PackedText, name: str) -> PackedText:
+        """Packed text whose language ids are those of the model's languages."""
+        old, new = languages_of(self.model_config)
+        return data.numbered([*old, *new], name)
+
+    def _with_ids(self: Any, data: Any, columns: Collection[str], language: str | None = None) -> Any:
+        """Rows of tokens with the language that a column `language`, or the key of an evaluation, gives each."""
+        old, new = languages_of(self.model_config)
+        known = [*old, *new]
+        if not isinstance(data, Dataset) or "language_ids" in columns or "input_ids" not in columns:
+            return data
+        if "language" in columns:
+            code_of = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
+            if unknown := sorted(tag for tag, code in code_of.items() if code is None):
+                raise InputError(f"The rows have the unknown language {', '.join(unknown)}; known: {', '.join(known)}.")
+            ids = [known.index(code_of[str(tag)]) for tag in data["language"]]
+        elif language in known:
+            ids = [known.index(language)] * len(data)
+        else:
+            return data
+        sizes = map(len, data["input_ids"])
+        return data.add_column("language_ids", [[one] * size for one, size in zip(ids, sizes, strict=True)])
+
+    def _texts(self: Any, data: Dataset, name: str, language: str | None = None) -> Mapping[str, Any]:
+        """A data set's text by language."""
+        if self.processing_class is None:
+            raise InputError(
+                f"{name} holds text: pass {self.stage.__name__}(...) as args, which sets the packing, and the "
+                "tokenizer as processing_class."
+            )
+        old, new = languages_of(self.model_config)
+        language = language if language in (*old, *new) else None
+        return by_language(data, name, old, new, self.model_config.is_encoder_decoder, language)
+
+    def _scored(
+        self: Any, data: Any, classes: Sequence[int] | None, name: str = "eval_dataset", key: Any = None
+    ) -> Any:
+        """A data set to score, in blocks: text is packed as the training's is."""
+        if isinstance(data, Mapping):
+            return {key: self._scored(one, classes, f"{name}[{key!r}]", key) for key, one in data.items()}
+        if isinstance(data, PackedText):
+            data = (data if self._own_classes else self._numbered(data, name)).dataset
+        elif is_text(columns := columns_of(data, name, self._own_collator)):
+            config: Any = self.args
+            texts, tokenizer = self._texts(data, name, key), self.processing_class
+            with errors_at(name), config.main_process_first(desc="pack"):
+                lost = lost_of_each(texts, tokenizer, self.model_config.is_encoder_decoder, config.seed)
+                check_lost(lost, self.allow_lost_text)
+                data = config.pack(texts, tokenizer, self.model_config, whole=True).dataset
+        else:
+            data = self._with_ids(data, columns, key)
+        self._check_rows(data, name, classes)
+        return data
+
+    def _check_rows(self: Any, data: Any, name: str, classes: Sequence[int] | None) -> None:
+        check_rows(data, name, self.model_config, None if classes is None else len(classes), self._own_collator)
+        needed = self.needs_languages or any(loss.needs_languages and loss.coef for loss in self.router_losses)
+        if needed and not self._own_collator and "language_ids" not in columns_of(data, name, False):
+            raise InputError(
+                f"{name} has no column `language_ids`, the language of each token, which this stage needs: give text "
+                "(columns `text` and `language`), or what `pack_texts` returned."
+            )
+
+    def _asked(self: Any, data: Any, name: str) -> Any:
+        """A data set of a call; a text is a key of the constructor's `eval_dataset`."""
+        of_constructor = data is None or (isinstance(data, str) and data in (getattr(self, "eval_dataset", None) or ()))
+        classes = None if self._language_classes is None else self._language_classes.tolist()
+        return data if of_constructor else self._scored(data, classes, name)
