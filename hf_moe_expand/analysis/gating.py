@@ -106,6 +106,8 @@ def fit_gates(
     place: Any = out
     if is_loaded and processing_class is None:
         raise InputError("processing_class is None: give the tokenizer of the loaded model.")
+    if processing_class is not None and not is_loaded:
+        raise InputError("processing_class: a checkpoint has its own tokenizer: leave it out.")
     check_place(model, out, overwrite, *([] if is_loaded else [resolve_checkpoint(given)]))
     with nullcontext(given) if is_loaded else gated(given, place) as source:
         classes = History.of(check_takes_gate(source)).classes

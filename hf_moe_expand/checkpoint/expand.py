@@ -183,9 +183,11 @@ def expand_model(
     _check_dense(dense)
     if isinstance(plan, ExpandedConfig):
         wanted = plan
-        if conditional_routing or expert_kind != "ffn":
+        of_kind = (lora_rank, lora_alpha, expert_width, target_modules) != (LORA_RANK, LORA_ALPHA, None, None)
+        if conditional_routing or expert_kind != "ffn" or of_kind:
             raise InputError(
-                "conditional_routing and expert_kind are fields of the configuration: set them in `from_dense`."
+                "conditional_routing, expert_kind and its settings are fields of the configuration: set them in "
+                "`from_dense`."
             )
         plan, conditional_routing, expert_kind = _plan_of(wanted), wanted.conditional_routing, wanted.expert_kind
         lora_rank, lora_alpha = wanted.lora_rank or lora_rank, wanted.lora_alpha or lora_alpha
@@ -264,7 +266,14 @@ def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.
 
 def check_plan_of_gate(plan: Plan, layer: int, kind: ExpertKind) -> None:
     """Refuses a plan for a gate in this layer that leaves the layer dense, or expands layers below it, where adapters
-    alone have a use: for text whose language is told."""
+    alone have a use: for text whose language is told; and one with what a gate takes the place of."""
+    if plan.groups:
+        raise InputError("A gate sends text home to a frozen base, but DMoE trains the base: leave the gate out.")
+    if plan.classifier_layers:
+        raise InputError(
+            f"The gate takes the place of classifiers, but the plan has some, in layers {plan.classifiers_in_words}: "
+            "plan without classifiers."
+        )
     counts = plan.experts_per_layer
     if counts[layer] < 2 or (max(counts[:layer], default=1) > 1 and not isinstance(kind, AdapterKind)):
         raise InputError(

@@ -31,6 +31,7 @@ from ..planning.plan import Plan
 from .adapter_maps import ALL_LINEAR, adapter_of
 from .gated_ffn import gate_and_up
 from .reader import TORCH_DTYPES
+from .settings import LORA_ALPHA, LORA_RANK
 from .stored import Place, StoredModel
 
 EXPERT_INITS = ("copy", "random")
@@ -62,6 +63,11 @@ def chosen_kind(
         raise InputError(
             f"target_modules is {target_modules!r}, but expert_kind is {expert_kind!r}: only adapters choose the maps "
             "that they update; leave it out, or set expert_kind to 'adapter'."
+        )
+    if expert_kind not in ("lora", "adapter") and (lora_rank, lora_alpha) != (LORA_RANK, LORA_ALPHA):
+        raise InputError(
+            f"lora_rank is {lora_rank} and lora_alpha {lora_alpha:g}, but expert_kind is {expert_kind!r}: leave them "
+            "out, or set expert_kind to 'lora' or 'adapter'."
         )
     ffns = decoder_ffns(network)
     grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]

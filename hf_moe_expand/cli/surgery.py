@@ -56,7 +56,9 @@ def expand(
     if vocabulary:
         size = OWN_TOKENS if vocabulary_size is None else vocabulary_size
         own = {code: {"text": one.source, "size": size} for code, one in text_sources(vocabulary).items()}
-        made = changed(made, vocabulary=own)
+        if both := sorted({*own} & {*made.vocabulary}):
+            raise InputError(f"--vocabulary: {', '.join(both)} has tokens of its own in {plan} already: leave one out.")
+        made = changed(made, vocabulary={**made.vocabulary, **own})
     elif vocabulary_size is not None:
         raise InputError("--vocabulary-size belongs to --vocabulary, which is not given.")
     from ..checkpoint.expand import expand_checkpoint
@@ -119,8 +121,8 @@ def grow(
         check_output(out, overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, growth)
         origin = _nearest_experts(model, growth.new, data or [], seed, settings)
-    elif data:
-        raise InputError("--data belongs to --copy-from nearest, which is not given.")
+    elif data or settings != AnalysisSettings():
+        raise InputError("--data and settings of the analysis belong to --copy-from nearest, which is not given.")
     elif not copy_from.isdecimal():
         raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
     else:
@@ -445,8 +447,8 @@ def inspect(
 
     Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json --tokens 6e9 --tflops 200
     """
-    if plan is None and tokens is not None:
-        raise InputError("--tokens belongs to --plan, which is not given.")
+    if plan is None and (tokens is not None or settings != ExpandSettings()):
+        raise InputError("--tokens and settings of new experts belong to --plan, which is not given.")
     if plan is not None:
         from ..planning.plan import Plan
 

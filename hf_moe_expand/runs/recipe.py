@@ -204,6 +204,8 @@ class Recipe(Expansion):
                     "by a recipe of its own."
                 )
         check_old_and_new(self.old_languages, self.new)
+        if self.join is not None and not self.join.calibrate and "tokens" in self.join.model_fields_set:
+            raise InputError("join.tokens: are read by `calibrate` alone: set `calibrate: true`, or leave tokens out.")
         if self.join is not None and self.join.calibrate and not self.new:
             raise InputError(
                 "join.calibrate: fits gates on text: give some of each pack's languages under `new`, and of the base's "
@@ -217,6 +219,11 @@ class Recipe(Expansion):
     def _check_old(self) -> None:
         """Refuses a recipe that needs old text and has none, and self-written text that no step reads."""
         first = self.all_expansions[0]
+        if self.old and first.family == "dmoe":
+            raise InputError(
+                "old: DMoE trains the base too, so no language stays as it is: name all languages to train on under "
+                "`new`."
+            )
         if self.self_written is not None and first.family == "dmoe":
             raise InputError(
                 "self_written: DMoE trains the base too, so nothing of it stays that text of its own would keep: leave "
@@ -267,6 +274,14 @@ class Recipe(Expansion):
                 f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
                 "expansion."
             )
+        plan = expansion.plan
+        if expansion.has("gates") and isinstance(plan, LayerPlan) and (plan.classifier_layers or plan.classifiers_in):
+            raise InputError(
+                f"expansion {number}: the gate takes the place of classifiers, but the plan has some: leave them out, "
+                "or `gates`."
+            )
+        if number > 1:
+            self._check_further(number, expansion)
         copied = expansion.expand.copy_from
         if number == 1 and copied not in (0, "nearest"):
             raise InputError(f"expand.copy_from is {copied}: the first expansion can copy only expert 0; leave it out.")
@@ -275,6 +290,19 @@ class Recipe(Expansion):
                 f"expansion {number}: graft: the delta is added once, in the last expansion, since later expansions "
                 f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.all_expansions)}."
             )
+
+    def _check_further(self, number: int, expansion: Expansion) -> None:
+        """Refuses settings of further experts that are other than the first ones': they are as those."""
+        first = self.all_expansions[0]
+        kinds = [name for name in ExpandSettings.model_fields if name not in ("copy_from", "max_shard_size")]
+        for part, names in {"plan": ["top_k"], "expand": kinds}.items():
+            own, of_first = getattr(expansion, part), getattr(first, part)
+            for name in [name for name in names if name in getattr(own, "model_fields_set", ())]:
+                if getattr(own, name) != getattr(of_first, name, None):
+                    raise InputError(
+                        f"expansion {number}: {part}.{name} is {getattr(own, name)!r}, but further experts are as "
+                        f"those of the first expansion, which has {getattr(of_first, name, None)!r}: leave it out."
+                    )
 
     def _check_vocabulary(self, number: int, expansion: Expansion) -> None:
         """Refuses tokens of their own where a model with them cannot be made, grown or grafted."""

@@ -19,6 +19,7 @@ from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..core.disk import check_room, folder_bytes, full_disk_as, readable_size
 from ..core.errors import DivergedError, InputError, goes_on
+from ..core.languages import same_language
 from ..core.schema import changed, check_seed, checked
 from ..core.scratch import last_step
 from ..data.sources import LanguageText
@@ -86,6 +87,9 @@ def _train_stage(
             f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "
             "GroupConfig, JointConfig, AdaptConfig or DenseConfig."
         )
+    for code, text in data.items():
+        if isinstance(text, LanguageText) and not same_language(code, text.language):
+            raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
     config = copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
