@@ -123,7 +123,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         elif "language" in columns and (self._needs_languages or self._asked or self._classes_matter):
             self._use_codes(dataset_name)
             step, options = _ids_of_code, {"class_of": self._class_of_code, "name": dataset_name}
-        elif self._needs_languages or self._asked:
+        elif self._needs_languages or (self._asked and self._classes_matter):
             who = self._who_needs_languages() if self._needs_languages else "language_classes gives their classes."
             raise InputError(
                 f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "

@@ -42,6 +42,7 @@ class OwnDataMixin:
         else:
             is_of_stage = False
             data = self._with_ids(data, columns)
+            columns = columns_of(data, name, self._own_collator)
         if not is_of_stage:
             self._check_packed(data)
         if mix is not None and is_mixed(config):

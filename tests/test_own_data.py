@@ -1,0 +1,284 @@
+"""Data sets in every form (text, rows of tokens, what `pack_texts` returned) train and are scored alike, and no setting
+or column of them is dropped."""
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_dense
+from datasets import Dataset
+from one_sft_step import settings
+from test_trainers_in_memory import by_code, tagged
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import (
+    JointConfig,
+    JointTrainer,
+    Masking,
+    MoESFTTrainer,
+    Plan,
+    PostPretrainConfig,
+    PostPretrainTrainer,
+    ReviewConfig,
+    ReviewTrainer,
+    expand_checkpoint,
+    expand_model,
+    pack_texts,
+)
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.trainers.losses import BalanceLoss
+from hf_moe_expand.trainers.samplers import LanguageMix
+
+ROUTED = Plan("moe-lpr", [3, 1, 3], [2], old=["en"], new=["el"])
+OWN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
+CONFIGS = {PostPretrainTrainer: PostPretrainConfig, ReviewTrainer: ReviewConfig, JointTrainer: JointConfig}
+
+
+def packed(*codes, **options):
+    return pack_texts(by_code(*codes), byte_tokenizer(), 16, seed=5, **options)
+
+
+def as_rows(*codes, languages=("en", "el"), without=()):
+    rows = Dataset.from_list([dict(row) for row in packed(*codes, languages=languages).dataset])
+    return rows.remove_columns(list(without))
+
+
+def trainer_of(kind, plan, data, folder, args=None, **options):
+    torch.manual_seed(0)
+    quick = {"block_size": 16, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "seed": 5}
+    quick |= {"save_strategy": "no", "disable_tqdm": True, **(args or {})}
+    quick = {name: value for name, value in quick.items() if value is not ...}
+    config = CONFIGS[kind](str(folder), **quick)
+    model = expand_model(tiny_dense("qwen2"), plan)
+    return kind(model, config, train_dataset=data, processing_class=byte_tokenizer(), **options)
+
+
+def moved(trainer):
+    """The names of the experts that a training moves."""
+    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    names = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    return {name.split(".experts.")[1].split(".")[0] for name in names if ".experts." in name}
+
+
+def loss_of(trainer, data):
+    return trainer.evaluate(data)["eval_loss" if not isinstance(data, dict) else f"eval_{next(iter(data))}_loss"]
+
+
+# --- languages and their numbers ----------------------------------------------------------------------------------
+
+
+FORMS = {
+    "text": lambda code: tagged(code),
+    "packed": lambda code: packed(code),
+    "packed, numbered": lambda code: packed(code, languages=["en", "el"]),
+    "rows": lambda code: as_rows(code),
+    "rows with codes": lambda code: as_rows(code, without=["language_ids"]).add_column(
+        "language", [code] * len(as_rows(code))
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("code", "expert"), [("en", "0"), ("el", "1")])
+def test_exclusive_experts_learn_their_language_whatever_the_form(tmp_path, form, code, expert):
+    assert moved(trainer_of(JointTrainer, OWN, form(code), tmp_path)) == {expert}
+
+
+@pytest.mark.parametrize("trained_on", [lambda: packed("el"), lambda: tagged("el")], ids=["packed", "text"])
+def test_text_is_scored_by_its_own_experts_whatever_the_form(tmp_path, trained_on):
+    trainer = trainer_of(PostPretrainTrainer, OWN, trained_on(), tmp_path, {"max_steps": 10})
+    trainer.train()
+    for code in ("en", "el"):
+        wanted = loss_of(trainer, {code: FORMS["text"](code)})
+        for form in FORMS.values():
+            assert loss_of(trainer, form(code)) == pytest.approx(wanted, rel=1e-5)
+        without = as_rows(code, without=["language_ids"])
+        assert loss_of(trainer, {code: without}) == pytest.approx(wanted, rel=1e-5)
+    assert loss_of(trainer, tagged("en")) != pytest.approx(loss_of(trainer, tagged("el")), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", [PostPretrainTrainer, ReviewTrainer])
+def test_a_language_that_the_model_does_not_have_is_refused(tmp_path, kind):
+    text = pack_texts({"de": tagged("el"), "fr": tagged("tr")}, byte_tokenizer(), 16, 0)
+    with pytest.raises(InputError, match="train_dataset has the unknown language de, fr; known: en, el"):
+        trainer_of(kind, ROUTED, text, tmp_path)
+    trainer = trainer_of(kind, ROUTED, packed("en", "el") if kind is ReviewTrainer else packed("el"), tmp_path)
+    with pytest.raises(InputError, match="eval_dataset has the unknown language de, fr; known: en, el"):
+        trainer.evaluate(text)
+
+
+def test_sentence_pairs_are_numbered_anew():
+    rows = Dataset.from_list([{"input_ids": [1], "labels": [2], "language_ids": [0, -1]}])
+    from hf_moe_expand.data.packing import PackedText
+
+    found = PackedText(rows, ("el", "en"), {"el": 2}, {"el": 1}, (1,)).numbered(["en", "el"])
+    assert found.dataset[0]["language_ids"] == [1, -1]
+    assert (found.languages, found.tokens) == (("en", "el"), {"el": 2})
+
+
+# --- columns ------------------------------------------------------------------------------------------------------
+
+
+def weights_after(data, folder, **options):
+    trainer = trainer_of(PostPretrainTrainer, ROUTED, data, folder, **options)
+    trainer.train()
+    return torch.cat([value.flatten() for value in trainer.model.state_dict().values()])
+
+
+def test_masked_labels_of_rows_are_no_targets(tmp_path):
+    rows = as_rows("el")
+    whole = weights_after(rows, tmp_path)
+    assert torch.equal(whole, weights_after(rows.map(lambda row: {"labels": row["input_ids"]}), tmp_path))
+    half = rows.map(lambda row: {"labels": [-100] * 8 + row["input_ids"][8:]})
+    assert not torch.equal(whole, weights_after(half, tmp_path))
+    trainer = trainer_of(PostPretrainTrainer, ROUTED, rows, tmp_path)
+    assert loss_of(trainer, half) != pytest.approx(loss_of(trainer, rows), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("position_ids", [3] * 16, "has a column `position_ids`, but blocks have positions 0, 1"),
+        ("attention_mask", [1] * 15 + [0], "has a column `attention_mask` with zeros, but blocks have no padding"),
+        ("text", "a text", "has both text and `input_ids`: remove the column that is not to be read"),
+    ],
+)
+def test_columns_that_a_batch_would_lose_are_refused(tmp_path, column, values, said):
+    rows = as_rows("el")
+    changed = rows.add_column(column, [values] * len(rows))
+    with pytest.raises(InputError, match=f"train_dataset {said}"):
+        trainer_of(PostPretrainTrainer, ROUTED, changed, tmp_path)
+    with pytest.raises(InputError, match=f"eval_dataset {said}"):
+        trainer_of(PostPretrainTrainer, ROUTED, rows, tmp_path).evaluate(changed)
+    ones = rows.add_column("attention_mask", [[1] * 16] * len(rows))
+    trainer_of(PostPretrainTrainer, ROUTED, ones, tmp_path)
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "codes", "args", "said"),
+    [
+        (PostPretrainTrainer, ROUTED, ["el"], {"language_prior_coef": 0.5}, "needs old-language text"),
+        (PostPretrainTrainer, ROUTED, ["en", "el"], {}, "en: post-pretraining reads only new languages"),
+        (PostPretrainTrainer, ROUTED, ["el"], {"replay": True}, "replay: there is no text of the old languages"),
+        (PostPretrainTrainer, OWN, ["el"], {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
+        (ReviewTrainer, ROUTED, ["el"], {}, "en: no text was given; review needs text of every"),
+        (ReviewTrainer, ROUTED, ["en", "el"], {"classifier_layers": 1}, "the model has classifiers already"),
+        (ReviewTrainer, ROUTED, ["en", "el"], {"classifier_choice": "last"}, "classifier_choice: .* classifier_layers"),
+        (ReviewTrainer, OWN, ["en", "el"], {}, "no router is left to review"),
+    ],
+)  # fmt: skip
+def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, plan, codes, args, said):
+    for data in (tagged(*codes), packed(*codes, languages=["en", "el"])):
+        with pytest.raises(InputError, match=said):
+            trainer_of(kind, plan, data, tmp_path, args)
+
+
+def test_settings_are_checked_with_the_model_of_rows_too(tmp_path):
+    for kind, plan, args, said in (
+        (PostPretrainTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
+        (ReviewTrainer, OWN, {}, "no router is left to review"),
+        (PostPretrainTrainer, ROUTED, {"block_size": 32}, "blocks of 16 tokens, but block_size is 32"),
+    ):
+        data = packed("en", "el") if "block_size" in args else as_rows("en", "el")
+        with pytest.raises(InputError, match=said):
+            trainer_of(kind, plan, data, tmp_path, args)
+
+
+def test_packed_text_of_another_trainer_is_checked_anew(tmp_path):
+    first = trainer_of(PostPretrainTrainer, ROUTED, tagged("el"), tmp_path)
+    with pytest.raises(InputError, match="packed already, but tokens_per_language says what to pack"):
+        trainer_of(PostPretrainTrainer, ROUTED, first.packed, tmp_path, {"tokens_per_language": 20})
+
+
+def test_a_temperature_needs_blocks_of_one_language_each(tmp_path):
+    plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el", "tr"])
+    with pytest.raises(InputError, match=r'languages share blocks .* pass groups=\[\["el"\], \["tr"\]\]'):
+        trainer_of(PostPretrainTrainer, plan, packed("el", "tr"), tmp_path, {"temperature": 2.0})
+    groups = packed("tr", "el", groups=[["tr"], ["el"]])
+    trainer = trainer_of(PostPretrainTrainer, plan, groups, tmp_path, {"temperature": 2.0})
+    assert trainer.mix.rows == groups.blocks
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "said"),
+    [
+        ({"mix": LanguageMix([3])}, {}, "mix has 3 rows: train_dataset must have as many"),
+        ({"mix": LanguageMix([9])}, {"temperature": 2.0}, "mix, and the configuration's temperature or curriculum"),
+        (
+            {"masking": Masking(final_output=0.5)}, {"masking": Masking(expert_output=0.5)},
+            "masking is given twice, here and in args",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_contradict_the_configuration_are_refused(tmp_path, options, args, said):
+    with pytest.raises(InputError, match=said):
+        trainer_of(PostPretrainTrainer, ROUTED, packed("el"), tmp_path, args, **options)
+
+
+def test_masking_of_the_constructor_is_checked_as_the_configurations(tmp_path):
+    mask = Masking(expert_output=0.5)
+    with pytest.raises(InputError, match="there is no choice to mask"):
+        trainer_of(PostPretrainTrainer, OWN, tagged("el"), tmp_path, masking=mask)
+    with pytest.raises(InputError, match="masking: ReviewTrainer has no choice of experts to mask"):
+        trainer_of(ReviewTrainer, ROUTED, tagged("en", "el"), tmp_path, masking=mask)
+
+
+# --- TRL ----------------------------------------------------------------------------------------------------------
+
+
+def sft(folder, data, plan=OWN, **options):
+    config = settings(folder, max_length=16)
+    options = {"router_losses": [BalanceLoss(0.1)] if plan is ROUTED else [], **options}
+    model = expand_model(tiny_dense("qwen2"), plan)
+    return MoESFTTrainer(model, config, train_dataset=data, processing_class=byte_tokenizer(), **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "plan", "classes", "said"),
+    [
+        (lambda: as_rows("en"), OWN, None, r"`language_ids`, an id for each token: pass .*language_classes=\[0, 1\]"),
+        (lambda: as_rows("en"), OWN, {"en": 0, "el": 1}, "`language_ids`, an id for each token: pass the class"),
+        (lambda: as_rows("en", without=["language_ids"]), OWN, {"en": 0}, "no column `language` .* classes"),
+        (lambda: as_rows("en", without=["language_ids"]), OWN, [0, 1], "no column `language` .* classes"),
+        (lambda: tagged("en"), ROUTED, [0, 1], "a list of language_classes is for a column `language_ids`"),
+    ],
+)
+def test_sft_drops_no_language(tmp_path, data, plan, classes, said):
+    with pytest.raises(InputError, match=said):
+        sft(tmp_path, data(), plan, language_classes=classes)
+
+
+def test_sft_trains_the_experts_of_each_rows_language(tmp_path):
+    assert moved(sft(tmp_path, as_rows("el"), language_classes=[0, 1])) == {"1"}
+    assert moved(sft(tmp_path, as_rows("en"), language_classes=[0, 1])) == {"0"}
+
+
+# --- expansion ----------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_another_kind_of_experts_are_refused(tmp_path):
+    dense, wanted = tiny_dense("qwen2"), expand_model(tiny_dense("qwen2"), ROUTED).config
+    for options in ({"lora_rank": 3}, {"lora_alpha": 99.0}):
+        with pytest.raises(InputError, match="but expert_kind is 'ffn': leave them out, or set expert_kind to"):
+            expand_model(dense, ROUTED, **options)
+        with pytest.raises(InputError, match="are fields of the configuration: set them in `from_dense`"):
+            expand_model(dense, wanted, **options)
+    with pytest.raises(InputError, match="are fields of the configuration"):
+        expand_model(dense, wanted, expert_width=9)
+
+
+def test_text_under_another_languages_code_is_refused(tmp_path):
+    from conftest import save_dense, write_texts
+
+    from hf_moe_expand import train_stage
+    from hf_moe_expand.data.sources import LanguageText
+
+    save_dense(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "model", ROUTED)
+    text = LanguageText("en", str(write_texts(tmp_path / "en.jsonl", ["a text"] * 40)))
+    with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
+        train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
