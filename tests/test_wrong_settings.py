@@ -28,8 +28,7 @@ review: {block_size: 32, max_steps: 2}
 DMOE = """
 base: ROOT/base
 output: ROOT/run
-old: {en: ROOT/en.jsonl}
-new: {el: ROOT/el.jsonl, tr: ROOT/tr.jsonl}
+new: {el: ROOT/el.jsonl, tr: ROOT/tr.jsonl, en: ROOT/en.jsonl}
 deviation: {steps: 1, batch_size: 1, block_size: 16}
 plan: {method: dmoe, groups: 2, ratio: 0.5}
 group: {block_size: 32, max_steps: 2}

@@ -122,7 +122,8 @@ def grow(
         check_growth(model, growth)
         origin = _nearest_experts(model, growth.new, data or [], seed, settings)
     elif data or settings != AnalysisSettings():
-        raise InputError("--data and settings of the analysis belong to --copy-from nearest, which is not given.")
+        what = "--data belongs" if data else "--tokens, --block-size and the like belong"
+        raise InputError(f"{what} to --copy-from nearest, which is not given.")
     elif not copy_from.isdecimal():
         raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
     else:
@@ -448,7 +449,8 @@ def inspect(
     Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json --tokens 6e9 --tflops 200
     """
     if plan is None and (tokens is not None or settings != ExpandSettings()):
-        raise InputError("--tokens and settings of new experts belong to --plan, which is not given.")
+        what = "settings of new experts belong" if tokens is None else "--tokens belongs"
+        raise InputError(f"{what} to --plan, which is not given.")
     if plan is not None:
         from ..planning.plan import Plan
 

@@ -162,6 +162,8 @@ def push_to_hub(
             files = {name: content for name, content in files.items() if not is_weights(name)}
             files |= published_files(source)
         if _own_card(folder):
+            if license is not None:
+                raise InputError(f"license: {CARD} of {folder} is the card, as it stands: name the licence there.")
             say(f"card: {CARD} of {folder}, as it stands")
             card = (folder / CARD).read_text(encoding="utf-8")
         else:

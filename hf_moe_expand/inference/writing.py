@@ -29,6 +29,8 @@ class Answering(Schema):
     def model_post_init(self, _: Any) -> None:
         if self.system is not None and not self.chat:
             raise InputError("A system message belongs to a chat: ask with the chat template, or leave it out.")
+        if not self.temperature and (self.top_p != 1 or self.seed):
+            raise InputError("top_p and seed are for drawing, but the temperature is 0: raise it, or leave them out.")
 
 
 def _by_language(prompts: Any) -> Any:

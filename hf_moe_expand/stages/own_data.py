@@ -99,10 +99,11 @@ class OwnDataMixin:
 
     def _with_ids(self: Any, data: Any, columns: Collection[str], language: str | None = None) -> Any:
         """Rows of tokens with the language that a column `language`, or the key of an evaluation, gives each."""
+        is_asked = language is not None or "language" in columns
+        if not (is_asked and isinstance(data, Dataset) and "input_ids" in columns) or "language_ids" in columns:
+            return data
         old, new = languages_of(self.model_config)
         known = [*old, *new]
-        if not isinstance(data, Dataset) or "language_ids" in columns or "input_ids" not in columns:
-            return data
         if "language" in columns:
             code_of = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
             if unknown := sorted(tag for tag, code in code_of.items() if code is None):

@@ -87,9 +87,6 @@ def _train_stage(
             f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "
             "GroupConfig, JointConfig, AdaptConfig or DenseConfig."
         )
-    for code, text in data.items():
-        if isinstance(text, LanguageText) and not same_language(code, text.language):
-            raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
     config = copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
@@ -100,6 +97,9 @@ def _train_stage(
         config.seed = config.data_seed = seed
     config.check_alone()
     prepared = prepare(config, before, data)
+    for code, text in data.items():
+        if isinstance(text, LanguageText) and not same_language(code, text.language):
+            raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
     if config.process_index == 0 and prepared.lines:
         print("\n".join(prepared.lines))
     settings = config.recorded()

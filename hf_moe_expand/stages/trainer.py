@@ -182,8 +182,10 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             raise InputError("masking is given twice, here and in args, and differs: leave one of them out.")
         if masking is not None:
             vars(self.args)["masking"] = masking
-        check_conditional_gate(masking or own, model_config.conditional_routing)
-        return masking or own
+        masking = masking or own
+        if masking is not None:
+            check_conditional_gate(masking, model_config.conditional_routing)
+        return masking
 
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
         """Freezes what does not train; None if that is done already."""
@@ -216,7 +218,10 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             self._steps_of_rows = True  # `auto_find_batch_size` asks again, with a smaller batch
             training.max_steps = math.ceil(training.num_train_epochs * sum(self.mix.rows) / rows)
         batch = 1 if self.mix.groups is None else self._train_batch_size
-        return CurriculumSampler(self.mix, training.max_steps, rows, training.seed, batch)
+        return CurriculumSampler(self.mix, training.max_steps, rows, self._order_seed(), batch)
+
+    def _order_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     # --- training -------------------------------------------------------------------------------------------------
 

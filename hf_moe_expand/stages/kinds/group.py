@@ -81,7 +81,7 @@ class GroupTrainer(StageTrainer):
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         classes = self._classes()
         groups = [classes[int(languages[0])] for languages in dataset["language_ids"]]
-        return GroupedSampler(groups, self.args.per_device_train_batch_size, self.args.seed)
+        return GroupedSampler(groups, self.args.per_device_train_batch_size, self._order_seed())
 
     @contextmanager
     def asking(self, inputs: Mapping[str, Any]) -> Iterator[None]:
