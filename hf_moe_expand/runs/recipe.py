@@ -193,8 +193,6 @@ class Recipe(Expansion):
         check_named_once([*known, *(code for code in self.test if code not in known)])
         check_named_once(list(self.anchors))
         self._check_old()
-        if not self.test and self.evaluation != EvaluationSettings():
-            raise InputError("evaluation: nothing is scored without `test`: give held-out text, or leave it out.")
         return self
 
     def _check_join(self) -> None:
