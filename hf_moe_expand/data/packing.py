@@ -58,7 +58,7 @@ class PackedText:
         if self.languages == order:
             return self
         named = [next((one for one in order if names_language(code, one)), None) for code in self.languages]
-        known = dict(zip(self.languages, named, strict=True))
+        known: dict[str, Any] = dict(zip(self.languages, named, strict=True))
         if unknown := [code for code in self.tokens if known[code] is None]:
             raise InputError(f"{name} has the unknown language {', '.join(unknown)}; known: {', '.join(order)}.")
         numbers = [-1 if code is None else order.index(code) for code in named]

@@ -105,7 +105,7 @@ class OwnDataMixin:
         old, new = languages_of(self.model_config)
         known = [*old, *new]
         if "language" in columns:
-            code_of = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
+            code_of: dict[str, Any] = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
             if unknown := sorted(tag for tag, code in code_of.items() if code is None):
                 raise InputError(f"The rows have the unknown language {', '.join(unknown)}; known: {', '.join(known)}.")
             ids = [known.index(code_of[str(tag)]) for tag in data["language"]]
