@@ -90,7 +90,6 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         _check_arguments(language_classes, model, args, *others, **kwargs)
         self._codes_given = isinstance(language_classes, Mapping)
         self._ids_given = language_classes is not None and not self._codes_given
-        self._asked = language_classes is not None
         class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
@@ -109,6 +108,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
                 f"The {dataset_name} data set has the columns {', '.join(columns)}, but none that TRL reads: give "
                 f"`{args.dataset_text_field}`, `messages`, or `prompt` and `completion`."
             )
+        given = self._codes_given or self._ids_given
         step: Callable[..., dict]
         options: dict[str, Any]
         if "language_ids" in columns:
@@ -120,10 +120,10 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
             classes = None if self._language_classes is None else len(self._language_classes)
             dataset = _map(dataset, args, _check_ids, classes=classes, name=dataset_name)
             step, options = _cut_ids, {"keep_end": args.truncation_mode == "keep_end"}
-        elif "language" in columns and (self._needs_languages or self._asked or self._classes_matter):
+        elif "language" in columns and (self._needs_languages or given or self._classes_matter):
             self._use_codes(dataset_name)
             step, options = _ids_of_code, {"class_of": self._class_of_code, "name": dataset_name}
-        elif self._needs_languages or (self._asked and self._classes_matter):
+        elif self._needs_languages or (given and self._classes_matter):
             who = self._who_needs_languages() if self._needs_languages else "language_classes gives their classes."
             raise InputError(
                 f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "

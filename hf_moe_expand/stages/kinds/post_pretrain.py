@@ -63,6 +63,9 @@ class PostPretrainConfig(MixedConfig):
                 "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
                 "for the LPR loss: leave masking and language_prior_coef out."
             )
+        gates = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
+        if gates and not getattr(model, "conditional_routing", False):
+            raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
         if self.replay_share is not None and self.temperature != 1:
             raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
 

@@ -85,6 +85,8 @@ class ReviewConfig(StageConfig):
             )
         if self.classifier_layers is not None:
             self._check_classifiers(model)
+        elif self.given.get("classifier_coef") and not getattr(model, "classifier_layers", None):
+            raise InputError("classifier_coef: the model has no classifiers: leave it out, or give classifier_layers.")
         elif given := [name for name in ("classifier_choice", "classifier_tokens") if name in self.given]:
             raise InputError(f"{given[0]}: says where new classifiers go: give classifier_layers too, their number.")
         if self.distillation_coef:
