@@ -13,6 +13,7 @@ from hf_moe_expand import (
     fit_gates,
 )
 from hf_moe_expand.checkpoint.expand import check_plan_of_gate
+from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.writing import Answering
 from hf_moe_expand.modeling.expanded_config import ExpertKind
@@ -79,6 +80,14 @@ def test_a_gate_takes_neither_classifiers_nor_groups(plan, said):
 def test_a_checkpoint_takes_no_other_tokenizer(root, tmp_path):
     with pytest.raises(InputError, match="processing_class: a checkpoint has its own tokenizer"):
         fit_gates(root / "model", tmp_path / "out", {"el": ["a"]}, processing_class=byte_tokenizer())
+
+
+def test_a_layer_or_a_language_that_nothing_is_about(root, tmp_path):
+    grown = Plan("moe-lpr", [4, 1, 4], old=["en", "el"], new=["tr"], grows_from=[3, 1, 3])
+    with pytest.raises(InputError, match=r"copy_from names layer 99, but .* has layers 0 to 2"):
+        grow_checkpoint(root / "model", tmp_path / "out", grown, copy_from={99: 1})
+    with pytest.raises(InputError, match="new: hu stands in no group, so that no expert learns it"):
+        Plan("dmoe", [2, 1, 2], groups=[["el"], ["tr"]], new=["el", "hu"]).checked()
 
 
 def test_answers_that_are_not_drawn_have_no_seed():

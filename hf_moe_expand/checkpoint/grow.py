@@ -59,6 +59,8 @@ def grow_checkpoint(
     folder = resolve_checkpoint(model)
     config = check_growth(folder, plan)
     counts, history = config.num_experts_per_layer, History.of(config)
+    if unknown := sorted({*(copy_from or {})} - {*range(len(counts))}):
+        raise InputError(f"copy_from names layer {unknown[0]}, but {folder} has layers 0 to {len(counts) - 1}.")
     origin = {layer: (copy_from or {}).get(layer, 0) for layer in range(len(counts))}
     sources = {
         layer: [origin[layer]] * (after - before)

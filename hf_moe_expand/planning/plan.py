@@ -118,6 +118,8 @@ class Plan(JsonFile):
         if not self.groups:
             return
         check_groups(self.groups)
+        if alone := [code for code in self.new if not any(code in group for group in self.groups)]:
+            raise InputError(f"new: {', '.join(alone)} stands in no group, so that no expert learns it.")
         for layer, count in enumerate(self.experts_per_layer):
             if count not in (1, len(self.groups)):
                 raise InputError(
