@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import (
     JointConfig,
     JointTrainer,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
     Masking,
     MoESFTTrainer,
     Plan,
@@ -114,6 +116,18 @@ def test_sentence_pairs_are_numbered_anew():
     found = PackedText(rows, ("el", "en"), {"el": 2}, {"el": 1}, (1,)).numbered(["en", "el"])
     assert found.dataset[0]["language_ids"] == [1, -1]
     assert (found.languages, found.tokens) == (("en", "el"), {"el": 2})
+
+
+@pytest.mark.parametrize("classes", [None, [1, 0]])
+def test_a_model_without_a_history_takes_packed_text_as_it_is(tmp_path, classes):
+    """Made from a configuration: nothing says its languages, but the classes that come with the text."""
+    config = LayerMoEConfig.from_dense(tiny_dense("qwen2").config, num_experts_per_layer=[2, 2, 2])
+    kind = JointTrainer if classes is None else PostPretrainTrainer
+    args = CONFIGS[kind](str(tmp_path), block_size=16, max_steps=1, save_strategy="no", disable_tqdm=True)
+    text = packed("el", "en")
+    trainer = kind(LayerMoEForCausalLM(config), args, train_dataset=text, language_classes=classes)
+    assert trainer.packed.languages == ("el", "en")
+    assert trainer.evaluate(text)["eval_loss"] > 0
 
 
 # --- columns ------------------------------------------------------------------------------------------------------

@@ -85,21 +85,28 @@ class OwnDataMixin:
                 f"train_dataset is packed into blocks of {size} tokens, but block_size is {config.block_size}: leave "
                 "it out."
             )
-        if self.packed is None:
-            config.check_settings(self.model_config)
-            return
-        config.check(self.model_config, dict.fromkeys(code for code, tokens in self.packed.tokens.items() if tokens))
-        if is_mixed(config):
+        if self.packed is not None and is_mixed(config):
             checked_order(config, list(self.packed.tokens))
+        if self.packed is not None and self._has_history:
+            texts = dict.fromkeys(code for code, tokens in self.packed.tokens.items() if tokens)
+            config.check(self.model_config, texts)
+        else:
+            config.check_settings(self.model_config)
+
+    @property
+    def _has_history(self: Any) -> bool:
+        return bool(getattr(self.model_config, "expansions", None))
 
     def _numbered(self: Any, data: PackedText, name: str) -> PackedText:
-        """Packed text whose language ids are those of the model's languages."""
+        """Packed text whose language ids are those of the model's languages, where its history names them."""
+        if not self._has_history:
+            return data
         old, new = languages_of(self.model_config)
         return data.numbered([*old, *new], name)
 
     def _with_ids(self: Any, data: Any, columns: Collection[str], language: str | None = None) -> Any:
         """Rows of tokens with the language that a column `language`, or the key of an evaluation, gives each."""
-        is_asked = language is not None or "language" in columns
+        is_asked = (language is not None and self._has_history) or "language" in columns
         if not (is_asked and isinstance(data, Dataset) and "input_ids" in columns) or "language_ids" in columns:
             return data
         old, new = languages_of(self.model_config)
