@@ -236,6 +236,8 @@ def test_masking_of_the_constructor_is_checked_as_the_configurations(tmp_path):
     mask = Masking(expert_output=0.5)
     with pytest.raises(InputError, match="there is no choice to mask"):
         trainer_of(PostPretrainTrainer, OWN, tagged("el"), tmp_path, masking=mask)
+    recorded = trainer_of(PostPretrainTrainer, ROUTED, tagged("el"), tmp_path, masking=mask).settings
+    assert recorded["masking"]["expert_output"] == 0.5
     with pytest.raises(InputError, match="masking: ReviewTrainer has no choice of experts to mask"):
         trainer_of(ReviewTrainer, ROUTED, tagged("en", "el"), tmp_path, masking=mask)
 

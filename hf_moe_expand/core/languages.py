@@ -93,6 +93,11 @@ def same_language(code: str, other: str) -> bool:
     return code == other or (names_language(code, other) and names_language(other, code))
 
 
+def named_in(tag: str, known: Sequence[str]) -> str | None:
+    """The code among these that a tag names: itself, else the first that takes its text; None without one."""
+    return tag if tag in known else next((code for code in known if names_language(tag, code)), None)
+
+
 def check_named_once(codes: Sequence[str]) -> None:
     """Refuses a language that has two names among these codes, such as `en` and `eng`."""
     for one, other in combinations(dict.fromkeys(codes), 2):

@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError, errors_at
-from ..core.languages import check_named_once, names_language
+from ..core.languages import check_named_once, named_in
 from ..core.schema import checked
 from .lost import LostText, lost_text
 from .tokens import begin_tokens, document_frame, encode_to_train, say_special, special_tokens, tokenizer_for
@@ -57,11 +57,10 @@ class PackedText:
         order = tuple(languages)
         if self.languages == order:
             return self
-        named = [next((one for one in order if names_language(code, one)), None) for code in self.languages]
-        known: dict[str, Any] = dict(zip(self.languages, named, strict=True))
+        known: dict[str, Any] = {code: named_in(code, order) for code in self.languages}
         if unknown := [code for code in self.tokens if known[code] is None]:
             raise InputError(f"{name} has the unknown language {', '.join(unknown)}; known: {', '.join(order)}.")
-        numbers = [-1 if code is None else order.index(code) for code in named]
+        numbers = [-1 if code is None else order.index(code) for code in known.values()]
         data = self.dataset
         if isinstance(data, Blocks):
             data = data.renumbered(numbers)
@@ -70,8 +69,10 @@ class PackedText:
                 lambda row: {"language_ids": [numbers[one] if one >= 0 else one for one in row["language_ids"]]},
                 features=data.features, desc="number languages",
             )  # fmt: skip
-        tokens, documents = ({known[code]: n for code, n in of.items()} for of in (self.tokens, self.documents))
-        return replace(self, dataset=data, languages=order, tokens=tokens, documents=documents)
+        tokens, documents, lost = (
+            {known[code]: one for code, one in of.items()} for of in (self.tokens, self.documents, self.lost)
+        )
+        return replace(self, dataset=data, languages=order, tokens=tokens, documents=documents, lost=lost)
 
 
 class Blocks:

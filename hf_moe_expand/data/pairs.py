@@ -13,7 +13,7 @@ from langcodes import Language, LanguageTagError
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError
-from ..core.languages import check_named_once, names_language
+from ..core.languages import check_named_once, named_in, names_language
 from ..core.schema import checked
 from .lost import SAMPLE, LostText, lost_text
 from .packing import PackedText, first_tokens
@@ -363,9 +363,8 @@ def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dat
 
 def _id_of(code: str, order: Sequence[str]) -> int:
     """The number of a language; `UNKNOWN` if the model does not know it."""
-    if code in order:
-        return order.index(code)
-    return next((number for number, known in enumerate(order) if names_language(code, known)), UNKNOWN)
+    known = named_in(code, order)
+    return UNKNOWN if known is None else order.index(known)
 
 
 @checked

@@ -10,7 +10,7 @@ from pyarrow import types
 
 from ..checkpoint.source import text_config
 from ..core.errors import InputError
-from ..core.languages import names_language
+from ..core.languages import named_in
 from ..core.saying import say_once
 from ..core.schema import shown_value
 from ..data.packing import Blocks
@@ -173,17 +173,12 @@ def by_language(
         code = language or new[0]
         return {code: _column(data, column, code, name)}
     known, rows = [*old, *new], dict[str, list[int]]()
-    code_of = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
+    code_of = {tag: named_in(tag, known) for tag in {*map(str, data["language"])}}
     for number, tag in enumerate(data["language"]):
         rows.setdefault(code_of[str(tag)] or str(tag), []).append(number)
     if unknown := sorted({*rows} - {*known}):
         raise InputError(f"{name} has the unknown language {', '.join(unknown)}; known: {', '.join(known)}.")
     return {code: _column(data.select(rows[code]), column, code, name) for code in known if code in rows}
-
-
-def code_of_tag(tag: str, known: Sequence[str]) -> str | None:
-    """The code of the model's languages that a row's tag names."""
-    return tag if tag in known else next((code for code in known if names_language(tag, code)), None)
 
 
 def _with_text(data: Dataset, name: str) -> Dataset:

@@ -8,12 +8,13 @@ from typing import Any
 from datasets import Dataset
 
 from ..core.errors import InputError, errors_at
+from ..core.languages import named_in
 from ..data.lost import check_lost
 from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
 from .config import languages_of
-from .data_sets import by_language, check_rows, code_of_tag, columns_of, is_text
+from .data_sets import by_language, check_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import check_arguments, checked_order, prepare
 
@@ -112,7 +113,7 @@ class OwnDataMixin:
         old, new = languages_of(self.model_config)
         known = [*old, *new]
         if "language" in columns:
-            code_of: dict[str, Any] = {tag: code_of_tag(tag, known) for tag in {*map(str, data["language"])}}
+            code_of: dict[str, Any] = {tag: named_in(tag, known) for tag in {*map(str, data["language"])}}
             if unknown := sorted(tag for tag, code in code_of.items() if code is None):
                 raise InputError(f"The rows have the unknown language {', '.join(unknown)}; known: {', '.join(known)}.")
             ids = [known.index(code_of[str(tag)]) for tag in data["language"]]

@@ -124,8 +124,8 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         self.freeze_report = self._freeze(model, self.trained_parts)
         if self.freeze_report is not None:
             config.check_model(model.config)
-        self.settings = config.recorded()
         masking = self._masking(masking, model.config)
+        self.settings = config.recorded()
         self.masking, self.allow_lost_text = masking, allow_lost_text
         if processing_class is not None and getattr(model.config, "vocabularies", None):
             own = {code: model.tokenizer_of(code) for code in model.config.vocabularies}
