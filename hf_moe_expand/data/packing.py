@@ -69,9 +69,8 @@ class PackedText:
                 lambda row: {"language_ids": [numbers[one] if one >= 0 else one for one in row["language_ids"]]},
                 features=data.features, desc="number languages",
             )  # fmt: skip
-        tokens, documents, lost = (
-            {known[code]: one for code, one in of.items()} for of in (self.tokens, self.documents, self.lost)
-        )
+        tokens, documents = ({known[code]: n for code, n in of.items()} for of in (self.tokens, self.documents))
+        lost = {known[code]: one for code, one in self.lost.items()}
         return replace(self, dataset=data, languages=order, tokens=tokens, documents=documents, lost=lost)
 
 
