@@ -44,6 +44,7 @@ from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
+from hf_moe_expand.inference.memory import has_bfloat16
 from hf_moe_expand.modeling import decoder_ffns
 
 SETTINGS = Path(__file__).with_name("study.yaml")
@@ -191,7 +192,7 @@ class Study:
             "per_device_train_batch_size": settings["batch"], "lr_scheduler_type": "cosine", "warmup_steps": 0.05,
             "save_strategy": "no", "logging_steps": 20, "disable_tqdm": True,
         }  # fmt: skip
-        return found | ({"bf16": True} if torch.cuda.is_available() else {})
+        return found | ({"bf16": True} if settings["bf16"] and has_bfloat16() else {})
 
     def text(self, code: str, tokens: float = math.inf) -> str:
         """A file with a language's first documents, of together at least this many tokens."""

@@ -298,7 +298,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
 
         Raises:
             ValueError: see `use_languages`; or the number of codes is not that of the sequences; or a model with a gate
-                shall draft by its first layers (`assistant_early_exit`).
+                shall draft by its first layers (`assistant_early_exit`), or one without it judge messages.
         """
         settings = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         exit_layer = kwargs.get("assistant_early_exit", settings.assistant_early_exit)
@@ -316,7 +316,10 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         if (sequences := self.routing_control.request.sequences) is not None:
             check_count(sequences, inputs, kwargs)
         ends = None
-        if judge_prompt is not False and self.config.language_gate is not None:  # type: ignore[attr-defined]
+        if self.config.language_gate is None:  # type: ignore[attr-defined]
+            if not isinstance(judge_prompt, bool):
+                raise ValueError("judge_prompt: the model has no language gate that would judge: leave it out.")
+        elif judge_prompt is not False:
             ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
         with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
             if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]

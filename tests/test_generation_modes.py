@@ -89,6 +89,14 @@ def test_compiled_a_prompt_is_judged_as_well(how):
     assert torch.equal(gated.generate(IDS, attention_mask=mask, **OPTIONS, **how(gated)), judged)
 
 
+def test_messages_are_not_judged_without_a_gate():
+    plain = model(gate=False)
+    for harmless in (True, False):
+        plain.generate(IDS, judge_prompt=harmless, **OPTIONS)
+    with pytest.raises(ValueError, match="judge_prompt: the model has no language gate that would judge: leave it out"):
+        plain.generate(IDS, judge_prompt=[4, 9], **OPTIONS)
+
+
 def test_padding_that_the_pad_token_tells_is_no_text(gated):
     ids = torch.randint(0, 250, (32, 9), generator=torch.Generator().manual_seed(7))
     ids[:, :7] = PAD

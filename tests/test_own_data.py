@@ -26,7 +26,7 @@ from hf_moe_expand import (
     pack_texts,
 )
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.trainers.losses import BalanceLoss
+from hf_moe_expand.trainers.losses import BalanceLoss, GroupLoss
 from hf_moe_expand.trainers.samplers import LanguageMix
 
 ROUTED = Plan("moe-lpr", [3, 1, 3], [2], old=["en"], new=["el"])
@@ -265,6 +265,27 @@ def sft(folder, data, plan=OWN, **options):
 def test_sft_drops_no_language(tmp_path, data, plan, classes, said):
     with pytest.raises(InputError, match=said):
         sft(tmp_path, data(), plan, language_classes=classes)
+
+
+@pytest.mark.parametrize("plan", [OWN, ROUTED])
+@pytest.mark.parametrize(
+    ("classes", "wrong"), [([0, 7], 7), ([0, -1], -1), ({"en": 0, "el": 7}, 7), ({"en": -1, "el": 1}, -1)]
+)
+def test_a_class_that_the_model_does_not_have_is_refused(tmp_path, plan, classes, wrong):
+    by_codes = isinstance(classes, dict)
+    said = f"has the class {wrong}, but the model has 0 to 1: g is the class of the languages of expansion g"
+    with pytest.raises(InputError, match=said):
+        sft(tmp_path, tagged("en", "el") if by_codes else as_rows("en", "el"), plan, language_classes=classes)
+    if not by_codes:
+        with pytest.raises(InputError, match=said):
+            trainer_of(JointTrainer, plan, as_rows("en", "el"), tmp_path, language_classes=classes)
+
+
+def test_a_class_is_a_group_where_a_loss_is_of_groups(tmp_path):
+    three, options = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el"]), {"router_losses": [GroupLoss(0.1)]}
+    sft(tmp_path, as_rows("en", "el"), three, language_classes=[0, 2], **options)
+    with pytest.raises(InputError, match=r"has the class 3, but the model has 0 to 2: .* of language group g"):
+        sft(tmp_path, as_rows("en", "el"), three, language_classes=[0, 3], **options)
 
 
 def test_sft_trains_the_experts_of_each_rows_language(tmp_path):

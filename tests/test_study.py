@@ -45,7 +45,7 @@ def small_study(study, tmp_path, help_text, quick_gates, monkeypatch):
         "rows": {name: settings["rows"][name] for name in ("base", "exclusive", "25 % replay")}, "sentences": 6,
         "languages": {"kept": ["en"], "anchored": ["zh"], "unnamed": ["es"], "new": ["hu"]},
         "questions": {"en": ["Why?"], "hu": ["Miért?"]}, "claims": [["hu", "exclusive", None, "new: documents", 0]],
-        "bases": {"tiny": {"tokens": {256: [0]}, "block": 32, "batch": 2, "rates": rates}},
+        "bases": {"tiny": {"tokens": {256: [0]}, "block": 32, "batch": 2, "bf16": False, "rates": rates}},
     }  # fmt: skip
     settings["rows"]["exclusive"]["gates"] = {"unseen_share": 0.99}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")

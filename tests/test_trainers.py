@@ -207,6 +207,10 @@ def test_refusals(tmp_path):
     }
     with pytest.raises(ValueError, match="and batches with language_ids"):
         untagged.train()
+    further = plain_trainer(tmp_path, model())
+    further.train_dataset = further.train_dataset.map(lambda row: {"language_ids": [7] * len(row["input_ids"])})
+    with pytest.raises(ValueError, match=r"A batch has the language id 7, but .* 2 classes, of the ids 0\.\.1\."):
+        further.train()
     dense = model(num_experts_per_layer=[1, 1, 1], classifier_layers=[])
     with pytest.raises(ValueError, match="No layer of the model is expanded"):
         plain_trainer(tmp_path, dense).train()

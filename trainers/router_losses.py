@@ -4,7 +4,7 @@ The model's forward pass does not compute these losses. The mixin records the ro
 `compute_loss` runs, adds the losses, and logs each part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -64,7 +64,8 @@ class RouterLossMixin(PublishingMixin):
     Raises:
         InputError: `router_losses` is not a list of losses, or two losses log the same metric; reentrant gradient
             checkpointing, label smoothing or TRL's `router_aux_loss_coef` is on; a loss needs `language_classes`, but
-            they are missing; or tied embeddings would train under transformers' own FSDP.
+            they are missing, or hold a class that the model does not have; or tied embeddings would train under
+            transformers' own FSDP.
     """
 
     compute_loss_func: Any
@@ -121,9 +122,24 @@ class RouterLossMixin(PublishingMixin):
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()
+        self._check_classes([] if self._language_classes is None else self._language_classes.tolist())
         if self.router_losses:
             check_expanded(self.accelerator.unwrap_model(self.model))
         _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
+
+    def _check_classes(self, classes: Iterable[int]) -> None:
+        """Refuses a class of languages that the model does not have: its tokens would take no expert."""
+        config = self.accelerator.unwrap_model(self.model).config
+        if not (counts := getattr(config, "num_experts_per_layer", None)):
+            return  # no expanded model
+        has_groups = hasattr(config, "language_groups") or any(loss.needs_groups for loss in self._active_losses())
+        last = max(counts) - 1 if has_groups else 1 + len(config.earlier_experts_per_layer or ())
+        of = "language group g" if has_groups else "expansion g"
+        if wrong := [one for one in classes if not 0 <= one <= last]:
+            raise InputError(
+                f"language_classes has the class {wrong[-1]}, but the model has 0 to {last}: g is the class of the "
+                f"languages of {of}{'' if has_groups else ', 0 that of the base model'}."
+            )
 
     @property
     def _needs_languages(self) -> bool:
@@ -307,7 +323,14 @@ class RouterLossMixin(PublishingMixin):
         ids = ids.flatten().long()
         tagged = counted & (ids >= 0)
         self._language_classes = self._language_classes.to(ids.device)  # once: a copy lets the host wait
-        classes = self._language_classes[ids.clamp(min=0)]
+        try:
+            classes = self._language_classes[ids.clamp(min=0)]
+        except IndexError:  # on a CPU; a GPU stops at it, too
+            count = len(self._language_classes)
+            raise InputError(
+                f"A batch has the language id {ids.max()}, but language_classes holds {count} classes, of the ids "
+                f"0..{count - 1}."
+            ) from None
         return TokenMasks(counted, tagged & (classes == OLD), tagged, classes)
 
     @staticmethod

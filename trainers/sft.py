@@ -95,6 +95,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self._class_of_code = {**class_of_code, None: UNKNOWN}
         self._classes_matter = classes_matter(_config_of(model, args))
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
+        self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
         _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = CollatorWithLanguages(**vars(self.data_collator))

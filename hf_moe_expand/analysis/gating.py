@@ -87,6 +87,7 @@ def fit_gates(
         anchors: text of languages that are not new; by default the package's own sentences (`anchors.shipped_anchors`)
             in some sixty languages without the model's.
         processing_class: the tokenizer of a loaded model.
+        seed: the one that `texts` were shuffled by, for the record; the fit draws nothing.
 
     Returns:
         What the gate sends where. Of a loaded model, its `model` is the one with the gate, a new one that shares all
