@@ -219,7 +219,9 @@ class Study:
 
     def scored(self, job: tuple[str, int, int], weight: float, model_folder: Path, cost: dict) -> dict[str, Any]:
         """A line of the CSV, and the answers of the chat."""
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        device = f"CPU {torch.backends.cpu.get_cpu_capability()}"
+        if torch.cuda.is_available():
+            device = torch.cuda.get_device_name()
         name, tokens, seed = job
         line = {
             "base": self.options.name, "row": name, "weight": weight, "tokens": tokens, "seed": seed, "device": device,

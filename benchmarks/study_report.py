@@ -59,10 +59,10 @@ def changes(file: Path) -> pandas.DataFrame:
         sys.exit(f"{file}: no CSV of `study.py run`: {str(error).strip()}")
     if missing := [name for name in ("base", "row", "weight", "tokens", "seed", "device") if name not in frame]:
         sys.exit(f"{file}: no CSV of `study.py run`: it has no column {', '.join(missing)}.")
-    for (base, _), lines in frame.groupby([frame["base"], frame["device"] == "cpu"], sort=False):
+    for (base, device), lines in frame.groupby(["base", "device"], sort=False):
         own = lines[lines["row"] == "base"]
         if own.empty:
-            sys.exit(f"{file}: has no line of the base itself: {base}.")
+            sys.exit(f"{file}: has no line of the base itself: {base} on {device}.")
         lines = lines[lines["row"] != "base"].copy()
         for name in lines.filter(regex=r"^(read|end|told)\."):
             lines[name] = 100 * (lines[name] / own.iloc[0][f"read.{name.partition('.')[2]}"] - 1)

@@ -234,6 +234,13 @@ def test_a_claim_is_judged_by_its_seeds(figures, first, second, verdict):
     assert "it" not in figures(lines, "one", "third", "new: documents", 0)
 
 
+def test_a_line_is_compared_with_the_base_of_its_device(figures):
+    lines = [{"row": "one", "tokens": 8, "seed": 0, "read.documents.hu": 0.9}]
+    for row, value in (("base", 2.0), ("one", 1.8)):
+        lines.append({"device": "CPU AVX512", "row": row, "tokens": 8, "seed": 1, "read.documents.hu": value})
+    assert figures(lines, "one", None, "new: documents", 0)["it"] == ["holds (-10.0, -10.0)"]
+
+
 def test_a_gate_is_measured_by_told_copies(figures):
     whole = {"row": "copies in all layers", "read.documents.hu": 0.8, "told.documents.hu": 0.8}
     gated = {
@@ -247,7 +254,7 @@ def test_a_gate_is_measured_by_told_copies(figures):
 
 
 def test_a_csv_without_its_base_is_refused(figures):
-    with pytest.raises(SystemExit, match=r"made.csv: has no line of the base itself: smollm2"):
+    with pytest.raises(SystemExit, match=r"made.csv: has no line of the base itself: smollm2 on cpu"):
         figures([{"row": "one", "tokens": 8, "seed": 0}], base=False)
 
 
