@@ -53,6 +53,33 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     assert recipe(root, a=("review: {block_size: 32, max_steps: 2}", "review: null")).review is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "unread"),
+    [
+        ({}, []),
+        (
+            {"a": ("plan: {total_experts: 7, classifier_layers: 1}", "plan: {method: moe-lpr, experts: 2}")},
+            ["analysis"],
+        ),
+        ({"a": ("analysis: {tokens: 30}", "analysis: {tokens: 30}\nevaluation: {}")}, ["evaluation"]),
+        ({"a": ("analysis: {tokens: 30}", "analysis: {tokens: 30}\ndeviation: {}")}, ["deviation"]),
+        (
+            {
+                "a": ("plan: {total_experts: 7, classifier_layers: 1}", "plan: {method: moe-lpr, experts: 2}"),
+                "b": ("analysis: {tokens: 30}", "evaluation: {}\ndeviation: {}\ntest: {en: ROOT/held.jsonl}"),
+            },
+            ["deviation"],
+        ),
+    ],
+)
+def test_parts_that_no_step_reads_are_named(root, changes, unread):
+    write_texts(root / "held.jsonl", ["another text"])
+    changes = {name: (old, new.replace("ROOT", str(root))) for name, (old, new) in changes.items()}
+    loaded = recipe(root, **changes)
+    assert [line.split("`")[1] for line in loaded.unread()] == unread
+    assert [line for line in validate_recipe(loaded) if line.startswith("no step reads")] == loaded.unread()
+
+
 def test_validation_says_what_a_push_will_need(root, monkeypatch):
     found = validate_recipe(recipe(root))
     assert found[-2].startswith(f"push: {root}/base is a local folder: where it is published, name it with `push --ba")

@@ -161,7 +161,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
         output = Path(recipe.output)
         needed, free = readable_size(peak(written)), readable_size(free_bytes(output))
         lines.append(f"disk: up to {needed} for {_WRITTEN}; {free} are free at {output}")
-    return lines + needs_of_a_push(recipe), written
+    return lines + recipe.unread() + needs_of_a_push(recipe), written
 
 
 def _looked_at(source: LanguageText, config: Any) -> str:
@@ -241,6 +241,8 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
         if state.is_main_process and recipe.text is not None:
             # Unchanged: variables are not filled in, so that no local path is published.
             write_text(root / "recipe.yaml", recipe.text)
+        for line in recipe.unread():
+            say(line)
         _run_steps(steps, record, state, say)
     if recipe.test:
         say("bits per byte of held-out text, lower is better:")

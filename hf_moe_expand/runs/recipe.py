@@ -318,6 +318,18 @@ class Recipe(Expansion):
                 f"expansion {number}: vocabulary: gives languages tokens of their own, but {why}: leave it out."
             )
 
+    def unread(self) -> list[str]:
+        """A line for each part that is set, perhaps inherited, and that no step reads."""
+        found: dict[str, str] = {}
+        if "evaluation" in self.model_fields_set and not self.test:
+            found["evaluation"] = "there is no text under `test`"
+        for number, expansion in enumerate(self.all_expansions, start=1):
+            analyzed = expansion.classified_later or expansion.analyzed_languages(self.old, number > 1)
+            for key, is_read in {"analysis": analyzed, "deviation": expansion.needs == "deviation"}.items():
+                if key in expansion.model_fields_set and not is_read:
+                    found[key] = "the plan is not made by it"
+        return [f"no step reads `{key}`: {why}" for key, why in found.items()]
+
     @property
     def text(self) -> str | None:
         """The text of the recipe's file, with all that it inherits."""
