@@ -109,10 +109,10 @@ def costs(lines: pandas.DataFrame) -> str:
     if (lines["side by side"] == 1).all():
         forms["tokens_a_second"] = "{:,.0f}"
     rows = [
-        [name, *(cell(some[one].mean(), form) for one, form in forms.items())]
-        for name, some in lines.groupby("row", sort=False)
+        [*names, *(cell(some[one].mean(), form) for one, form in forms.items())]
+        for names, some in lines.groupby(["row", "device"], sort=False)
     ]
-    return markdown_table(["row", *forms], rows)
+    return markdown_table(["row", "device", *forms], rows)
 
 
 def astray(gated: pandas.DataFrame, languages: Languages) -> str:

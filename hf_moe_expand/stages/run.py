@@ -57,6 +57,7 @@ def train_stage(
         data: text of each language: the new languages in stage 1, all languages in review and in DMoE's stages, the
             newest language in adaptation.
         config: configuration of the stage, such as `PostPretrainConfig(bf16=True)`; its class selects the stage.
+            Training checkpoints lie beside `out`, whatever its `output_dir`.
         seed: random seed; by default the configuration's.
         allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
