@@ -253,6 +253,7 @@ def test_languages_are_those_that_the_checkpoint_records(tmp_path, expanded):
         {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
         {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["tr"]},
     ]
+    model.config.earlier_experts_per_layer = [model.config.num_experts_per_layer]
     grown = MoESFTTrainer(model, settings(tmp_path), train_dataset=data, router_losses=[LanguagePriorLoss(0.1)])
     ids, languages = collated(grown)
     assert dict(zip(ids, languages, strict=True)) | {256: None} == {64: 0, 65: 1, 66: -1, 67: 2, 256: None}
