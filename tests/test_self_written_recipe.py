@@ -50,7 +50,6 @@ def recipe(root, tmp_path):
         plan=plan_settings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
         post_pretrain=PostPretrainSettings(block_size=32, **TRAINING),
         review=ReviewSettings(block_size=32, distillation_coef=1.0, **TRAINING),
-        evaluation=EvaluationSettings(block_size=32, batch_size=4),
     )  # fmt: skip
 
 
@@ -68,7 +67,10 @@ def history(folder):
 
 
 def test_a_recipe_without_old_text_keeps_what_the_base_writes(recipe, root, tmp_path):
-    recipe = changed(recipe, test={code: str(root / f"{code}.test.jsonl") for code in ("en", "el")})
+    recipe = changed(
+        recipe, test={code: str(root / f"{code}.test.jsonl") for code in ("en", "el")},
+        evaluation=EvaluationSettings(block_size=32, batch_size=4),
+    )  # fmt: skip
     assert "self_written: the base writes 12 documents of up to 40 tokens: und" in validate_recipe(recipe)
     said = []
     final = run_recipe(recipe, said.append)
