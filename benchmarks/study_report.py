@@ -84,7 +84,9 @@ def measures(lines: pandas.DataFrame, languages: Languages) -> pandas.DataFrame:
     found["anchored, worst"] = over(languages["anchored"], how="max")
     found["unnamed, mean"] = over(languages["unnamed"])
     found["unnamed, worst"] = over(languages["unnamed"], how="max")
-    found["all others"] = over([code for group, codes in languages.items() if group != "new" for code in codes])
+    others = [code for group, codes in languages.items() if group != "new" for code in codes]
+    found["all others"] = over(others)
+    found["others by the end, worst"] = over(others, way="end", how="max")
     for code in ("en", "hu"):
         found[f"chat {code}"] = 100 * lines[f"chat.{code}"] if f"chat.{code}" in lines else math.nan
     return pandas.DataFrame(found)
