@@ -75,6 +75,8 @@ class ExpandedLayer(nn.Module):
         is_given = given is not None and None not in given
         is_known = is_given or request.expert is not None
         known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_known, judges)
+        if known is not None:  # the gate's layer may lie on another device
+            known = TokenClasses(known.class_T.to(x_Th.device), known.present)
         if request.change_logits is not None and not self.exclusive:  # whose classes are no choice of a router
             return None
         if known is None and (given is not None or self.exclusive):

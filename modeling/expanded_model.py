@@ -8,7 +8,8 @@ backbone's own.
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from inspect import signature
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub import upload_folder
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
@@ -281,6 +283,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
     def generate(
         self,
         inputs: Any = None,
+        generation_config: Any = None,
         *args: Any,
         languages: Any = None,
         judge_prompt: bool | Sequence[int] = True,
@@ -300,34 +303,47 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             ValueError: see `use_languages`; or the number of codes is not that of the sequences; or a model with a gate
                 shall draft by its first layers (`assistant_early_exit`), or one without it judge messages.
         """
-        settings = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
-        exit_layer = kwargs.get("assistant_early_exit", settings.assistant_early_exit)
-        if exit_layer is not None and self.config.language_gate is not None:  # type: ignore[attr-defined]
+        has_gate, given = self.config.language_gate is not None, {"generation_config": generation_config, **kwargs}  # type: ignore[attr-defined]
+        if has_gate and self._setting_of("assistant_early_exit", given) is not None:
             raise ValueError(
                 "assistant_early_exit: a model of the first layers alone has no language gate, or another last layer "
                 "than its cache: leave it out, or draft with an assistant_model (the dense base)."
             )
-        if self.config.language_gate is not None and not can_compile(self.config):  # type: ignore[attr-defined]
+        if has_gate and not can_compile(self.config):  # type: ignore[attr-defined]
             # The library would compile the forward pass into CUDA graphs, whose outputs the gate may not keep.
             kwargs.setdefault("disable_compile", True)
         if languages is not None:
             with self.use_languages(languages):
-                return self.generate(inputs, *args, judge_prompt=judge_prompt, **kwargs)
+                return self.generate(inputs, generation_config, *args, judge_prompt=judge_prompt, **kwargs)
+        if has_gate and self.training:  # type: ignore[attr-defined]
+            warnings.warn(
+                "generate in training mode: the language gate judges nothing, and text of any language takes the new "
+                "experts: call model.eval() first.",
+                stacklevel=2,
+            )
         if (sequences := self.routing_control.request.sequences) is not None:
             check_count(sequences, inputs, kwargs)
         ends = None
-        if self.config.language_gate is None:  # type: ignore[attr-defined]
+        if not has_gate:
             if not isinstance(judge_prompt, bool):
                 raise ValueError("judge_prompt: the model has no language gate that would judge: leave it out.")
         elif judge_prompt is not False:
             ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
         with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
             if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]
-                classes = self.classes_of_prompts(inputs, kwargs)
+                classes = self.classes_of_prompts(inputs, given)
                 may_write = self._may_write(classes, kwargs.get("input_ids", inputs))
                 with self.routing_control.asking(classes=classes, may_write=may_write):
-                    return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+                    return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+
+    def _setting_of(self, name: str, arguments: dict[str, Any]) -> Any:
+        """A setting of a call of `generate`, read as the library does: the argument, or else the given configuration's,
+        or else the model's own."""
+        if name in arguments:
+            return arguments[name]
+        of_call = getattr(arguments.get("generation_config"), name, None)
+        return getattr(self.generation_config, name) if of_call is None else of_call  # type: ignore[attr-defined]
 
     def classes_of_prompts(self, inputs: Any, kwargs: dict[str, Any]) -> Sequence[int | None] | None:
         """The class of each prompt of a call of `generate`: what the caller tells, or else what it has at its end, None
@@ -369,8 +385,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
 
     def _mask_by_padding(self, ids: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """The attention mask that `generate` makes of prompts without one."""
-        settings = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
-        pad, end = (kwargs.get(name, getattr(settings, name)) for name in ("pad_token_id", "eos_token_id"))
+        pad, end = (self._setting_of(name, kwargs) for name in ("pad_token_id", "eos_token_id"))
         is_end = pad in (end if isinstance(end, list) else [end])
         return torch.ones_like(ids) if pad is None or is_end else ids.ne(pad).long()
 
@@ -394,8 +409,25 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         Raises:
             ValueError: see `check_batching`.
         """
-        check_batching(self.routing_control.request)
+        check_batching(self.config, self.routing_control.request)  # type: ignore[attr-defined]
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def generate_batch(self, *args: Any, languages: Any = None, judge_prompt: Any = True, **kwargs: Any) -> Any:
+        """As the backbone's, which knows no `languages` and `judge_prompt`.
+
+        Raises:
+            ValueError: one of them is given; see `check_batching`.
+        """
+        if languages is not None or judge_prompt is not True:
+            name = "judge_prompt" if languages is None else "languages"
+            raise ValueError(f"{name}: continuous batching does not know it: use generate.")
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, **kwargs: Any
+    ) -> None:
+        function = partial(self.routing_control.checkpointed, gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, function, **kwargs)  # type: ignore[misc]
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Where hf_moe_expand is imported, it makes the card; elsewhere the card is the library's.

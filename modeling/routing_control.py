@@ -98,6 +98,22 @@ class RoutingControl:
         finally:
             self._own.request = self._latest = before
 
+    def checkpointed(self, checkpoint: Callable, function: Callable, *args: Any) -> Any:
+        """Gradient checkpointing of a layer: the backward pass runs it again, perhaps in a thread of its own, for what
+        is asked now, but for a capture."""
+        asked = self.request
+
+        def run(*given: Any) -> Any:
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # the forward pass
+                return function(*given)
+            own, self._own.request = getattr(self._own, "request", None), replace(asked, capture=None)
+            try:
+                return function(*given)
+            finally:
+                self._own.request = own
+
+        return checkpoint(run, *args)
+
     @property
     def gate_pass(self) -> GatePass | None:
         """Of this thread's forward pass, the texts that the language gate judges."""

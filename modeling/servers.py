@@ -7,6 +7,11 @@ from .routing_control import RoutingRequest
 
 # Servers that run a model's code in place of transformers' generate, by the name of their attention.
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+_NO_EVIDENCE = (
+    "language_gate: the gate adds up evidence along a text, which {} does not keep beside its cache, so that tokens "
+    "would go astray. Write a dense model of one language (`hf-moe-expand export --language`), or serve the model with "
+    "transformers' generate."
+)
 
 
 def check_model(config: Any, has_mixtures: bool) -> None:
@@ -52,26 +57,28 @@ def check_model(config: Any, has_mixtures: bool) -> None:
 
 
 def check_gate(config: Any) -> None:
-    """Refuses a server whose own cache keeps no evidence: vLLM, SGLang, and the library's continuous batching.
+    """Refuses a server whose own cache keeps no evidence: vLLM, SGLang.
 
     Raises:
         ValueError: the attention is such a server's.
     """
-    name = str(getattr(config, "_attn_implementation", None) or "")
-    if name in _SERVERS or name.startswith("paged"):
-        raise ValueError(
-            f"language_gate: the gate adds up evidence along a text, which {name} attention does not keep beside its "
-            "cache, so that tokens would go astray. Write a dense model of one language (`hf-moe-expand export "
-            "--language`), or serve the model with transformers' generate."
-        )
+    server = _SERVERS.get(str(getattr(config, "_attn_implementation", None)))
+    if server is not None:
+        raise ValueError(_NO_EVIDENCE.format(server))
 
 
-def check_batching(request: RoutingRequest) -> None:
-    """Refuses the library's continuous batching for a caller that asks something of the routing.
+def check_batching(config: Any, request: RoutingRequest) -> None:
+    """Refuses the library's continuous batching for a model with a gate or with languages' own tokens, and for a caller
+    that asks something of the routing.
 
     Raises:
-        ValueError: inside of `use_languages` and its like, which do not reach the thread that generates.
+        ValueError: such a model; or inside of `use_languages` and its like, which do not reach the thread that
+            generates.
     """
+    if config.language_gate is not None:
+        raise ValueError(_NO_EVIDENCE.format("continuous batching"))
+    if config.vocabularies:
+        raise ValueError("Continuous batching knows nothing of languages' own tokens: use generate.")
     if any(value is not None for value in (request.capture, request.expert, request.expansion, request.classes)):
         raise ValueError(
             "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "

@@ -58,6 +58,16 @@ def test_answers_are_those_of_generate(home):
     assert (said.tokens, said.ended) == (6, False)
 
 
+def test_the_checkpoints_own_generation_settings_do_not_count(home):
+    """But for the tokens that end a text; beams could not stream."""
+    asked = ChatModel.load(home / "el")
+    plain = asked.answer("the cat", SHORT)
+    asked.model.generation_config.update(repetition_penalty=9.0, num_beams=3, min_new_tokens=2)
+    assert asked.answer("the cat", SHORT) == plain
+    asked.model.generation_config.eos_token_id = byte_tokenizer()(plain.text[0]).input_ids[0]
+    assert asked.answer("the cat", SHORT) == Answer(plain.text[0], 1, True)
+
+
 def test_the_template_wraps_the_conversation(home):
     chat, plain = ChatModel.load(home / "chat"), Answering(max_new_tokens=6)
     talk = [

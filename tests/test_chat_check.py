@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.evaluation import chat
+from hf_moe_expand.evaluation import chat, report
 from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.report.page import make_page
@@ -63,11 +63,21 @@ def test_a_model_that_knows_no_language_is_not_told_one(home):
     assert check_chat(str(home / "base"), str(home / "other"), "de", ASKED).told is None
 
 
-def test_a_base_without_a_template_cannot_be_asked(home, tmp_path):
+def test_a_base_without_a_template_cannot_be_asked(home, tmp_path, monkeypatch):
     assert check_chat(str(home / "plain"), str(home / "other"), "en", ASKED) is None
     assert check_chat(str(home / "base"), str(home / "plain"), "en", ASKED) is None
-    with pytest.raises(InputError, match=r"other: its tokenizer has no chat template, so it cannot answer --questions"):
+    monkeypatch.setattr(report, "score_models", None)  # nothing is scored
+    with pytest.raises(InputError, match=r"plain: its tokenizer has no chat template, so it cannot answer --questions"):
         invoke("evaluate", home / "plain", home / "other", "--questions", "en", "--out", tmp_path / "e.json")
+
+
+def test_scores_are_kept_where_a_question_fails(home, tmp_path):
+    write_texts(tmp_path / "en.jsonl", ["the cat sat on the mat"])
+    asked = write_texts(tmp_path / "asked.jsonl", ["long " * 400])
+    with pytest.raises(InputError, match="the prompt has"):
+        invoke("evaluate", home / "base", home / "other", "--data", f"en={tmp_path / 'en.jsonl'}",
+               "--questions", f"en={asked}", "--block-size", 32, "--out", tmp_path / "e.json")  # fmt: skip
+    assert Evaluation.from_json(tmp_path / "e.json").models["base"]["en"].bits_per_byte > 0
 
 
 def test_evaluate_asks_from_a_file_or_the_ten_of_ours(home, tmp_path):

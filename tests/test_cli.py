@@ -143,6 +143,14 @@ def test_wrong_plans_from_the_command_line_are_one_sentence(error_of):
         (["--experts", 3, "--layers", 4, "--top-k", 0], "top_k is 0: must be at least 1."),
         (["--experts", 3, "--layers", 4, "--classifier-layers", -1], "classifier_layers is -1: must be at least 0."),
         (["--experts", 3, "--layers", 4, "--classifier-choice", "first"], "classifier_choice is 'first': must be 'sim"),
+        (
+            ["--experts", 3, "--layers", 4, "--classifier-choice", "random"],
+            "classifier_choice is 'random', but classif",
+        ),
+        (
+            ["--experts", 3, "--layers", 4, "--classifiers-in", "1", "--classifier-choice", "all"],
+            "classifier_choice is 'all', but classifiers_in names the layers",
+        ),
         (["--experts", 3, "--layers", 4, "--old", "en", "--new", "el,en"], "en: given as an old and as a new language"),
         (["--experts", 3, "--layers", 4, "--new", "el,el"], "el: given twice among the new languages"),
         (["--experts", 3, "--layers", 4, "--new", "greek"], "new[0]: 'greek' is not a language code of ISO 639"),

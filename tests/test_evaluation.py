@@ -218,6 +218,16 @@ def test_unnamed_languages_are_a_group_of_their_own(tmp_path):
     assert "fr (unnamed)" in this.markdown()
 
 
+def test_a_mean_over_fewer_languages_than_another_columns_is_none(tmp_path):
+    """As of `MODEL, told`, where one of two new languages has tokens of its own."""
+    one, other = LanguageScore(4.0, 2.0, 10, 10), LanguageScore(16.0, 4.0, 10, 10)
+    result = Evaluation([], ["el", "hu"], {"model": {"el": one, "hu": other}, "model, told": {"el": one}})
+    assert result.rows()[1][-1] == ["mean of new", "3.000", "-", "-"]
+    result.to_json(tmp_path / "evaluation.json")
+    means = json.loads((tmp_path / "evaluation.json").read_text())["mean_bits_per_byte"]
+    assert (means["model"]["new"], means["model, told"]["new"]) == (3.0, None)
+
+
 def test_the_picture_is_drawn(tmp_path):
     for suffix in ("png", "svg"):
         save(allocation([4, 3, 2], [0.1, 0.2, 0.3], "similarity", [2]), tmp_path / f"plan.{suffix}")

@@ -227,11 +227,13 @@ def test_inspect_says_the_forecast_of_a_plan_without_weights(root, tmp_path):
     for stage in (PostPretrainConfig(), ReviewConfig()):
         assert f"{stage.name:<20}{forecast(network, stage, {'all': 6 * 10**9}, speed=1e9).words()}\n" in text
     assert "hours" not in inspect(tmp_path / "bare")
-    for option, value in (("--tokens", 0), ("--tokens", "nan"), ("--tokens", "inf"), ("--tflops", 0)):
+    for given in (("--tokens", 0), ("--tokens", "nan"), ("--tokens", "inf"), ("--tokens", 9, "--tflops", 0)):
         with pytest.raises(InputError, match="must be above 0"):
-            inspect(root / "base", option, value)
+            inspect(root / "base", *given)
     with pytest.raises(InputError, match="--tokens belongs to --plan"):
         invoke("inspect", root / "expanded", "--tokens", 5)
+    with pytest.raises(InputError, match="--tflops belongs to --tokens"):
+        invoke("inspect", root / "expanded", "--tflops", 5)
     with pytest.raises(InputError, match="is an expanded checkpoint already"):
         inspect(root / "expanded")
     for counts, before, why in (([2, 2], [], "is for 2 layers"), ([3] * 3, [2] * 3, "dense base and its first plan")):

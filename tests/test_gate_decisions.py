@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import COMMON_BACKBONES, tiny_dense
 from gated_models import (
     GREEDY,
@@ -284,12 +285,43 @@ def test_assisted_generation_gives_the_same_tokens(exclusive):
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), alone)
 
 
-@pytest.mark.parametrize("server", ["vllm", "sglang", "paged|sdpa"])
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_a_server_that_keeps_no_evidence_is_refused(server):
     model = gated_model()
     model.config._attn_implementation_internal = server
-    with pytest.raises(ValueError, match=r"attention does not keep beside its cache.*export --language"):
+    with pytest.raises(ValueError, match=r"which (vLLM|SGLang) does not keep beside its cache.*export --language"):
         model(torch.arange(5)[None])
+
+
+def test_continuous_batching_keeps_no_evidence_either():
+    model = gated_model()
+    with pytest.raises(ValueError, match=r"which continuous batching does not keep.*transformers' generate"):
+        model.generate_batch([[1, 2, 3]])
+    with pytest.raises(ValueError, match="which continuous batching does not keep"):
+        model.generate(tokens(1, 3), cache_implementation="paged", **GREEDY)
+
+
+def test_generated_in_training_mode_a_text_is_not_judged_which_is_said():
+    model, ids = gated_model(exclusive=True), tokens(2, 8)
+    all_go_to(model, 0)
+    home = model.generate(ids, **GREEDY)
+    model.train()
+    with pytest.warns(UserWarning, match=r"the language gate judges nothing.*call model.eval\(\) first"):
+        assert not torch.equal(model.generate(ids, **GREEDY), home)
+
+
+@pytest.mark.parametrize("kind", ["copies", "exclusive"])
+def test_layers_behind_the_gate_may_lie_on_another_device(kind, monkeypatch):
+    """As `device_map` spreads them; the meta device stands for a second one."""
+    model = gated_model(exclusive=kind == "exclusive")
+    give_evidence(model, evidence_of())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)  # which meta does not have
+    place = model.config.language_gate["layer"] + 1
+    for part in (*model.model.layers[place:], model.model.norm, model.lm_head):
+        add_hook_to_module(part.to("meta"), AlignDevicesHook(execution_device="meta"))
+    with decisions() as read:
+        assert model(tokens(2, 12), use_cache=False).logits.shape == (2, 12, 257)
+    assert len(read[0].unique()) == 2  # a mixed pass
 
 
 def test_in_training_the_gate_decides_nothing():

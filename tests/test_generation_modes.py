@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from conftest import tiny_config
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 
@@ -104,6 +104,12 @@ def test_padding_that_the_pad_token_tells_is_no_text(gated):
     classes = [gated.classes_of_prompts(ids, {"attention_mask": mask}) for mask in ((ids != PAD).long(), ids * 0 + 1)]
     assert classes[0] != classes[1]  # as text the pads would count
     assert torch.equal(gated.generate(ids, **OPTIONS), masked)
+    config = GenerationConfig(**OPTIONS | {"eos_token_id": 255})  # else the model's own counts, which is the pad token
+    masked = gated.generate(ids, config, attention_mask=(ids != PAD).long())
+    assert torch.equal(gated.generate(ids, config), masked)
+    config.pad_token_id = None  # then it is the model's own
+    gated.generation_config.pad_token_id = PAD
+    assert torch.equal(gated.generate(ids, generation_config=config), masked)
 
 
 def test_prompts_that_are_embedded_are_judged_whatever_ids_stand_beside_them(gated):
@@ -117,6 +123,8 @@ def test_a_model_behind_a_gate_drafts_with_no_part_of_itself(gated):
     before = gated.generate(IDS[:1], **OPTIONS)
     with pytest.raises(ValueError, match="assistant_early_exit: a model of the first layers alone has no language"):
         gated.generate(IDS[:1], assistant_early_exit=1, **OPTIONS)
+    with pytest.raises(ValueError, match="assistant_early_exit: a model of the first layers alone has no language"):
+        gated.generate(IDS[:1], GenerationConfig(assistant_early_exit=1, **OPTIONS))
     assert torch.equal(gated.generate(IDS[:1], **OPTIONS), before)
 
 

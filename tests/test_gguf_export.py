@@ -278,6 +278,8 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
     for arguments in (["--type", "f16"], ["--modelfile"]):
         with pytest.raises(InputError, match="belongs to --gguf"):
             invoke("export", model, tmp_path / "native", *arguments)
+    with pytest.raises(InputError, match="--max-shard-size: --gguf writes one file"):
+        invoke("export", model, tmp_path / "other.gguf", "--gguf", "--max-shard-size", "1MB")
 
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -314,6 +314,14 @@ def test_a_trained_join_leaves_a_pack_out_with_its_rows_as_they_are(packs, tmp_p
         join_expansions([tmp_path / "three", packs["el"]], tmp_path / "no")
 
 
+@pytest.mark.parametrize("stage", ["graft", "average-experts"])
+def test_what_was_done_to_a_joined_model_is_not_lost_in_a_further_join(packs, tmp_path, stage):
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "joined")
+    staged(tmp_path / "joined", stage)
+    with pytest.raises(InputError, match=rf"was trained or grown after its packs were joined \(`{stage}`\)"):
+        join_expansions([tmp_path / "joined", packs["tr"]], tmp_path / "no")
+
+
 def test_all_classes_of_a_pack_that_grew_go_with_it(packs, tmp_path):
     plan = Plan("layer-moe", [4, 3, 1], [0], old=["en", "de", "hu"], new=["fi"], grows_from=[3, 2, 1])
     grow_checkpoint(packs["hu"], tmp_path / "twice", plan)

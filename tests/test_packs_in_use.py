@@ -183,3 +183,12 @@ def test_all_packs_experts_are_averaged_before_the_join_or_after_it(home, tmp_pa
     left, alone = (load_file(folder / "model.safetensors") for folder in (tmp_path / "left", halves[0]))
     kept = [name for name in alone if "router" not in name and "classifier" not in name]
     assert all(torch.equal(left[name], alone[name]) for name in kept)
+
+
+def test_two_packs_new_languages_are_both_new(home, tmp_path):
+    out = tmp_path / "e.json"
+    models = (home / "base", home / "qwen-el", home / "qwen-hu")
+    said = invoke("evaluate", *models, *data(home, "en", "el", "hu", "tr"), "--block-size", 32, "--out", out)
+    found = json.loads(out.read_text())
+    assert (found["old"], found["new"], found["unnamed"]) == (["en"], ["el", "hu"], ["tr"])
+    assert "hu (new)" in said

@@ -410,6 +410,10 @@ def test_batches_bound_the_logits_and_hardly_pad(monkeypatch):
 def test_where_no_router_can_choose_random_experts_are_its_own(monkeypatch, counts, fields, choice):
     model, tokenizer = build("qwen2", counts=counts, **fields), byte_tokenizer()
     assert has_choice(model.config) is choice
+    gate = {"layer": 0, "languages": [["en"], ["el"]], "window": 5, "bound": 2.0}
+    assert has_choice(
+        LayerMoEConfig.from_dict(model.config.to_dict() | {"language_gate": gate, "classifier_layers": []})
+    )
     passes = []
     draw = routing.random_experts
     monkeypatch.setattr(routing, "random_experts", lambda *arguments: passes.append(1) or draw(*arguments))

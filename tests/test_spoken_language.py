@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import CONFIGURATIONS, byte_tokenizer, matrix, tiny_config, tiny_dense
+from conftest import CONFIGURATIONS, byte_tokenizer, enable_checkpointing, matrix, tiny_config, tiny_dense
 from gated_models import dense_of, gated_model
 from transformers import Trainer, TrainingArguments, pipeline
 
@@ -233,3 +233,31 @@ def test_continuous_batching_refuses_what_its_thread_does_not_see():
     for override in overrides:
         with override, pytest.raises(ValueError, match="a thread of its own"):
             model.generate_batch([[1, 2, 3]])
+    for name, value in (("languages", "en"), ("judge_prompt", False)):
+        with pytest.raises(ValueError, match=f"{name}: continuous batching does not know it"):
+            model.generate_batch([[1, 2, 3]], **{name: value})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("languages", ["en", "el", ["en", "el"]])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
+def test_a_told_language_holds_for_the_recomputation_of_gradient_checkpointing(exclusive, languages, reentrant):
+    """Also where the block is left before the backward pass."""
+    grads = []
+    for way in ("plain", "argument", "block"):
+        model = gated_model(exclusive=exclusive).train()
+        if way != "plain":
+            enable_checkpointing(model, reentrant)
+        ids = torch.arange(24).view(2, 12)
+        if way == "block":
+            with model.use_languages(languages):
+                loss = model(ids, labels=ids, use_cache=False).loss
+        else:
+            loss = model(ids, labels=ids, use_cache=False, languages=languages).loss
+        loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    plain = {name: grad for name, grad in grads[0].items() if grad.any()}
+    assert plain
+    for found in grads[1:]:
+        assert {name for name, grad in found.items() if grad.any()} == plain.keys()
+        assert all(torch.equal(found[name], grad) for name, grad in plain.items())

@@ -157,6 +157,15 @@ def test_validate_asks_every_step(recipe, monkeypatch):
                 validate_recipe(recipe)
 
 
+def test_questions_that_a_base_without_a_template_cannot_be_asked_are_refused(recipe, tmp_path):
+    questions = {"en": str(write_texts(tmp_path / "asked.jsonl", ["Who?"]))}
+    asks = changed(recipe, evaluation=EvaluationSettings(block_size=16, questions=questions))
+    with pytest.raises(InputError, match=r"evaluation.questions: .* chat template, and this base has none: leave them"):
+        validate_recipe(asks)
+    step = Evaluate(asks, {"base": recipe.base, "result": recipe.base})
+    assert step.work().summary.endswith("; no chat: a model has no template")
+
+
 def test_models_that_are_gone_are_named_in_their_order(recipe, tmp_path):
     gone = ["expanded", "post-pretrained", "grafted", "gated"]
     models = {"base": recipe.base, **{name: str(tmp_path / name) for name in gone}, "reviewed": recipe.base}

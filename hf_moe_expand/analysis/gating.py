@@ -43,7 +43,7 @@ class GatingReport:
 
     Attributes:
         out: what was written; None of a loaded model.
-        model: the loaded model with its gate; None of a checkpoint.
+        model: the loaded model with its gate, in evaluation mode; None of a checkpoint.
     """
 
     out: Path | None
@@ -128,7 +128,9 @@ def fit_gates(
         )  # fmt: skip
         made = gate_of(gate, classes, report.bias, settings)
         result = write_gate(source, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
-    return GatingReport(None if out is None else Path(out), report, sorted(chosen), result if is_loaded else None)
+    return GatingReport(
+        None if out is None else Path(out), report, sorted(chosen), result.eval() if is_loaded else None
+    )
 
 
 @checked

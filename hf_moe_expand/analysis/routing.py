@@ -266,10 +266,11 @@ def _directions(
 
 
 def has_choice(config: Any) -> bool:
-    """Whether some router of an expanded model can leave an expert out: with K experts or fewer in each layer and no
-    classifier, every token goes to all experts of its layer."""
+    """Whether some token of an expanded model can be without an expert: with K experts or fewer in each layer, no gate
+    and no classifier, every token goes to all experts of its layer."""
     routed = [count - bool(config.conditional_routing) for count in config.num_experts_per_layer if count > 1]
-    return bool(config.classifier_layers) or max(routed) > config.router_top_k
+    chosen = bool(config.classifier_layers) or getattr(config, "language_gate", None) is not None
+    return chosen or max(routed) > config.router_top_k
 
 
 def nearest_experts(

@@ -16,7 +16,18 @@ from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
 from .gate_file import GATE_FIELDS, Gate, stored_gate
 from .local import pack_and_name
-from .packs import PACK_FILE, ROUTING, Pack, Rows, check_pack_name, check_packs, joined_routing, own_pack, packs_inside
+from .packs import (
+    PACK_FILE,
+    ROUTING,
+    Pack,
+    Rows,
+    check_pack_name,
+    check_packs,
+    joined_routing,
+    own_pack,
+    packs_inside,
+    stages_after_join,
+)
 from .reader import TORCH_DTYPES, is_finite
 from .records import History, StageRecord
 from .source import COMPANIONS
@@ -106,10 +117,11 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
         if stored.config.packs:
             if str(pack) != place:
                 raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
-            if routers_changed(stored) or len(History.of(stored.config)) > sum(stored.config.packs):
+            later = [stage for stage in stages_after_join(stored.folder, stored.config) if stage.stage != "gates"]
+            if later or len(History.of(stored.config)) > sum(stored.config.packs) or routers_changed(stored):
                 raise InputError(
-                    f"{stored.folder}: was trained or grown after its packs were joined: join the packs themselves, "
-                    "and train afterwards."
+                    f"{stored.folder}: was trained or grown after its packs were joined"
+                    f"{f' (`{later[0].stage}`)' if later else ''}: join the packs themselves, and do that afterwards."
                 )
             loaded += packs_inside(stored)
         else:
@@ -282,20 +294,19 @@ def leave_out_pack(
     """
     stored = StoredModel(model)
     check_output(out, overwrite, stored.folder)
-    packs = packs_inside(stored)
-    gone = _find(packs, pack)
-    left = [one for one in packs if one is not gone]
-    history = History.of(stored.config)
-    if len(history) > sum(stored.config.packs):
-        raise InputError(f"{stored.folder}: was grown after its packs were joined: `shrink --to` the join first.")
-    if not left:
-        raise InputError(f"{stored.folder}: {gone.name} is its only pack; without it, it is the base model.")
-    later = history.last.stages[len(packs[-1].history.last.stages) :]
+    later = stages_after_join(stored.folder, stored.config)
     if stage := next((stage.stage for stage in later if stage.changes_everything), None):
         raise InputError(
             f"{stored.folder}: `{stage}` changed the shared weights after the join: leaving a pack out would not "
             "restore them. Take it out of the checkpoint from before that stage."
         )
+    packs = packs_inside(stored)
+    gone = _find(packs, pack)
+    left = [one for one in packs if one is not gone]
+    if len(History.of(stored.config)) > sum(stored.config.packs):
+        raise InputError(f"{stored.folder}: was grown after its packs were joined: `shrink --to` the join first.")
+    if not left:
+        raise InputError(f"{stored.folder}: {gone.name} is its only pack; without it, it is the base model.")
     gate = stored_gate(stored)
     if gate is not None:
         first = 1 + sum(one.expansions for one in packs[: packs.index(gone)])

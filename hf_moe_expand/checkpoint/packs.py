@@ -26,7 +26,7 @@ from ..modeling import LayerMoEConfig, count_layers, model_class
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import ExpertKind
 from .reader import TORCH_DTYPES, is_finite
-from .records import History
+from .records import History, StageRecord
 from .source import differences, load_expanded_config
 from .stored import StoredModel, network_of, places
 
@@ -173,18 +173,18 @@ def _check_record(pack: Pack, file: Path) -> None:
         raise InputError(f"{file}: holds {inner!r} of layer {layer}, which its record does not name.")
 
 
-def stages_after_join(folder: Path, config: Any) -> int:
-    """The number of steps on a joined model, which its last pack's record holds after the pack's own; 0 for a model
-    that joins none, was grown since, or lacks its last pack's file."""
+def stages_after_join(folder: Path, config: Any) -> list[StageRecord]:
+    """The steps on a joined model, which its last pack's record holds after the pack's own; none of a model that joins
+    no packs, was grown since, or lacks its last pack's file."""
     file = folder / PACK_FILE.format(len(getattr(config, "packs", None) or []))
     if not joins_packs(config) or not file.is_file():
-        return 0
+        return []
     try:
         with safe_open(file, "pt") as opened:
             own = History.of(json.loads(json.loads(opened.metadata()["pack"])["config"]))
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: cannot be read ({error}).") from None
-    return len(History.of(config).last.stages) - len(own.last.stages)
+    return History.of(config).last.stages[len(own.last.stages) :]
 
 
 def _kept_pack(file: Path, stored: StoredModel, before: Sequence[int]) -> Pack:

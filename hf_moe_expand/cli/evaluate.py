@@ -87,16 +87,18 @@ def evaluate(
             benchmarks, missing = in_languages(benchmarks, [*known, *others])
             print("\n".join(missing), end="\n" * bool(missing))
         harness_tasks = HarnessTasks(names, num_fewshot, limit, include_path, benchmarks, others)
+    if chat_questions:
+        from ..evaluation.chat import check_chat, without_chat
+
+        for name in (models[0], models[-1]):
+            if why := without_chat(name):
+                raise InputError(f"{name}: {why}, so it cannot answer --questions.")
     result = evaluate_models(models, sources, groups, settings, ensemble, harness_tasks)
     for code, lines in chat_questions.items():
-        from ..evaluation.chat import check_chat
-
-        if (chat := check_chat(models[0], models[-1], code, lines)) is None:
-            raise InputError(
-                f"{models[0]} or {models[-1]}: its tokenizer has no chat template, so it cannot answer --questions."
-            )
-        result.chats.append(chat)
-        print("\n".join(chat.lines()))
+        result.to_json(out)  # a question may fail
+        if (chat := check_chat(models[0], models[-1], code, lines)) is not None:
+            result.chats.append(chat)
+            print("\n".join(chat.lines()))
     result.to_json(out)
     print(f"wrote {out}")
 
@@ -184,8 +186,8 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
 def _language_groups(
     models: list[str], languages: list[str], old: list[str], new: list[str], all_of_them: bool
 ) -> list[list[str]]:
-    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history; those
-    of the text, or all. The others are in none."""
+    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history, then
+    what other models' histories add; those of the text, or all. The others are in none."""
     from ..checkpoint.records import History
     from ..checkpoint.source import load_config, resolve_checkpoint
 
@@ -194,5 +196,9 @@ def _language_groups(
         groups = [old, new]
     else:
         configs = [load_config(resolve_checkpoint(name, weights=False)) for name in models]
-        groups = max((History.of(config).by_expansion for config in configs), key=len) or [languages, []]
+        histories = [found for config in configs if (found := History.of(config).by_expansion)]
+        groups = [list(group) for group in max(histories, key=len, default=[languages, []])]
+        for of_base, *added in histories:  # of another expansion
+            for group, more in ((groups[0], of_base), *((groups[-1], more) for more in added)):
+                group += [code for code in more if not any(code in known for known in groups)]
     return groups if all_of_them else [[code for code in languages if code in group] for group in groups]

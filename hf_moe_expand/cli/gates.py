@@ -64,6 +64,8 @@ def gates(
     known = None if anchors is None else texts_of(anchors)
     check_checkpoints(model)
     if file is not None and folder is None:
+        if max_shard_size != DEFAULT_SHARD_SIZE:
+            raise InputError("--max-shard-size: a gate is one file: leave it out.")
         from ..analysis.gating import fit_base_gate
 
         report = fit_base_gate(
@@ -135,6 +137,8 @@ def from_peft(
     Example: hf-moe-expand from-peft lora-el qwen-el-hu --base Qwen/Qwen2.5-0.5B --language el --language hu=lora-hu
     """
     adapters = _adapters(adapter, language)
+    if not data and settings != EvaluationSettings():
+        raise InputError("Settings of scores belong to --data, which is not given.")
     check_checkpoints(base, revision=revision)
     sources = text_sources(data or [], look=True)
     from ..checkpoint.peft_adapter import codes_of, expand_from_peft

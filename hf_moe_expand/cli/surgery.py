@@ -374,6 +374,8 @@ def export(
         raise InputError(f"{'--type' if type is not None else '--modelfile'} belongs to --gguf, which is not given.")
     if peft and (expert is not None or merge_lora):
         raise InputError("--peft writes the adapters of languages: leave --expert and --merge-lora out.")
+    if (peft or gguf) and max_shard_size != DEFAULT_SHARD_SIZE:
+        raise InputError(f"--max-shard-size: {'--gguf' if gguf else '--peft'} writes one file: leave it out.")
     check_checkpoints(model, expanded=True)
     if peft and not gguf:
         from ..checkpoint.peft_export import export_peft
@@ -439,7 +441,9 @@ def inspect(
         Path | None, typer.Option(help="plan.json for the dense MODEL: forecast its costs before anything runs.")
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
-    tflops: Annotated[float, typer.Option(help="Speed of the GPU in practice, 10^12 operations a second.")] = 200.0,
+    tflops: Annotated[
+        float | None, typer.Option(help="With --tokens: speed of the GPU in practice, 10^12 operations a second (200).")
+    ] = None,
     revision: opt.Revision = None,
 ) -> None:
     """Show layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
@@ -451,6 +455,8 @@ def inspect(
     if plan is None and (tokens is not None or settings != ExpandSettings()):
         what = "settings of new experts belong" if tokens is None else "--tokens belongs"
         raise InputError(f"{what} to --plan, which is not given.")
+    if tokens is None and tflops is not None:
+        raise InputError("--tflops belongs to --tokens, which is not given.")
     if plan is not None:
         from ..planning.plan import Plan
 
@@ -459,7 +465,8 @@ def inspect(
         from ..report.inspection import inspect_plan
 
         kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"})
-        print("\n".join(inspect_plan(model, made, revision, tokens, tflops, **kind)))
+        speed = {} if tflops is None else {"tflops": tflops}
+        print("\n".join(inspect_plan(model, made, revision, tokens, **speed, **kind)))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..report.inspection import inspect_checkpoint

@@ -6,6 +6,8 @@ Bits per byte can stay where they were while a chat in an old language breaks: n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..checkpoint.source import load_config, resolve_checkpoint
+from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError
 from ..inference.asking import Answering, ChatModel, ask
 from ..modeling.routing_control import classes_of
@@ -58,6 +60,14 @@ class ChatCheck:
             for line in (question, *(f"  {n + ':':<{width}} {a}" for n, a in zip(header[1:], replies, strict=True)))
         ]
         return [*answers, f"chat in {self.language}: {self.equal:.0%} of the answers are the base's own"]
+
+
+def without_chat(model: str) -> str | None:
+    """Why a model of a folder or of the hub answers no questions; None if it does. Reads no weights."""
+    folder = resolve_checkpoint(model, weights=False)
+    if load_config(folder).is_encoder_decoder:
+        return "is an encoder-decoder"
+    return None if load_tokenizer(folder, model).chat_template else "its tokenizer has no chat template"
 
 
 def check_chat(

@@ -51,10 +51,12 @@ class Evaluation:
     unnamed: list[str] = field(default_factory=list)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
-        """Mean of a measure over languages; None without languages."""
+        """Mean of a measure over the languages that were scored; None without any, or where the model lacks one."""
         scores = self.models[model]
-        values = [getattr(scores[code], measure) for code in languages if code in scores]
-        return sum(values) / len(values) if values else None
+        scored = [code for code in languages if any(code in others for others in self.models.values())]
+        if not scored or not scores.keys() >= {*scored}:
+            return None
+        return sum(getattr(scores[code], measure) for code in scored) / len(scored)
 
     def to_json(self, path: str | Path) -> None:
         """Writes `evaluation.json`: the scores, and the means of each group's and of each expansion's languages."""

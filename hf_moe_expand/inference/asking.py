@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from ..checkpoint.local import name_in_results
 from ..checkpoint.records import History
@@ -14,7 +15,7 @@ from ..core.errors import InputError, first_line
 from ..data.tokens import decoder_of, languages_of, prompt_tokens, tokenizer_for
 from ..modeling import ExpandedConfig
 from ..modeling.routing_control import classes_of
-from .models import check_decoder, end_tokens, load_for_inference, longest_block
+from .models import check_decoder, end_tokens, generating, load_for_inference, longest_block
 from .writing import Answering
 
 # In place of a base's folder: the base inside the expanded model.
@@ -147,18 +148,17 @@ class ChatModel:
             raise InputError(f"{self.name}: the prompt has {length:,} tokens, but the model takes {most:,} positions.")
         new = how.max_new_tokens if most is None else min(how.max_new_tokens, most - length)
         drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
-        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        pad = self.tokenizer.pad_token_id
-        options: dict[str, Any] = {
-            "max_new_tokens": new, "streamer": streamer, **(drawn if how.temperature else greedy),
-            "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad,
-        }  # fmt: skip
+        pad, end = self.tokenizer.pad_token_id, end_tokens(self.model, self.tokenizer)
+        config = GenerationConfig(
+            max_new_tokens=new, eos_token_id=end or None,
+            pad_token_id=self.tokenizer.eos_token_id if pad is None else pad, **(drawn if how.temperature else {}),
+        )  # fmt: skip
         if ends is not None and getattr(self.model.config, "language_gate", None) is not None:
-            options["judge_prompt"] = ends
+            inputs["judge_prompt"] = ends
         torch.manual_seed(how.seed)
-        with torch.no_grad(), self._as_asked(language):
-            written = self.model.generate(**inputs, **options)[0, length:].tolist()
-        ended = bool(written) and written[-1] in end_tokens(self.model, self.tokenizer)
+        with torch.no_grad(), self._as_asked(language), generating(self.model, config):
+            written = self.model.generate(**inputs, streamer=streamer)[0, length:].tolist()
+        ended = bool(written) and written[-1] in end
         return Answer(decoder_of(self.tokenizer).decode(written, skip_special_tokens=True), len(written), ended)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:

@@ -54,16 +54,21 @@ def make_plan(
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
+    choice = by_layer.classifier_choice
     if by_layer.classifiers_in:
         if by_layer.classifier_layers:
             raise InputError(
                 "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
             )
+        if choice != "similarity":
+            raise InputError(f"classifier_choice is {choice!r}, but classifiers_in names the layers: leave one out.")
         classifiers = layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
     else:
+        if choice in ("last", "random") and not by_layer.classifier_layers:
+            raise InputError(f"classifier_choice is {choice!r}, but classifier_layers is 0: say how many layers.")
         new_old = None if similarity is None else similarity.new_old
-        classifiers = classifier_layers(by_layer.classifier_choice, by_layer.classifier_layers, expanded, new_old, seed)
-    drawn = made.drawn or by_layer.classifier_choice == "random"
+        classifiers = classifier_layers(choice, by_layer.classifier_layers, expanded, new_old, seed)
+    drawn = made.drawn or choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers

@@ -136,7 +136,7 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
     inspection = inspect_config(config)
-    return replace(inspection, leftovers=leftovers(Path(model)), after_join=stages_after_join(folder, config))
+    return replace(inspection, leftovers=leftovers(Path(model)), after_join=len(stages_after_join(folder, config)))
 
 
 def inspect_config(config: Any) -> Inspection:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...checkpoint.records import History
 from ...checkpoint.source import load_config
-from ...core.errors import errors_at
+from ...core.errors import InputError, errors_at
 from ...core.languages import UNDETERMINED
 from ...core.recipe_paths import unset_variable
 from ...data.held_out import check_held_out
@@ -80,6 +80,12 @@ class Evaluate(Step):
         if outlook.config is None:
             return found
         pairs = outlook.config.is_encoder_decoder
+        tokenizer = outlook.tokenizer
+        if recipe.evaluation.questions and (pairs or (tokenizer is not None and not tokenizer.chat_template)):
+            raise InputError(
+                "evaluation.questions: they are asked in the base's chat template, and "
+                f"{'an encoder-decoder' if pairs else 'this base'} has none: leave them out."
+            )
         sources = {key: text for key, text in recipe.keyed_sources() if not unset_variable(text.source)}
         tests = {key: text for key, text in sources.items() if key.startswith("test.")}
         training = {key: text for key, text in sources.items() if key not in tests}
@@ -112,7 +118,8 @@ class Evaluate(Step):
         result.to_json(self.output)
         missing = [name for name in self.models if name not in present]
         gone = f" ({', '.join(missing)}: no longer kept)" if missing else ""
-        chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
+        chats = "; no chat: a model has no template" if self.recipe.evaluation.questions and not result.chats else ""
+        chats += "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
         moved = {code: result.change([code]) or 0.0 for code in result.unnamed}
         unnamed = ""
         if moved and len(present) > 1:
