@@ -4,26 +4,27 @@ import gc
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import accelerate.utils.imports
 import pytest
 import torch
+import typer.testing
 from accelerate.commands.launch import launch_command, launch_command_parser
 from hub_server import Client, HubServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.main import get_command
 from typer.testing import CliRunner
 from zygote import Child, Zygote
 
@@ -33,6 +34,10 @@ from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
+# Else each training parses the metadata of packages twenty times, and each command line builds all commands anew.
+accelerate.utils.imports._is_package_available = cache(accelerate.utils.imports._is_package_available)
+_built = cache(lambda app, commands: get_command(app))
+typer.testing._get_command = lambda app: _built(app, len(app.registered_commands))
 # One thread here and in the processes that tests start: with more than there are cores they wait for one another.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -216,21 +221,6 @@ def run_fresh(code: str, *arguments: str, cwd: str | Path = "/") -> str:
     return run_python(f"sys.modules['hf_moe_expand'] = None\n{code}", *arguments, cwd=cwd)
 
 
-def run_ranks(*command: str, count: int = 2) -> str:
-    """Runs a script (or `-m` a module) on several ranks; returns what they print."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    ranks = subprocess.Popen(
-        [*launch, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE, start_new_session=True
-    )
-    try:
-        out, errors = ranks.communicate(timeout=900)
-    except subprocess.TimeoutExpired:
-        os.killpg(ranks.pid, signal.SIGKILL)  # the ranks too, which would go on without their launcher
-        raise
-    assert ranks.returncode == 0, errors
-    return out
-
-
 def accelerates_environment(configuration: Path, count: int = 2) -> dict[str, str]:
     """The variables that `accelerate launch` sets for its ranks."""
     found: dict[str, str] = {}
@@ -247,7 +237,8 @@ FOR_RANKS = ["ranks", "one_sft_step", "hf_moe_expand.stages.run", *(["deepspeed"
 def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mapping[str, str] = {}) -> None:
     """Runs a script of this folder, or a module, on several ranks, with further variables of the environment.
 
-    They are forked from a process that has imported all they need: a rank of `run_ranks` imports for seconds first.
+    They are forked from a process that has imported all they need, which takes seconds. With `SAID` in the environment,
+    each prints to the file of this name and `.0`, `.1`...
     """
     from forked_rank import run_rank
 

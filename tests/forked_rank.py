@@ -19,6 +19,8 @@ def run_rank(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     sys.argv = [script, *arguments]
+    if said := os.environ.get("SAID"):
+        sys.stdout = open(f"{said}.{rank}", "w", 1, "utf-8")  # noqa: SIM115
     if script.endswith(".py"):
         runpy.run_path(str(Path(__file__).with_name(script)), run_name="__main__")
     else:

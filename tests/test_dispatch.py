@@ -198,8 +198,10 @@ def test_nothing_is_read_on_the_host(mode):
     assert layer.experts[3].up_proj.weight.grad.shape == (24, 16)
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize(("form", "tokens"), [("gated", 13), ("gated", 100), ("conv1d", 100), (Inline, 100)])
+@pytest.mark.parametrize(
+    ("mode", "form", "tokens"),
+    [("eval", "gated", 13), ("train", "gated", 100), ("train", "conv1d", 100), ("train", Inline, 100)],
+)
 def test_compiled_it_is_one_graph(mode, form, tokens, monkeypatch):
     ran = ways(monkeypatch)
     layer = getattr(build(form, 4, has_classifier=True, dtype=torch.bfloat16), mode)()

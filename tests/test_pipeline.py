@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, keywords, run_fresh, run_ranks, save_dense, write_texts
+from conftest import byte_tokenizer, fork_ranks, keywords, run_fresh, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
@@ -223,7 +223,9 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
 def test_two_ranks_run_a_recipe_together(recipe, root):
     recipe = changed(recipe, output=str(root / "ranks"))
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump()))
-    said = run_ranks("-m", "hf_moe_expand", "run", str(root / "recipe.yaml"))
+    said = root / "said"
+    fork_ranks("hf_moe_expand", "run", str(root / "recipe.yaml"), environment={"SAID": str(said)})
+    said = said.with_suffix(".0").read_text("utf-8") + said.with_suffix(".1").read_text("utf-8")
     assert said.count("[1/6] analyze ...") == said.count("[6/6] evaluate: 4 languages, 3 models") == 1
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
