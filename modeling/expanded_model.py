@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from inspect import signature
@@ -424,10 +424,10 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, **kwargs: Any
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
     ) -> None:
         function = partial(self.routing_control.checkpointed, gradient_checkpointing_func)
-        super()._set_gradient_checkpointing(enable, function, **kwargs)  # type: ignore[misc]
+        super()._set_gradient_checkpointing(enable, function, *args, **kwargs)  # type: ignore[misc]
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Where hf_moe_expand is imported, it makes the card; elsewhere the card is the library's.
