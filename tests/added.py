@@ -1,13 +1,7 @@
 """Models with added experts for tests, on a dense base and on bases that are mixtures of experts."""
 
 import torch
-from conftest import (
-    ADDED,
-    byte_tokenizer,
-    save_dense,
-    tiny_config,
-)
-from transformers import AutoModelForCausalLM
+from conftest import ADDED, byte_tokenizer, load, save_dense, tiny_config
 
 from hf_moe_expand import (
     LayerMoEConfig,
@@ -15,7 +9,6 @@ from hf_moe_expand import (
     Plan,
     expand_checkpoint,
 )
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 
 WIDTH = ADDED["expert_width"]
 COUNTS = [3, 1, 4]
@@ -57,15 +50,6 @@ def build(base="olmoe", top_k=2, num_experts_per_layer=COUNTS, **more):
         router_top_k=top_k, **ADDED,
     )  # fmt: skip
     return moved(LayerMoEForCausalLM(config).eval())
-
-
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-
-def tensors(folder):
-    reader = CheckpointReader(folder)
-    return {name: reader.tensor(name) for name in reader.tensors}
 
 
 def saved_in(root):

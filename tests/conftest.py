@@ -1,5 +1,6 @@
 """Fixtures: tiny backbones, real text where it is at hand, and a fresh interpreter without the package."""
 
+import copy
 import gc
 import json
 import multiprocessing
@@ -23,12 +24,13 @@ from hub_server import Client, HubServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from typer.main import get_command
 from typer.testing import CliRunner
 from zygote import Child, Zygote
 
 from hf_moe_expand import Plan, cli
+from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
@@ -160,6 +162,38 @@ def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
     tiny_dense(backbone, **changes).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by the names in its files."""
+    reader = CheckpointReader(folder)
+    return {name: reader.tensor(name) for name in reader.tensors}
+
+
+@torch.no_grad()
+def moved(model):
+    """A copy whose new experts, routers, classifiers and gates have changed."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    for ffn in model.expanded_ffns().values():
+        for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
+            for parameter in () if module is None else module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+class StopAt(TrainerCallback):
+    """Kills the process's work after a step, as a time limit would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
 def write_texts(path: Path, texts) -> Path:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
-from conftest import enable_checkpointing
+from conftest import StopAt, enable_checkpointing
 from one_step import build, full, in_halves, rows, train
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
@@ -207,17 +207,6 @@ class DifferentTokens(TrainerCallback):
         with torch.no_grad():
             mine = range(dist.get_rank(), 60, 2)
             self.logits = torch.cat([model(torch.tensor([[token]])).logits for token in mine])
-
-
-class StopAt(TrainerCallback):
-    """Ends the process's work after a step, as a time limit would."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def stage(folder, name, config, callback=None, start="ffn"):

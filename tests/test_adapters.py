@@ -11,6 +11,7 @@ from conftest import (
     byte_tokenizer,
     checkpointed,
     invoke,
+    load,
     load_offloaded,
     run_fresh,
     save_dense,
@@ -110,10 +111,6 @@ def grown(el, tmp_path_factory):
     folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
     grow_checkpoint(el, folder, MORE, keep_routers=True)
     return moved_file(folder, 1)
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @torch.no_grad()

@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
-from added import COUNTS, EXPERTS, IDS, PLAN, WIDTH, load, moved, saved_in, tensors
+from added import COUNTS, EXPERTS, IDS, PLAN, WIDTH, moved, saved_in
 from conftest import (
     ADDED,
     byte_tokenizer,
     invoke,
+    load,
+    tensors,
     tiny_config,
     write_texts,
 )

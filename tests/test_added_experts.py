@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from added import COUNTS, EXPERTS, IDS, MIXTURES, PLAN, WIDTH, build, load, saved_in, tensors
+from added import COUNTS, EXPERTS, IDS, MIXTURES, PLAN, WIDTH, build, saved_in
 from conftest import (
     ADDED,
     enable_checkpointing,
     invoke,
+    load,
     run_fresh,
+    tensors,
     tiny_config,
     write_texts,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGURATIONS, enable_checkpointing, matrix, tiny_dense
+from conftest import CONFIGURATIONS, enable_checkpointing, matrix, moved, tiny_dense
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 from transformers.pytorch_utils import Conv1D
@@ -100,16 +100,6 @@ def expanded(made, configuration, backbone):
 def trained(made, configuration, backbone):
     """A model after something like training: experts differ, and routers, classifiers and gates decide."""
     return made.model(made.expanded_folder(configuration, backbone), moved)
-
-
-@torch.no_grad()
-def moved(model):
-    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
-    for ffn in model.expanded_ffns().values():
-        for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
-            for parameter in () if module is None else module.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
 
 
 def left_padded():

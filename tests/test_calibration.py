@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from conftest import byte_tokenizer, invoke, load, save_dense, write_texts
 from test_join import join_with_scales, same_files
 from transformers import AutoModelForCausalLM
 
@@ -62,10 +62,6 @@ def packs(tmp_path_factory):
     trained = {code: make_pack(home / code, base, code, seed) for seed, code in enumerate(("el", "hu"), start=1)}
     expand_checkpoint(base, home / "tr", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["tr"]))
     return {"base": base, "tr": home / "tr", **trained}
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def scored(folder):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import keywords, save_dense, write_texts
+from conftest import keywords, save_dense, tensors, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from typer.testing import CliRunner
@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from hf_moe_expand import DenseConfig, Plan, cli, expand_checkpoint, train_stage
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.scratch import work_folder
 from hf_moe_expand.data.packing import pack_texts
@@ -41,11 +40,6 @@ def data(root):
 
 def config(**changes):
     return DenseConfig(**{"block_size": 32, **TRAINING, **changes})
-
-
-def tensors(folder):
-    read = CheckpointReader(folder)
-    return {name: read.tensor(name) for name in read.tensors}
 
 
 def weights(folder):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense, tiny_dense
+from conftest import byte_tokenizer, load, save_dense, tensors, tiny_dense
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -14,7 +14,6 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.graft import graft_delta
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -34,15 +33,6 @@ SUPPORTED = {
     "phi3": {},
     "stablelm": {},
 }
-
-
-def tensors(folder):
-    read = CheckpointReader(folder)
-    return {name: read.tensor(name) for name in read.tensors}
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @pytest.mark.parametrize("backbone", SUPPORTED)

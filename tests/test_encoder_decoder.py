@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, run_fresh, save_dense
+from conftest import byte_tokenizer, invoke, moved, run_fresh, save_dense
 from encoder_decoders import PLAN, SHAPES, batch, save_tiny, tiny
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -59,17 +59,6 @@ def made(tmp_path_factory):
         return found[shape, configuration]
 
     return make
-
-
-@torch.no_grad()
-def moved(model):
-    """A copy whose new experts, routers, classifiers and gates have changed."""
-    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
-    for ffn in model.expanded_ffns().values():
-        for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
-            for parameter in () if module is None else module.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
 
 
 @torch.no_grad()

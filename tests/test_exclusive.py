@@ -12,6 +12,7 @@ from conftest import (
     byte_tokenizer,
     checkpointed,
     invoke,
+    load,
     save_dense,
     tiny_config,
     tiny_dense,
@@ -95,10 +96,6 @@ def grown(el, tmp_path_factory):
     plan = Plan("moe-lpr", [3, 2, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
     grow_checkpoint(el, folder, plan, keep_routers=True)
     return moved(folder, 1)
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @torch.no_grad()

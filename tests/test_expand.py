@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import byte_tokenizer, run_fresh, save_dense, tiny_config, tiny_dense
+from conftest import byte_tokenizer, run_fresh, save_dense, tensors, tiny_config, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
+from hf_moe_expand.checkpoint.reader import StoredTensor
 from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -25,11 +25,6 @@ PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 @pytest.fixture
 def base(tmp_path):
     return save_dense(tmp_path / "base")
-
-
-def tensors(folder):
-    reader = CheckpointReader(folder)
-    return {name: reader.tensor(name) for name in reader.tensors}
 
 
 def test_every_tensor_of_the_base_is_there_byte_for_byte_and_copies_are_copies(base, tmp_path):

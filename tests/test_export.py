@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, run_fresh, save_dense
+from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, load, run_fresh, save_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -32,15 +31,6 @@ NATIVE = {
     ("granite", "all"): "GraniteMoeForCausalLM",
     ("granite", "dense"): "GraniteMoeForCausalLM",
 }
-
-
-def tensors(folder):
-    read = CheckpointReader(folder)
-    return {name: read.tensor(name) for name in read.tensors}
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def trained(root, backbone, plan, **changes):

@@ -7,24 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, save_dense, tiny_dense
+from conftest import COMMON_BACKBONES, byte_tokenizer, save_dense, tensors, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.merge import merge_delta
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 DMOE = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
 ROUTING = ("router", "classifier")
-
-
-def tensors(folder):
-    read = CheckpointReader(folder)
-    return {name: read.tensor(name) for name in read.tensors}
 
 
 def dense_name(name):

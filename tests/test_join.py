@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import invoke, run_fresh, save_dense
+from conftest import invoke, load, run_fresh, save_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -64,10 +64,6 @@ def packs(base, tmp_path_factory):
     return {
         code: make_pack(home / f"qwen-{code}", base, plan, seed) for seed, (code, plan) in enumerate(named.items(), 1)
     }
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def join_with_scales(packs, out, scales):

@@ -13,6 +13,7 @@ from conftest import (
     load_offloaded,
     run_fresh,
     save_dense,
+    tensors,
     tiny_config,
     write_texts,
 )
@@ -38,7 +39,6 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraFactor, LoraLinear, lora_expert
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -98,11 +98,6 @@ def moved(checkpoint, out):
     model.save_pretrained(out)
     byte_tokenizer().save_pretrained(out)
     return out
-
-
-def tensors(folder):
-    reader = CheckpointReader(folder)
-    return {name: reader.tensor(name) for name in reader.tensors}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, tiny_dense
+from conftest import byte_tokenizer, invoke, tensors, tiny_dense
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint
@@ -13,17 +13,11 @@ from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import grow_checkpoint, shrink_checkpoint
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts, merge_delta
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
 UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 GROUPS = Plan("dmoe", [3, 1, 3], groups=[["en"], ["el", "tr"], ["hu"]])
-
-
-def tensors(folder):
-    read = CheckpointReader(folder)
-    return {name: read.tensor(name) for name in read.tensors}
 
 
 def make(folder, seed=0, backbone="qwen2", **changes):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from bpe import bpe_tokenizer
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, load, save_dense, write_texts
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -36,10 +36,6 @@ def quiet():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")
         yield
-
-
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def make(folder, base, seed=1, config=LoraConfig, dtype=None, **options):

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, fork_ranks, keywords, run_fresh, save_dense, write_texts
+from conftest import StopAt, byte_tokenizer, fork_ranks, keywords, run_fresh, save_dense, write_texts
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_moe_expand import (
     DMoEForCausalLM,
@@ -143,17 +143,6 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     inspection = "\n".join(inspect_checkpoint(final).lines())
     assert "(total 7, top-2)" in inspection
     assert "review, 4 steps, seed 0" in inspection
-
-
-class StopAt(TrainerCallback):
-    """Kills the process's work after a step, as a time limit would."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypatch):

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, save_dense, write_texts
+from conftest import BEGIN, StopAt, beginning_tokenizer, byte_tokenizer, save_dense, write_texts
 from fsspec.implementations.memory import MemoryFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_stage import same_files
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 
 from hf_moe_expand import (
     DenseConfig,
@@ -321,15 +321,6 @@ def root(tmp_path_factory):
 
 def data_of(root, *codes):
     return {code: LanguageText(code, str(root / code)) for code in codes}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def interrupted(step):
