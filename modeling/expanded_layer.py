@@ -102,7 +102,8 @@ class ExpandedLayer(nn.Module):
         without any, or where `is_known` says that nobody asks: such a pass, too, is evidence for the tokens that
         follow."""
         rule, text = self.gate_rule, self.control.gate_pass
-        given = request.token_classes if self.exclusive and (self.training or rule is None) else None
+        trains = self.training or request.as_in_training
+        given = request.token_classes if self.exclusive and (trains or rule is None) else None
         if given is not None and len(given.class_T) == len(x_Th):
             return given
         if given is not None and hidden_states.dim() == 3 and len(given.class_T) < len(x_Th):
@@ -110,7 +111,7 @@ class ExpandedLayer(nn.Module):
             class_BS = given.class_T.view(len(hidden_states), -1)
             virtual_BV = class_BS[:, :1].expand(-1, hidden_states.shape[1] - class_BS.shape[1])
             return TokenClasses(torch.cat([virtual_BV, class_BS], 1).flatten(), given.present)
-        if self.training:
+        if trains:
             return None
         if self.language_gate is not None and judges:
             if text is None:  # the layer alone: each sequence is a text

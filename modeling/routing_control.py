@@ -47,6 +47,8 @@ class RoutingRequest:
         virtual_tokens: tokens at the beginning of a new cache that are no text, which the language gate leaves out.
         may_write: where a prompt's class is judged, whether each sequence may go on in a new language's own tokens.
         token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
+        as_in_training: in a Trainer, whether a model in evaluation mode, such as DPO's reference, is routed as the one
+            that trains: by no gate and no classifier.
         change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
             classifiers.
         change_choice: called only in training: takes a layer's index and its choice, returns the choice to use.
@@ -61,6 +63,7 @@ class RoutingRequest:
     virtual_tokens: int | None = None
     may_write: Sequence[bool] | None = None
     token_classes: TokenClasses | None = None
+    as_in_training: bool = False
     change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     change_choice: Callable[[int, Choice], Choice] | None = None
 

@@ -193,6 +193,8 @@ def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, p
 def test_settings_are_checked_with_the_model_of_rows_too(tmp_path):
     for kind, plan, args, said in (
         (PostPretrainTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
+        (PostPretrainTrainer, OWN, {"localized_balance_coef": 0.5}, "leave localized_balance_coef out"),
+        (JointTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
         (ReviewTrainer, OWN, {}, "no router is left to review"),
         (PostPretrainTrainer, ROUTED, {"block_size": 32}, "blocks of 16 tokens, but block_size is 32"),
     ):

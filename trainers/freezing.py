@@ -22,10 +22,10 @@ class Trained:
     """The parts of an expanded model that a stage trains.
 
     Attributes:
-        everything: all parameters.
+        everything: all parameters but the language gate's.
         experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
         routers: routers and the gates of conditional routing.
-        classifiers: routing classifiers. The language gate, which is fitted, never trains but with everything.
+        classifiers: routing classifiers. The language gate, which is fitted, never trains.
         vocabulary: the rows of languages' own tokens.
         last_router_row: only the last expert's row of each router (`kept_rows`); the gates stay, too.
     """
@@ -93,6 +93,7 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
         )
     check_expanded(model)
     model.requires_grad_(trained.everything)
+    freeze_gate(model)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
     if getattr(model, "vocabulary", None) is not None:
         parts["own tokens"] = 0
@@ -103,6 +104,13 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     trainable = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     parts["base"] = trainable - sum(parts.values())
     return FreezeReport(stage, trainable, sum(_size(parameter) for parameter in parameters), parts)
+
+
+def freeze_gate(model: nn.Module) -> None:
+    """Freezes the language gate, which is fitted: no pass of a training computes it."""
+    for ffn in getattr(model, "expanded_ffns", dict)().values():
+        if ffn.language_gate is not None:
+            ffn.language_gate.requires_grad_(False)
 
 
 def _size(parameter: nn.Parameter) -> int:

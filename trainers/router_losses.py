@@ -4,8 +4,8 @@ The model's forward pass does not compute these losses. The mixin records the ro
 `compute_loss` runs, adds the losses, and logs each part.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,18 @@ from .encoder_decoder import (
     with_decoder_inputs,
     without_rows,
 )
-from .freezing import check_expanded
-from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
+from .freezing import check_expanded, freeze_gate
+from .losses import (
+    LOGGED,
+    OLD,
+    LayerLoss,
+    LossBatch,
+    RouterLoss,
+    TokenCounts,
+    TokenMasks,
+    checked_losses,
+    expert_selections,
+)
 from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
 
@@ -85,6 +95,7 @@ class RouterLossMixin(PublishingMixin):
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
+        freeze_gate(self.accelerator.unwrap_model(self.model))
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         if self._is_encoder_decoder and self.compute_loss_func is None:
@@ -210,15 +221,25 @@ class RouterLossMixin(PublishingMixin):
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # To the end of the backward pass, in which checkpointing runs the forward pass again.
-        with self.asking(inputs):
+        with self.asking(inputs, as_in_training=True):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.after_backward(loss)
         return loss
 
-    def asking(self, inputs: Mapping[str, Any]) -> AbstractContextManager:
-        """Inside, the model routes as a training step on these inputs needs it."""
-        control = getattr(self.accelerator.unwrap_model(self.model), "routing_control", None)
-        return nullcontext() if control is None else control.asking(token_classes=self._token_classes(inputs))
+    @contextmanager
+    def asking(self, inputs: Mapping[str, Any], as_in_training: bool = False) -> Iterator[None]:
+        """Inside, the model, and a reference model beside it (DPO's), routes as a step on these inputs needs it."""
+        models = [
+            self.accelerator.unwrap_model(one)
+            for one in (self.model, getattr(self, "ref_model", None))
+            if one is not None
+        ]
+        with ExitStack() as stack:
+            for one in models:
+                if (control := getattr(one, "routing_control", None)) is not None:
+                    classes = self._token_classes(inputs)
+                    stack.enter_context(control.asking(token_classes=classes, as_in_training=as_in_training))
+            yield
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Called after the backward pass of each micro-batch, with its loss."""
@@ -240,6 +261,7 @@ class RouterLossMixin(PublishingMixin):
             captured.layers = FirstPass()
             result = self.next_token_loss(model, inputs, wants_outputs, num_items_in_batch)
         loss, outputs = result if wants_outputs else (result, None)
+        self._check_outputs(model, outputs)
         stacks = []
         for layers, side in zip(by_stack(expanded.config, captured.layers), TOKEN_COLUMNS, strict=False):
             stacks.append([without_virtual_tokens(layer, own_inputs[side]) for layer in layers])
@@ -253,7 +275,7 @@ class RouterLossMixin(PublishingMixin):
         of_the_model = {"model": expanded, "inputs": own_inputs, "outputs": outputs}
         total = loss
         for stack, routing in enumerate(stacks):
-            if routing:
+            if routing or not any(stacks):
                 batch = self._loss_batch(mode, stacks, stack, tokens[stack], scale is not None, **of_the_model)
                 record_routing(batch, expert_0_is_old=not any(loss.needs_groups for loss in self._active_losses()))
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
@@ -333,6 +355,16 @@ class RouterLossMixin(PublishingMixin):
             ) from None
         return TokenMasks(counted, tagged & (classes == OLD), tagged, classes)
 
+    def _check_outputs(self, model: Any, outputs: Any) -> None:
+        """Refuses logits without gradient for a loss that reads them, as TRL's Trainers return."""
+        readers = [loss.name for loss in self._active_losses() if loss.needs_outputs]
+        logits = getattr(outputs, "logits", None)
+        if readers and model.training and logits is not None and torch.is_grad_enabled() and not logits.requires_grad:
+            raise InputError(
+                f"The {readers[0]} loss reads logits, but {type(self).__name__} returns them without gradient: leave "
+                "it out, or train with MoESFTTrainer or a stage's Trainer."
+            )
+
     @staticmethod
     def _check_gradients(model: Any, expanded: Any, routing: list) -> None:
         if not (model.training and torch.is_grad_enabled()):
@@ -393,8 +425,9 @@ class RouterLossMixin(PublishingMixin):
         logits = [
             tensor for r in batch.routing for tensor in (r.router_logits, r.classifier_logits) if tensor is not None
         ]
-        nothing = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum()
-        return sum((loss.weighted(batch) for loss in self.router_losses), nothing)
+        nothing = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum() if logits else torch.zeros(())
+        losses = (loss for loss in self.router_losses if logits or not isinstance(loss, LayerLoss))
+        return sum((loss.weighted(batch) for loss in losses), nothing)
 
     def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
         targets = (labels if self._is_encoder_decoder else labels[..., 1:]).ne(-100).sum()
@@ -412,11 +445,15 @@ class RouterLossMixin(PublishingMixin):
         with RouterLossMixin.asking(self, inputs):  # without what a subclass asks of a training step
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._router_metrics.forget("eval")  # of `predict`, which does not log
+        return super().evaluation_loop(*args, **kwargs)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
-        # Of one of several sets it has the set's name, too.
-        ends = (name.removesuffix("runtime") for name in logs if name.endswith("_runtime"))
-        prefix = next(ends, "eval_") if mode == "eval" else ""
+        # Of one of several sets the prefix has the set's name, too.
+        ends = (name.removesuffix("runtime") for name in logs if name.endswith("_runtime") and name != "train_runtime")
+        prefix = next(ends, "eval_" if any(name.startswith("eval_") for name in logs) else "")
+        mode = "eval" if prefix else "train"
         # Without `_sum_over_ranks`'s division: numerator and denominator both count a tensor-parallel group's ranks.
         ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))
         logs.update({prefix + name: value for name, value in ratios})

@@ -46,6 +46,10 @@ class Metrics:
         sums = self._sums[mode]
         sums[name] = sums[name] + pair if name in sums else pair
 
+    def forget(self, mode: str) -> None:
+        """Drops the sums of `mode`."""
+        self._sums[mode] = {}
+
     def ratios(self, mode: str, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, float]]:
         """Name and value of each metric since the last call, without metrics whose denominator is 0."""
         sums, self._sums[mode] = self._sums[mode], {}

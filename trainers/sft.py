@@ -20,6 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..core.errors import InputError, errors_at, first_line
 from ..core.schema import check_types, shown_value, unknown_key
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
+from .encoder_decoder import target_loss
 from .router_losses import RouterLossMixin, classes_matter
 
 _COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
@@ -97,8 +98,32 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
         _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
+        if self._reads_logits and self.args.loss_type != "nll":
+            raise InputError(f"loss_type is {self.args.loss_type!r}: a loss that reads logits goes with 'nll' alone.")
+        if own := getattr(self.accelerator.unwrap_model(self.model), "vocabulary", None):
+            own.requires_grad_(False)  # no batch has languages' own tokens
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = CollatorWithLanguages(**vars(self.data_collator))
+
+    @property
+    def _reads_logits(self) -> bool:
+        return any(loss.needs_outputs for loss in self._active_losses())
+
+    def next_token_loss(self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any) -> Any:
+        if not (model.training and self._reads_logits):
+            return super().next_token_loss(model, inputs, return_outputs, num_items_in_batch)
+        # TRL computes the loss without the logits, and returns some without gradient.
+        labels = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            logits = outputs.logits[:, -labels.shape[1] :][:, :-1]  # without virtual tokens
+            count = labels[:, 1:].ne(-100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = target_loss({"logits": logits}, labels[:, 1:], count)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, outputs) if return_outputs else loss
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str

@@ -90,9 +90,7 @@ def measure_deviation(
     )  # fmt: skip
     at_steps = settings.at_steps
     ffns = decoder_ffns(model)
-    chosen = _chosen_layers(len(ffns), last_layers, layers)
-    if block_size > (longest := longest_block(model.config) or block_size):
-        raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
+    chosen = check_sizes(model.config, len(ffns), block_size, last_layers, layers)
     numbers = settings.model_dump(exclude={"micro_batch_size", "last_layers", "at_steps"})
     blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
     work_dir = Path(work_dir)
@@ -154,7 +152,12 @@ def change_cosines(folders: Sequence[Path], layers: Sequence[int]) -> list[list[
     return ((cosines + cosines.T) / 2).tolist()
 
 
-def _chosen_layers(num_layers: int, last_layers: int, layers: Sequence[int] | None) -> list[int]:
+def check_sizes(
+    config: Any, num_layers: int, block_size: int, last_layers: int, layers: Sequence[int] | None = None
+) -> list[int]:
+    """The layers over whose FFNs languages are compared; refuses layers and blocks that the model does not take."""
+    if block_size > (longest := longest_block(config) or block_size):
+        raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
     if layers is None:
         if not 1 <= last_layers <= num_layers:
             raise InputError(f"last_layers is {last_layers}; this model has {num_layers} layers.")

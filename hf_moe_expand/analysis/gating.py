@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +142,7 @@ def fit_base_gate(
     anchors: Mapping[str, Iterable[str]] | None = None,
     settings: GateSettings | None = None,
     *,
+    layers: Sequence[int] | None = None,
     revision: str | None = None,
     overwrite: bool = False,
 ) -> GatingReport:
@@ -154,6 +155,7 @@ def fit_base_gate(
         out: the file to write, `.safetensors`.
         texts: documents of the new languages, and of old ones as far as there is text.
         new: the languages by which the layer is chosen.
+        layers: those that will have experts, in order; all by default.
 
     Raises:
         InputError: see `fit_gates`.
@@ -170,7 +172,7 @@ def fit_base_gate(
     stored = StoredModel(base, revision=revision)
     model, tokenizer = load_for_inference(base, revision)
     check_decoder(model.config, model_name(model), "a language gate")
-    gate, report = fitted(model, tokenizer, texts, chosen, settings, classes)
+    gate, report = fitted(model, tokenizer, texts, chosen, settings, classes, layers)
     facts = {
         "layer": gate.layer, "codes": gate.codes, "settings": settings.model_dump(), "new": sorted(new),
         "base": base_hash(stored, gate.layer),
@@ -298,36 +300,43 @@ def fitted(
     anchors: Mapping[str, Iterable[str]],
     settings: GateSettings,
     classes: Mapping[str, int],
+    layers: Sequence[int] | None = None,
 ) -> tuple[FittedGate, GateReport]:
     """The gate of a loaded model, dense or expanded; see `fit_gates`.
 
     Args:
         classes: the class of each language.
+        layers: the layers of a dense model that will have experts; all by default.
     """
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    layers = _layers(model, settings)
+    tried = _layers(model, settings, layers)
     examples = gate_examples(texts, tokenizer, settings.tokens, block)
     everyday = {code: lines for code in texts if (lines := shipped_sentences(code))}  # beside its own, as anchors are
     for code, more in gate_examples(everyday, tokenizer, settings.anchor_tokens, block).items():
         examples[code] += more
     examples |= gate_examples(anchors, tokenizer, settings.anchor_tokens, block)
     numbers = {code: classes.get(code, 0) if code in texts else 0 for code in examples}
-    return fit_gate(model, examples, numbers, list(anchors), settings, layers)
+    return fit_gate(model, examples, numbers, list(anchors), settings, tried)
 
 
-def _layers(model: Any, settings: GateSettings) -> list[int]:
+def _layers(model: Any, settings: GateSettings, layers: Sequence[int] | None) -> list[int]:
     """The layers in which the gate may stand."""
     config = model.config
     count = config.get_text_config(decoder=True).num_hidden_layers
-    expanded = sorted(model.expanded_ffns()) if isinstance(config, LayerMoEConfig) else list(range(count))
-    if settings.layer is None:
-        return candidates(expanded, count)
-    if settings.layer not in expanded:
+    expanded = list(range(count)) if layers is None else list(layers)
+    if isinstance(config, LayerMoEConfig):
+        expanded = sorted(model.expanded_ffns())
+    check_layer(settings, expanded)
+    return candidates(expanded, count) if settings.layer is None else [settings.layer]
+
+
+def check_layer(settings: GateSettings, expanded: Sequence[int]) -> None:
+    """Refuses a layer of the settings that is not among these, which have, or will have, experts."""
+    if settings.layer is not None and settings.layer not in expanded:
         raise InputError(
             f"gates: layer is {settings.layer}, but the gate stands in a layer that has, or will have, experts: "
             f"{expanded[0]}..{expanded[-1]}."
         )
-    return [settings.layer]
 
 
 def gates_of_base(model: Any, tokenizer: Any, texts: Mapping[str, Iterable[str]], new: Collection[str]) -> GateReport:

@@ -37,7 +37,7 @@ from .recipe import Recipe
 from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
 from .steps.base import ExpansionRun, Step
-from .steps.base_gate import FitBaseGate, fits_base
+from .steps.base_gate import FitBaseGate, changes_base, fits_base
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.join import JoinPacks
@@ -66,7 +66,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
             steps.append(JoinPacks(work, recipe.join))
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
-            if stage.key == "gates" and fits_base(work):
+            if stage.key == "gates" and fits_base(work) and not changes_base(work):
                 continue
             step = TrainStep if isinstance(settings, StageConfig) else StageStep
             steps.append(step(work, stage, settings, steps[-1].output))

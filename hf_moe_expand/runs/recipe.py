@@ -54,7 +54,8 @@ class _Expansion(Schema):
         """The settings of the plan; an InputError says that there is none."""
         if self.plan is None:
             raise InputError("`plan` is missing: say how many experts each layer gets.")
-        return changed(self.plan, classifier_layers=0) if self.classified_later else self.plan
+        later = {"classifier_layers": 0, "classifier_choice": "similarity"}
+        return changed(self.plan, **later) if self.classified_later else self.plan
 
     @property
     def classified_later(self) -> bool:

@@ -76,7 +76,8 @@ def trained_parts(stage: str) -> "Trained | None":
 
 @checked
 def freeze(model: Any, stage: Any) -> Any:
-    """Sets `requires_grad` of an expanded model's parameters as a stage does.
+    """Sets `requires_grad` of an expanded model's parameters as a stage does. Rows of a router that stay as they are,
+    as all but the last in `adapt`, are its Trainer's own affair: another Trainer trains whole routers.
 
     Args:
         model: expanded model, after loading.

@@ -11,6 +11,7 @@ from ..core.recipe_paths import Place
 from ..core.schema import Count, Number
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
+from ..trainers.masking import Masking
 from ..trainers.samplers import LanguageMix
 from .config import StageConfig
 from .keywords import setting
@@ -42,6 +43,15 @@ class MixedConfig(StageConfig):
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
         "more uniform",
     )
+
+    def check_exclusive(self, model: Any, *losses: str) -> None:
+        """Refuses what exclusive experts have no use for: masking, and the coefficients of these losses of routers."""
+        chosen = [name for name in ("masking", *losses) if getattr(self, name) not in (0, Masking())]
+        if chosen and getattr(model, "exclusive_experts", False):
+            raise InputError(
+                "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
+                f"that a loss could train: leave {' and '.join(chosen)} out."
+            )
 
     def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]] | None:
         return [[code] for code in texts] if is_mixed(self) else None

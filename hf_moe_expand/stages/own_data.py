@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from ..core.errors import InputError, errors_at
 from ..core.languages import named_in
+from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
 from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
@@ -38,6 +39,7 @@ class OwnDataMixin:
         elif is_text(columns := columns_of(data, name, self._own_collator)):
             texts = self._texts(data, name)
             prepared = prepare(config, self.model_config, texts)
+            self._set_length(prepared.curriculum)
             with config.main_process_first(desc="pack"):
                 self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
         else:
@@ -87,12 +89,17 @@ class OwnDataMixin:
                 "it out."
             )
         if self.packed is not None and is_mixed(config):
-            checked_order(config, list(self.packed.tokens))
+            self._set_length(checked_order(config, list(self.packed.tokens)))
         if self.packed is not None and self._has_history:
             texts = dict.fromkeys(code for code, tokens in self.packed.tokens.items() if tokens)
             config.check(self.model_config, texts)
         else:
             config.check_settings(self.model_config)
+
+    def _set_length(self: Any, curriculum: Curriculum | None) -> None:
+        """A curriculum's number of steps is that of the training."""
+        if curriculum is not None:
+            self.args.max_steps = curriculum.steps
 
     @property
     def _has_history(self: Any) -> bool:

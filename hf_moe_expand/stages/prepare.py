@@ -94,13 +94,15 @@ class Prepared:
         whole = [code for code, of in beginnings.items() if all(one.read == 1 for one in of)]
         all_whole = len(whole) == len(rows)
         wanted, counts = getattr(config, "tokens_per_language", None), getattr(config, "old_documents", None)
+        share = getattr(config, "replay_share", None)
         replayed = config.amounts(self.texts, self.model).get("replay", ((), 0))[0] if wanted else ()
         for code in whole if wanted and not pairs else ():
             if code in replayed:  # its share is of the others' tokens
                 continue
             first_tokens(code, map(len, encode_documents([row["text"] for row in rows[code]], tokenizer)), wanted)
         short = any(sum(len(str(row)) for row in rows[code]) < _SHORT * config.block_size for code in whole)
-        if (counts and not all_whole) or not (counts or short or (wanted and wanted < config.block_size)):
+        some = counts or share
+        if (some and not all_whole) or not (some or short or (wanted and wanted < config.block_size)):
             return
         if wanted and not all_whole:
             vars(config)["tokens_per_language"] = min(wanted, _OF_BEGINNINGS)

@@ -252,8 +252,11 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         super()._count_step(counts)
 
     @contextmanager
-    def asking(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        with super().asking(inputs), mask_routing(self.accelerator.unwrap_model(self.model), self.masking):
+    def asking(self, inputs: Mapping[str, Any], as_in_training: bool = False) -> Iterator[None]:
+        with (
+            super().asking(inputs, as_in_training),
+            mask_routing(self.accelerator.unwrap_model(self.model), self.masking),
+        ):
             yield
 
     def next_token_loss(self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any) -> Any:
@@ -296,6 +299,16 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         for router, rows in self._kept_rows():
             if router.weight.grad is not None:
                 router.weight.grad[:rows] = 0
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        kept = {id(router.weight) for router, _ in self._kept_rows()}
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            if group.get("weight_decay") and any(id(parameter) in kept for parameter in group["params"]):
+                raise InputError(
+                    "optimizers: weight decay would move rows of routers that stay as they are: put the routers into a "
+                    "group with weight_decay=0, or leave the optimizer out."
+                )
+        return super().create_optimizer(*args, **kwargs)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """As the library's; routers of which some rows stay have no weight decay."""

@@ -4,13 +4,14 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from ...analysis.deviation import measure_deviation
+from ...analysis.deviation import check_sizes, measure_deviation
 from ...analysis.reading import token_blocks
 from ...analysis.similarity import measure_similarity
 from ...core.disk import readable_size
-from ...core.errors import InputError
+from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
 from ...inference.self_written import SelfWrittenText
+from ...modeling import count_layers
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import ExpansionRun, RunStep
 
@@ -50,9 +51,12 @@ class AnalyzeDeviation(RunStep):
 
     def check(self, outlook: Outlook) -> Found:
         """Refuses text with fewer bytes than the needed tokens, since a token has at least one byte."""
+        settings = self.run.expansion.deviation
+        if outlook.config is not None:
+            with errors_at("deviation"):
+                check_sizes(outlook.config, count_layers(outlook.config), settings.block_size, settings.last_layers)
         if outlook.offline:
             return Found(outlook)
-        settings = self.run.expansion.deviation
         needed = settings.steps * settings.batch_size * settings.block_size
         for code in self.run.new:
             source = self.run.sources[code]

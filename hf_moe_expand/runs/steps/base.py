@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,13 @@ from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
 from ...stages.outlook import Found, Outlook, StepResult
 from ..recipe import Expansion, Recipe
+
+
+def digest_of(path: str | Path | None) -> dict[str, str]:
+    """By its name in a step's inputs, the hash of a file of settings, by which a change is noticed; empty without
+    one."""
+    file = None if path is None else Path(path)
+    return {file.name: sha256(file.read_bytes()).hexdigest()} if file is not None and file.is_file() else {}
 
 
 @dataclass(frozen=True)

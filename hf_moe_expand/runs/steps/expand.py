@@ -13,7 +13,7 @@ from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
 from ...core.errors import errors_at
 from ...core.schema import changed
-from ...data.merges import check_kind
+from ...data.merges import check_kind, learn
 from ...inference.models import load_for_inference
 from ...planning.plan import Plan
 from ...stages.outlook import Found, Outlook, StepResult
@@ -54,8 +54,17 @@ class Expand(RunStep):
         if plan.vocabulary and outlook.tokenizer is not None:
             with errors_at("vocabulary"):
                 check_kind(outlook.tokenizer, self.run.start)
+                self._check_own_tokens(plan, outlook.tokenizer)
         outlook = replace(outlook, network=self._network(outlook.config, plan))
         return Found(outlook, lines, [StepOutput(self.output, outlook.checkpoint_bytes)])
+
+    def _check_own_tokens(self, plan: Plan, tokenizer: Any) -> None:
+        """Refuses text at hand that gives fewer tokens than are asked for; long text is taken to give enough."""
+        for code, one in plan.vocabulary.items():
+            text = self.run.sources[code]
+            beginnings = list(text.beginnings()) if text.files() else []
+            if beginnings and all(part.read == 1 for part in beginnings):
+                learn(tokenizer, [row["text"] for part in beginnings for row in part.rows], one.size, code)
 
     def _with_vocabulary(self, plan: Plan) -> Plan:
         """The plan with tokens for each new language, if the recipe asks for them; plan.json keeps no local path."""

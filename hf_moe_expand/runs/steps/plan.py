@@ -11,8 +11,8 @@ from ...modeling import count_layers, stack_sizes
 from ...planning.make import make_plan
 from ...planning.results import DeviationResult, SimilarityResult
 from ...stages.outlook import Found, Outlook, StepResult
-from .base import RunStep
-from .base_gate import gate_layer
+from .base import RunStep, digest_of
+from .base_gate import expanded_layers, gate_layer, only_layers
 
 
 class MakePlan(RunStep):
@@ -21,7 +21,9 @@ class MakePlan(RunStep):
     title, writes = "plan", "plan.json"
 
     def inputs(self) -> dict[str, Any]:
-        return {"plan": self.run.expansion.planned.model_dump(), "old": self.run.old, "new": self.run.new}
+        planned = self.run.expansion.planned
+        vectors = digest_of(getattr(planned, "grouping", None))  # a file of linguistic vectors, if it is one
+        return {"plan": planned.model_dump(), "old": self.run.old, "new": self.run.new, **vectors}
 
     def check(self, outlook: Outlook) -> Found:
         """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
@@ -79,8 +81,9 @@ class MakePlan(RunStep):
         config = load_config(resolve_checkpoint(run.start, run.revision))
         gate, layers = gate_layer(run), count_layers(config)
         adapters = run.expansion.expand.expert_kind == "adapter"  # told, they run below the gate, too
-        if gate is not None and not adapters and not getattr(planned, "only_layers", None):
-            planned = changed(planned, only_layers=f"{gate}-{layers - 1}")  # no expert ever runs below the gate
+        if gate is not None and not adapters:  # no expert ever runs below the gate
+            above = [str(layer) for layer in expanded_layers(run, config) if layer >= gate]
+            planned = changed(planned, only_layers=",".join(above) if only_layers(run) else f"{gate}-{layers - 1}")
         plan = make_plan(
             planned, layers, run.old, run.new, similarity, run.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),

@@ -22,7 +22,7 @@ from ...stages.outlook import Found, Outlook, StepResult
 from ...stages.prepare import prepare
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
-from .base import RunStep
+from .base import RunStep, digest_of
 
 # Times the memory at hand: a forecast of more is no error of the forecast.
 _FAR_TOO_MUCH = 1.5
@@ -68,7 +68,8 @@ class TrainStep(StageStep):
         return {code: self.run.sources[code] for code in dict.fromkeys(codes)}
 
     def inputs(self) -> dict[str, Any]:
-        return {self.stage.key: self.settings.keywords(), "texts": contents(self._texts())}
+        schedule = digest_of(getattr(self.settings, "curriculum", None))
+        return {self.stage.key: self.settings.keywords(), "texts": contents(self._texts()), **schedule}
 
     def check(self, outlook: Outlook) -> Found:
         settings, key, network = self.settings, self.stage.key, outlook.network

@@ -40,6 +40,9 @@ class JointConfig(MixedConfig):
     masking: Annotated[Masking | str | None, mapping(Masking)] = setting(Masking, "masking during training")
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
+    def check_settings(self, model: Any) -> None:
+        self.check_exclusive(model)
+
     @classmethod
     def check_model(cls, model_config: Any) -> None:
         """Accepts any expanded model."""

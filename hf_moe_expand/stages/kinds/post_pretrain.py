@@ -58,10 +58,11 @@ class PostPretrainConfig(MixedConfig):
         return [*(old if settings.replay else ()), *new]
 
     def check_settings(self, model: Any) -> None:
-        if getattr(model, "exclusive_experts", False) and (self.language_prior_coef or self.masking != Masking()):
+        self.check_exclusive(model, "language_prior_coef", "localized_balance_coef")
+        if self.replay and getattr(model, "exclusive_experts", False) and not self.everything:
             raise InputError(
-                "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
-                "for the LPR loss: leave masking and language_prior_coef out."
+                "replay: beside exclusive experts old text goes home to frozen experts, and trains nothing: leave "
+                "replay and replay_share out."
             )
         gates = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
         if gates and not getattr(model, "conditional_routing", False):
