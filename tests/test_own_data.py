@@ -1,6 +1,8 @@
 """Data sets in every form (text, rows of tokens, what `pack_texts` returned) train and are scored alike, and no setting
 or column of them is dropped."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_dense
@@ -26,6 +28,7 @@ from hf_moe_expand import (
     pack_texts,
 )
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.data.curriculum import Curriculum
 from hf_moe_expand.trainers.losses import BalanceLoss, GroupLoss
 from hf_moe_expand.trainers.samplers import LanguageMix
 
@@ -193,7 +196,6 @@ def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, p
 def test_settings_are_checked_with_the_model_of_rows_too(tmp_path):
     for kind, plan, args, said in (
         (PostPretrainTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
-        (PostPretrainTrainer, OWN, {"localized_balance_coef": 0.5}, "leave localized_balance_coef out"),
         (JointTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
         (ReviewTrainer, OWN, {}, "no router is left to review"),
         (PostPretrainTrainer, ROUTED, {"block_size": 32}, "blocks of 16 tokens, but block_size is 32"),
@@ -321,3 +323,37 @@ def test_text_under_another_languages_code_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
         train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_a_curriculum_sets_the_number_of_steps(tmp_path):
+    Curriculum(4, {"el": 0, "tr": 2}).save(tmp_path / "c.json")
+    plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el", "tr"])
+    args = {"curriculum": str(tmp_path / "c.json"), "max_steps": ...}
+    for data in (tagged("el", "tr"), packed("el", "tr", groups=[["el"], ["tr"]])):
+        trainer = trainer_of(PostPretrainTrainer, plan, data, tmp_path, args)
+        assert trainer.train().global_step == 4
+
+
+def test_metrics_of_another_set_and_of_a_prediction_do_not_mix(tmp_path):
+    trainer = trainer_of(ReviewTrainer, ROUTED, tagged("en", "el"), tmp_path)
+    first = trainer.evaluate(tagged("en", "el"))
+    trainer.predict(tagged("en"))
+    again = trainer.evaluate(tagged("en", "el"))
+    other = trainer.evaluate(tagged("en"), metric_key_prefix="test")
+    assert first["eval_next_token_loss"] == again["eval_next_token_loss"]
+    assert other["test_next_token_loss"] == pytest.approx(other["test_loss"], abs=0.2)
+    assert "eval_next_token_loss" not in other
+    assert "test_language_prior_loss" in other
+
+
+def test_an_optimizer_that_would_decay_rows_which_stay_is_refused(tmp_path, monkeypatch):
+    for decay, refused in ((0.1, True), (0.0, False)):
+        model = expand_model(tiny_dense("qwen2"), ROUTED)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
+        config = PostPretrainConfig(str(tmp_path), block_size=16, max_steps=1, save_strategy="no")
+        trainer = PostPretrainTrainer(
+            model, config, train_dataset=tagged("el"), processing_class=byte_tokenizer(), optimizers=(optimizer, None)
+        )
+        monkeypatch.setattr(trainer, "_kept_rows", lambda model=model: [(model.expanded_ffns()[0].router, 1)])
+        with pytest.raises(InputError, match="weight decay would move rows") if refused else nullcontext():
+            trainer.train()

@@ -8,11 +8,13 @@ import pytest
 import torch
 from conftest import keywords, save_dense, write_texts
 
-from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
+from hf_moe_expand import GroupConfig, PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
+from hf_moe_expand.analysis.settings import DeviationSettings, GateSettings
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings
+from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings, VocabularySettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
+from hf_moe_expand.data.curriculum import Curriculum
 from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.runs.pipeline import steps_of
@@ -210,3 +212,66 @@ def test_an_average_that_cannot_be_is_refused_before_anything_runs(recipe):
     tr = {"tr": recipe.new["el"]}
     second = Expansion(new=tr, plan=plan_settings("moe-lpr", experts=1), expand=copied, **stages, **average)
     refused("average: expand.copy_from is 1, but LoRA and added experts are", first, second)
+
+
+def test_a_gate_is_fitted_once_more_on_a_base_that_a_stage_changed(recipe, tmp_path):
+    gated = changed(recipe, review=None, gates=GateSettings())
+    assert [step.name for step in steps_of(gated)[0]] == [
+        "gate", "plan", "expand", "post_pretrain", "evaluate"
+    ]  # fmt: skip
+    grafted = changed(gated, graft=GraftSettings(instruct=str(tmp_path / "base")))
+    everything = changed(gated, post_pretrain=recipe.post_pretrain.but(everything=True))
+    for one in (grafted, everything):
+        names = [step.name for step in steps_of(one)[0]]
+        assert names[-2:] == ["gates", "evaluate"]
+
+
+def test_a_gate_stands_where_the_plan_may_put_experts(recipe, quick_gates):
+    plan = plan_settings("moe-lpr", experts=2, exclusive=True, only_layers="1-2")
+    gated = changed(recipe, review=None, test={}, plan=plan, gates=GateSettings(unseen_share=0.99))
+    final = run_recipe(gated, lambda line: None)
+    config = json.loads((final / "config.json").read_text())
+    assert (config["language_gate"]["layer"], config["num_experts_per_layer"]) == (1, [1, 2, 2])
+    for layer in (0, 9):
+        with pytest.raises(InputError, match=rf"gates: layer is {layer}, but the gate stands in a layer .*: 1\.\.2"):
+            validate_recipe(changed(gated, gates=GateSettings(layer=layer)))
+
+
+def test_what_a_configuration_answers_is_refused_before_a_run(recipe, tmp_path):
+    dmoe = Recipe(
+        base=recipe.base, output=recipe.output, new={**recipe.new, "en": str(tmp_path / "en.jsonl")},
+        plan=plan_settings("dmoe", groups=2), group=keywords(GroupConfig, block_size=16, **TRAINING),
+    )  # fmt: skip
+    for sizes, said in (
+        ({"block_size": 4096}, "block_size is 4096; this model takes blocks of 2 to 64 tokens"),
+        ({"block_size": 16, "last_layers": 9}, "last_layers is 9; this model has 3 layers"),
+    ):
+        with pytest.raises(InputError, match=f"deviation: {said}"):
+            validate_recipe(changed(dmoe, deviation=DeviationSettings(batch_size=1, steps=1, **sizes)))
+    own = changed(recipe, vocabulary=VocabularySettings(size=500))
+    with pytest.raises(InputError, match=r"vocabulary: .* gives .* tokens of its own"):
+        validate_recipe(own)
+    write_texts(tmp_path / "el.jsonl", ["μια μακριά πρόταση " * 8] * 40)
+    replayed = recipe.post_pretrain.but(replay=True, replay_share=0.5)
+    with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):
+        validate_recipe(changed(recipe, post_pretrain=replayed))
+
+
+@pytest.mark.parametrize("choice", ["last", "random"])
+def test_an_ablation_of_where_classifiers_stand_is_no_contradiction(recipe, choice):
+    plan = plan_settings("layer-moe", total_experts=7, classifier_layers=1, classifier_choice=choice)
+    analysis = changed(recipe.analysis, tokens=30)
+    assert validate_recipe(changed(recipe, plan=plan, analysis=analysis))
+
+
+def test_a_changed_curriculum_is_noticed(recipe, tmp_path):
+    file = tmp_path / "curriculum.json"
+    Curriculum(2, {"el": 0}).save(file)
+    training = {name: value for name, value in TRAINING.items() if name != "max_steps"}
+    stage = keywords(PostPretrainConfig, block_size=16, curriculum=str(file), **training)
+    scheduled = changed(recipe, post_pretrain=stage, review=None, test={})
+    run_recipe(scheduled)
+    assert repeated(scheduled) == []
+    Curriculum(3, {"el": 0}).save(file)
+    with pytest.raises(InputError, match=r"post_pretrain: curriculum.json: changed after step `post_pretrain` had run"):
+        run_recipe(scheduled)

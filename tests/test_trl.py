@@ -1,6 +1,7 @@
 """TRL on expanded models: MoESFTTrainer, the router losses in DPO, and their part of docs/trainers.md."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,14 +12,16 @@ import torch.nn.functional as F
 import trl
 from conftest import byte_tokenizer, checkpointed, fork_ranks, run_python
 from datasets import Dataset
+from gated_models import gated_model
 from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train, trainer
 from one_step import build
 from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig
 
-from hf_moe_expand import BalanceLoss, GroupLoss, LanguagePriorLoss, MoESFTTrainer, RouterLossMixin
+from hf_moe_expand import BalanceLoss, DistillationLoss, GroupLoss, LanguagePriorLoss, MoESFTTrainer, RouterLossMixin
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.trainers import load_balance_loss
+from hf_moe_expand.trainers.losses import distillation_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("error::DeprecationWarning"),
@@ -429,3 +432,42 @@ def test_trl_is_imported_on_first_use_alone():
     code = "from hf_moe_expand.trainers import RouterLossMixin; before = 'trl' in sys.modules; "
     code += "from hf_moe_expand import MoESFTTrainer; print(before, 'trl' in sys.modules)"
     assert run_python(code).split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
+def test_a_reference_model_behind_a_gate_is_routed_as_the_one_that_trains(tmp_path, exclusive):
+    """At first both are equal; the gate decides in neither."""
+    model, reference = gated_model(exclusive=exclusive), gated_model(exclusive=exclusive)
+    one = dpo(tmp_path, MoEDPOTrainer, balance=0.0, model=model, ref_model=reference)
+    assert not model.expanded_ffns()[1].language_gate.weight.requires_grad  # no pass of a training computes it
+    assert one.train().training_loss == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_self_distillation_trains_beside_trls_loss_without_logits(tmp_path):
+    """TRL returns logits without gradient."""
+    config = {"per_device_train_batch_size": 8, "completion_only_loss": False}
+    steps = {}
+    for coef in (0.0, 2.0):
+        losses = [DistillationLoss(coef)] if coef else []
+        one = MoESFTTrainer(
+            build(), settings(tmp_path, SFTConfig, **config), train_dataset=Dataset.from_list(ROWS),
+            processing_class=byte_tokenizer(), router_losses=losses, language_classes=LANGUAGES,
+        )  # fmt: skip
+        before = parameters_of(one.model)
+        one.train()
+        steps[coef] = {name: before[name] - value for name, value in parameters_of(one.model).items()}, one
+    batch = one.data_collator([one.train_dataset[row] for row in range(len(one.train_dataset))])
+    model = build().train()
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    with torch.no_grad(), model.use_expert(0):
+        base = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    (old_T,) = (masks.old_T for masks in one._tokens(batch))
+    (2.0 * distillation_loss(logits.flatten(0, 1), base.flatten(0, 1), old_T)).backward()
+    for name, parameter in model.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(steps[2.0][0][name] - steps[0.0][0][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
+    with pytest.raises(InputError, match="loss_type is 'dft': a loss that reads logits goes with 'nll' alone"):
+        MoESFTTrainer(
+            build(), settings(tmp_path, SFTConfig, loss_type="dft", **config), train_dataset=Dataset.from_list(ROWS),
+            processing_class=byte_tokenizer(), router_losses=[DistillationLoss(1.0)], language_classes=LANGUAGES,
+        )  # fmt: skip

@@ -229,15 +229,12 @@ class RouterLossMixin(PublishingMixin):
     @contextmanager
     def asking(self, inputs: Mapping[str, Any], as_in_training: bool = False) -> Iterator[None]:
         """Inside, the model, and a reference model beside it (DPO's), routes as a step on these inputs needs it."""
-        models = [
-            self.accelerator.unwrap_model(one)
-            for one in (self.model, getattr(self, "ref_model", None))
-            if one is not None
-        ]
+        models = (one for one in (self.model, getattr(self, "ref_model", None)) if one is not None)
+        found = (getattr(self.accelerator.unwrap_model(one), "routing_control", None) for one in models)
         with ExitStack() as stack:
-            for one in models:
-                if (control := getattr(one, "routing_control", None)) is not None:
-                    classes = self._token_classes(inputs)
+            if controls := [control for control in found if control is not None]:
+                classes = self._token_classes(inputs)
+                for control in controls:
                     stack.enter_context(control.asking(token_classes=classes, as_in_training=as_in_training))
             yield
 

@@ -84,9 +84,9 @@ class GroupTrainer(StageTrainer):
         return GroupedSampler(groups, self.args.per_device_train_batch_size, self._order_seed())
 
     @contextmanager
-    def asking(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+    def asking(self, inputs: Mapping[str, Any], as_in_training: bool = False) -> Iterator[None]:
         expert = self._group_of(inputs)
-        with super().asking(inputs), self.accelerator.unwrap_model(self.model).use_expert(expert):
+        with super().asking(inputs, as_in_training), self.accelerator.unwrap_model(self.model).use_expert(expert):
             yield
 
     def _classes(self) -> list[int]:

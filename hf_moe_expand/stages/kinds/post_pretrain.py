@@ -58,12 +58,7 @@ class PostPretrainConfig(MixedConfig):
         return [*(old if settings.replay else ()), *new]
 
     def check_settings(self, model: Any) -> None:
-        self.check_exclusive(model, "language_prior_coef", "localized_balance_coef")
-        if self.replay and getattr(model, "exclusive_experts", False) and not self.everything:
-            raise InputError(
-                "replay: beside exclusive experts old text goes home to frozen experts, and trains nothing: leave "
-                "replay and replay_share out."
-            )
+        self.check_exclusive(model, "language_prior_coef")
         gates = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
         if gates and not getattr(model, "conditional_routing", False):
             raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
