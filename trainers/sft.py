@@ -98,8 +98,9 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
         _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
-        if self._reads_logits and self.args.loss_type != "nll":
-            raise InputError(f"loss_type is {self.args.loss_type!r}: a loss that reads logits goes with 'nll' alone.")
+        kind = getattr(self.args, "loss_type", "nll")
+        if self._reads_logits and kind != "nll":
+            raise InputError(f"loss_type is {kind!r}: a loss that reads logits goes with 'nll' alone.")
         if own := getattr(self.accelerator.unwrap_model(self.model), "vocabulary", None):
             own.requires_grad_(False)  # no batch has languages' own tokens
         if type(self.data_collator) is DataCollatorForLanguageModeling:
