@@ -515,6 +515,11 @@ def test_trls_trainer_refuses_a_languages_own_tokenizer(expanded, tmp_path):
     given = {"train_dataset": Dataset.from_dict({"text": GREEK}), "args": SFTConfig(str(tmp_path), use_cpu=True)}
     with pytest.raises(InputError, match="own tokenizer, whose further tokens TRL's loss leaves out"):
         MoESFTTrainer(model, processing_class=model.tokenizer_of("el"), **given)
+    # No batch has such tokens: rows that trained without a gradient would stop several ranks.
+    assert not any(
+        p.requires_grad
+        for p in MoESFTTrainer(model, processing_class=byte_tokenizer(), **given).model.vocabulary.parameters()
+    )
 
 
 # --- surgery ----------------------------------------------------------------------------------------------------------
