@@ -325,6 +325,15 @@ def test_text_under_another_languages_code_is_refused(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
+def test_a_loss_of_routers_is_refused_where_there_are_none(tmp_path):
+    rows = Dataset.from_dict({"text": ["some text"] * 4})
+    given = {"args": settings(tmp_path), "train_dataset": rows, "processing_class": byte_tokenizer()}
+    with pytest.raises(
+        InputError, match="The balance loss is of routers or classifiers, and no layer of the model has"
+    ):
+        MoESFTTrainer(expand_model(tiny_dense("qwen2"), OWN), router_losses=[BalanceLoss(0.1)], **given)
+
+
 def test_a_curriculum_sets_the_number_of_steps(tmp_path):
     Curriculum(4, {"el": 0, "tr": 2}).save(tmp_path / "c.json")
     plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el", "tr"])

@@ -21,6 +21,7 @@ from ..core.errors import InputError, errors_at, first_line
 from ..core.schema import check_types, shown_value, unknown_key
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .encoder_decoder import target_loss
+from .losses import LayerLoss
 from .router_losses import RouterLossMixin, classes_matter
 
 _COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
@@ -98,6 +99,12 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
         _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
+        ffns = self.accelerator.unwrap_model(self.model).expanded_ffns().values() if self._active_losses() else ()
+        of_layers = [loss.name for loss in self._active_losses() if isinstance(loss, LayerLoss)]
+        if of_layers and all(ffn.router is None and ffn.classifier is None for ffn in ffns):
+            raise InputError(
+                f"The {of_layers[0]} loss is of routers or classifiers, and no layer of the model has one: leave it out."
+            )
         kind = getattr(self.args, "loss_type", "nll")
         if self._reads_logits and kind != "nll":
             raise InputError(f"loss_type is {kind!r}: a loss that reads logits goes with 'nll' alone.")
