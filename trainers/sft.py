@@ -103,7 +103,8 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         of_layers = [loss.name for loss in self._active_losses() if isinstance(loss, LayerLoss)]
         if of_layers and all(ffn.router is None and ffn.classifier is None for ffn in ffns):
             raise InputError(
-                f"The {of_layers[0]} loss is of routers or classifiers, and no layer of the model has one: leave it out."
+                f"The {of_layers[0]} loss is of routers or classifiers, and no layer of the model has one: leave it "
+                "out."
             )
         kind = getattr(self.args, "loss_type", "nll")
         if self._reads_logits and kind != "nll":
