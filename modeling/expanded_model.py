@@ -528,8 +528,7 @@ def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
     check_gate(decoder.config)
     asked = control.request
     ends, virtual = asked.message_ends or (), asked.virtual_tokens
-    trains = decoder.training or asked.as_in_training
-    control.gate_pass = None if trains else pass_of_call(rule, decoder, args, kwargs, ends, virtual)
+    control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends, virtual)
 
 
 def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

@@ -465,7 +465,7 @@ def inspect(
         from ..report.inspection import inspect_plan
 
         kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"})
-        print("\n".join(inspect_plan(model, made, revision, tokens, 200.0 if tflops is None else tflops, **kind)))
+        print("\n".join(inspect_plan(model, made, revision, tokens, tflops, **kind)))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..report.inspection import inspect_checkpoint

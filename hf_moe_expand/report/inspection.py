@@ -170,7 +170,7 @@ def inspect_plan(
     plan: Plan,
     revision: str | None = None,
     tokens: float | None = None,
-    tflops: float = 200.0,
+    tflops: float | None = None,
     *,
     expert_kind: str = "ffn",
     lora_rank: int = LORA_RANK,
@@ -182,7 +182,7 @@ def inspect_plan(
 
     Args:
         tokens: tokens to train on.
-        tflops: the device's speed in practice, in 10^12 operations a second.
+        tflops: the device's speed in practice, in 10^12 operations a second; 200 by default.
     """
     for name, number in (("tokens", tokens), ("tflops", tflops)):
         if number is not None and not 0 < number < inf:
@@ -200,7 +200,8 @@ def inspect_plan(
     rows = {stage.name: (network_of(config), stage()) for stage in trained if stage.name in model.trainable}
     rows["full fine-tuning"] = whole, all_stages()["dense"]()
     at_hand = {} if tokens is None else {"all": int(tokens)}
-    stages = {name: forecast(*row, at_hand, speed=tflops * 1e12).words() for name, row in rows.items()}
+    speed = 1e12 * (200.0 if tflops is None else tflops)
+    stages = {name: forecast(*row, at_hand, speed=speed).words() for name, row in rows.items()}
     return model.rendered("forecast.txt", stages=stages).splitlines()
 
 
