@@ -23,7 +23,7 @@ class MakePlan(RunStep):
     def inputs(self) -> dict[str, Any]:
         planned = self.run.expansion.planned
         vectors = digest_of(getattr(planned, "grouping", None))  # a file of linguistic vectors, if it is one
-        return {"plan": planned.model_dump(), "old": self.run.old, "new": self.run.new, **vectors}
+        return {**vectors, "plan": planned.model_dump(), "old": self.run.old, "new": self.run.new}
 
     def check(self, outlook: Outlook) -> Found:
         """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""

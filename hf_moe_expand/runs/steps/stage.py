@@ -69,7 +69,7 @@ class TrainStep(StageStep):
 
     def inputs(self) -> dict[str, Any]:
         schedule = digest_of(getattr(self.settings, "curriculum", None))
-        return {self.stage.key: self.settings.keywords(), "texts": contents(self._texts()), **schedule}
+        return {**schedule, self.stage.key: self.settings.keywords(), "texts": contents(self._texts())}
 
     def check(self, outlook: Outlook) -> Found:
         settings, key, network = self.settings, self.stage.key, outlook.network
