@@ -160,6 +160,8 @@ def test_the_command_line(base, tmp_path):
     anchors = [part for code in ANCHORS for part in ("--anchors", f"{code}={tmp_path / code}.jsonl")]
     options = ["--tokens", 400, "--anchor-tokens", 150, "--unseen-share", 0.02, "--new", "el,hu"]
     file = tmp_path / "gate.safetensors"
+    with pytest.raises(InputError, match="--max-shard-size: a gate is one file"):
+        invoke("gates", base, *data, *anchors, *options, "--out", file, "--max-shard-size", "1MB")
     said = invoke("gates", base, *data, *anchors, *options, "--out", file)
     assert "gate               in layer 0" in said
     PLAN.save(tmp_path / "plan.json")

@@ -264,6 +264,19 @@ def test_an_ablation_of_where_classifiers_stand_is_no_contradiction(recipe, choi
     assert validate_recipe(changed(recipe, plan=plan, analysis=analysis))
 
 
+def test_changed_linguistic_vectors_are_noticed(recipe, tmp_path):
+    file = tmp_path / "vectors.json"
+    plan = plan_settings("dmoe", groups=2, grouping=str(file))
+    group = keywords(GroupConfig, block_size=16, **TRAINING)
+    new = {**recipe.new, "en": str(tmp_path / "en.jsonl")}
+    dmoe = Recipe(base=recipe.base, output=recipe.output, new=new, plan=plan, group=group)
+    found = []
+    for vector in ([1.0, 0.0], [0.0, 1.0]):
+        file.write_text(json.dumps({"en": [1.0, 0.0], "el": vector}))
+        found.append(next(step for step in steps_of(dmoe)[0] if step.name == "plan").inputs())
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"vectors.json"}
+
+
 def test_a_changed_curriculum_is_noticed(recipe, tmp_path):
     file = tmp_path / "curriculum.json"
     Curriculum(2, {"el": 0}).save(file)
