@@ -24,6 +24,7 @@ KINDS = {
     "ffn": {},
     "conditional": {"conditional_routing": True},
     "lora": {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4},
+    "added": {"expert_kind": "added", "expert_width": 8},
 }
 SEED = 7
 LAYER = "model.layers.{}.mlp."
@@ -70,7 +71,7 @@ def defined(before, plan, origin, expansions, kind="ffn"):
             rows = [had, *[had[-1:]] * (expansions + 1 - len(had))]
             expected[name] = torch.cat(rows)
         for expert in range(old, new):
-            anew = kind == "lora" and origin.get(layer, 0) == 0
+            anew = kind in ("lora", "added") and origin.get(layer, 0) == 0
             source = f"{prefix}experts.{1 if anew else origin.get(layer, 0)}."
             for name, value in before.items():
                 if name.startswith(source):

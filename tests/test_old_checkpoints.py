@@ -22,6 +22,7 @@ from hf_moe_expand import (
     fit_gates,
     grow_checkpoint,
     leave_out_pack,
+    make_card,
     shrink_checkpoint,
     train_stage,
 )
@@ -99,6 +100,13 @@ def test_it_grows_and_the_old_part_computes_what_it_did(tmp_path, kind):
     model = grown(copied(kind, tmp_path), *GROWN[kind], encoder_layers=2 if kind == "encoder_decoder" else 0)
     with model.use_expansion(len(History.of(model.config)) - 1):
         as_recorded(logits(model), kind)
+
+
+def test_added_experts_that_began_as_neurons_of_the_base_keep_their_record(tmp_path):
+    folder = copied("added", tmp_path)
+    model = grown(folder, *GROWN["added"])
+    assert [one.expert_init for one in History.of(model.config).expansions] == ["neurons", None]
+    assert "| neurons |" in str(make_card(folder.with_name("grown")))
 
 
 def test_a_dmoe_takes_a_further_language(tmp_path):

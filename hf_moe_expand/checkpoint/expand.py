@@ -23,7 +23,7 @@ from ..planning.plan import Plan
 from .gate_file import Gate
 from .loaded import blank, filled
 from .local import name_and_commit
-from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
+from .new_experts import check_kinds, chosen_kind, first_weight
 from .promises import check_architecture
 from .reader import TORCH_DTYPES
 from .records import ExpansionRecord, History
@@ -88,8 +88,7 @@ def expand_checkpoint(
         plan: experts and classifiers of each layer.
         expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model gives the
             dense model's outputs; `random` draws the weights as the backbone's own initialisation does (MoE-LPR's
-            ablation "w/o EC"). Added experts compute nothing at first: their rows are neurons of the original block,
-            or random ones.
+            ablation "w/o EC").
         conditional_routing: make expert 0 a shared FFN outside the routed set; a gate decides whether the routed
             experts add to a token's output (CMR).
         expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
@@ -132,7 +131,7 @@ def expand_checkpoint(
     name, commit = name_and_commit(base, folder)
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
-        expert_init=recorded_init(kind, expert_init), base_parameters=base_parameters, parameters=parameters,
+        expert_init=expert_init, base_parameters=base_parameters, parameters=parameters,
         language_gate=config.language_gate, vocabulary=None if grown is None else grown.recorded(),
     )  # fmt: skip
     History([record]).write(config)
@@ -226,7 +225,7 @@ def expand_model(
     expanded.config.auto_map = static.auto_map(config)
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=revision, seed=seed,
-        expert_init=recorded_init(kind, expert_init), base_parameters=_parameters(dense),
+        expert_init=expert_init, base_parameters=_parameters(dense),
         parameters=_parameters(expanded), language_gate=config.language_gate,
         vocabulary=None if grown is None else grown.recorded(),
     )  # fmt: skip
@@ -328,7 +327,7 @@ def expanded_tensors(
             outputs.append(computed(name, rows_of_base.dtype, place.shape, first))
             continue
         ffn = ffns[place.layer]
-        make = first_weight(dense.network, config, ffn, place, expert_init, seed, dense)
+        make = first_weight(dense.network, ffn, place, expert_init, seed)
         if make is not None:
             # A router and the like have the type in which the layer's FFN is stored.
             like = place.dense or f"{ffn.name}.{next(inner for inner, _ in ffn.module.named_parameters())}"
@@ -422,7 +421,7 @@ def _state(
             continue
         ffn = ffns[place.layer]
         like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
-        make = first_weight(dense, expanded.config, ffn, place, expert_init, seed)
+        make = first_weight(dense, ffn, place, expert_init, seed)
         if gate is not None and (place.layer, place.inner) in gate.rows:
             state[name] = gate.rows[place.layer, place.inner].to(like.dtype).to(like.device)
         elif make is not None:

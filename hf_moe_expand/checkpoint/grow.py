@@ -19,7 +19,7 @@ from ..modeling.expansion_only import KEPT_ROUTERS
 from ..planning.plan import Plan
 from .expand import planned_record
 from .gate_file import stored_gate
-from .new_experts import Block, new_weight
+from .new_experts import new_weight
 from .packs import GATE_ROWS
 from .records import ExpansionRecord, History
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
@@ -214,7 +214,7 @@ def _grown_tensors(
     stored: StoredModel, config: Any, sources: Mapping[int, Sequence[int]], copy_router_rows: bool, seed: int
 ) -> Iterator[OutputTensor]:
     """Every tensor of the grown model, whose configuration is `config`."""
-    counts, ffns = stored.config.num_experts_per_layer, stored.network.expanded_ffns()
+    counts = stored.config.num_experts_per_layer
     for key, place in places(network_of(config)).items():
         layer, shape, prefix = place.layer, place.shape, key.removesuffix(place.inner)
         if place.expert is not None and place.expert >= counts[layer]:
@@ -222,8 +222,7 @@ def _grown_tensors(
             rest = place.inner.split(".", 2)[2]
             if source == 0 and place.dense is None:  # a LoRA or added expert that adds zero to expert 0
                 dtype = next(stored[name].dtype for name in stored.tensors if name.startswith(f"{prefix}experts."))
-                block = Block(ffns[layer].experts[0], stored, f"{prefix}experts.0")
-                yield computed(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer), block))
+                yield computed(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer)))
             else:
                 yield stored.copied(f"{prefix}experts.{source}.{rest}", key)
         elif place.inner == "router.weight" and sources.get(layer):

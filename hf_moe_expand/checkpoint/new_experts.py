@@ -2,17 +2,11 @@
 classifiers, gates, LoRA updates, added experts and random experts.
 
 Each tensor's place (seed, layer, ...) decides its values, which depend neither on other tensors nor on their order.
-
-The rows of an added expert are neurons of the block beside it, drawn by chance. A gated FFN's neuron is a row of `gate`
-and one of `up`. Those that the base has learned fire on text, so that the gradient of `down`, which starts at zero, is
-larger than with random rows (docs/backbones.md#added-experts). The experts of a mixture have their neurons in one
-tensor, `gate_up_proj`; of other blocks the rows stay random.
 """
 
 import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,15 +23,12 @@ from ..modeling.experts import init_kaiming
 from ..modeling.routing import init_router
 from ..planning.plan import Plan
 from .adapter_maps import ALL_LINEAR, adapter_of
-from .gated_ffn import gate_and_up
-from .reader import TORCH_DTYPES
 from .settings import LORA_ALPHA, LORA_RANK
-from .stored import Place, StoredModel
+from .stored import Place
 
 EXPERT_INITS = ("copy", "random")
-_FUSED = "gate_up_proj"
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
-_ROWS = (".gate_proj.weight", ".up_proj.weight")
+_DRAWN = (".gate_proj.weight", ".up_proj.weight", ".lora_A.weight")
 
 
 def check_kinds(expert_init: str, expert_kind: str) -> None:
@@ -92,8 +83,12 @@ def chosen_kind(
             f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take "
             "another method."
         )
-    if expert_kind in ("lora", "adapter") and expert_init != "copy":
-        what = "LoRA experts start as expert 0" if expert_kind == "lora" else "adapters start as the layer is"
+    if expert_init != "copy":
+        what = {
+            "lora": "LoRA experts start as expert 0",
+            "added": "added experts start as expert 0",
+            "adapter": "adapters start as the layer is",
+        }[expert_kind]
         raise InputError(f"expert_init is {expert_init!r}, but {what}, with an update of zero: leave it out.")
     if expert_kind == "adapter":
         return _adapters(network, plan, lora_rank, lora_alpha, target_modules)
@@ -156,89 +151,6 @@ def _check_width(network: Any, plan: Plan, width: int | None) -> None:
         )
 
 
-def recorded_init(kind: ExpertKind, expert_init: str) -> str:
-    """How new experts start, in a history."""
-    return {"copy": "neurons", "random": "random neurons"}[expert_init] if kind.name == "added" else expert_init
-
-
-@dataclass(frozen=True)
-class Neurons:
-    """A block's neurons.
-
-    Attributes:
-        names: the tensors of `gate` and `up` in the block; one tensor may hold both.
-        count: neurons in the block, of all its experts.
-        width: neurons of one expert.
-        columns: whether they are columns of the tensors.
-        interleaved: whether `gate` and `up` take turns.
-    """
-
-    names: tuple[str, str]
-    count: int
-    width: int
-    columns: bool = False
-    interleaved: bool = False
-
-    def rows(self, part: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The rows of `gate` (0) or `up` (1) of chosen neurons, in the tensor as a list of rows."""
-        if self.names[0] != self.names[1]:
-            return chosen
-        expert, neuron = chosen // self.width, chosen % self.width
-        inside = 2 * neuron + part if self.interleaved else neuron + part * self.width
-        return expert * 2 * self.width + inside
-
-
-def neurons_of(block: nn.Module, hidden_size: int) -> Neurons | None:
-    """The neurons of a layer's block, an FFN or a mixture; None if they are not known to be gate and up."""
-    for name, module in block.named_modules():
-        fused = getattr(module, _FUSED, None)
-        if isinstance(fused, nn.Parameter) and fused.dim() == 3:
-            key = f"{name}.{_FUSED}".removeprefix(".")
-            experts, before, behind = fused.shape
-            columns = bool(getattr(module, "is_transposed", behind != hidden_size))
-            inner = (behind if columns else before) // 2
-            interleaved = not getattr(module, "is_concatenated", True)
-            return Neurons((key, key), experts * inner, inner, columns, interleaved)
-    layers = gate_and_up(block)
-    if layers is None:
-        return None
-    first, last = f"{layers[0]}.weight", f"{layers[-1]}.weight"
-    width = block.get_parameter(first).shape[0] // (2 if first == last else 1)
-    return Neurons((first, last), width, width)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A layer's block in the dense model: loaded, or in the files of a checkpoint, under a prefix."""
-
-    module: nn.Module
-    stored: StoredModel | None = None
-    prefix: str = ""
-
-    def take(self, neurons: Neurons, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of one of its tensors, `[W, h]`; of files, no more is read than these, or their experts' matrices."""
-        if self.stored is None:
-            tensor = self.module.get_parameter(name).detach()
-            tensor = tensor.transpose(-1, -2) if neurons.columns else tensor
-            return tensor.reshape(-1, tensor.shape[-1])[rows.to(tensor.device)]
-        stored = self.stored[f"{self.prefix}.{name}"]
-        if parts := list(stored.parts.values()):  # all experts' gates, then all experts' ups
-            each, width = 2 * neurons.width, neurons.width
-            which = (rows % each) // width * (len(parts) // 2) + rows // each
-            places = zip(which.tolist(), (rows % width).tolist(), strict=True)
-            return torch.cat([parts[part].rows([row]) for part, row in places])
-        if not neurons.columns:
-            return stored.rows(rows.tolist())
-        # Columns of one expert after the other.
-        _, hidden, each = stored.shape
-        taken = torch.empty(len(rows), hidden, dtype=TORCH_DTYPES[stored.dtype])
-        for expert in sorted(set((rows // each).tolist())):
-            pieces = stored.pieces(expert * hidden * each, (expert + 1) * hidden * each)
-            mine = rows // each == expert
-            taken[mine] = torch.cat(list(pieces)).view(hidden, each)[:, rows[mine] % each].T
-        return taken
-
-
 def _place_seed(*numbers: int) -> int:
     value = 0
     for number in numbers:
@@ -250,46 +162,35 @@ def _place_generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(_place_seed(*numbers))
 
 
-def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...], block: Block | None = None) -> torch.Tensor:
-    """First weights of tensors that the dense model lacks: a router, a LoRA expert's A and the rows
-    of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are zero.
-    They are float32, but neurons have the type of their block.
+def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...]) -> torch.Tensor:
+    """First weights, in float32, of tensors that the dense model lacks: a router (`init_router`), a LoRA expert's A and
+    an added expert's `gate` and `up` (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and
+    gates are zero.
 
     Args:
         inner: name of the tensor inside the layer's FFN block.
         place: seed, layer and so on, which decide the weights.
-        block: the block whose neurons are the rows of an added expert, if they are known; else the rows are random.
     """
     weight = torch.zeros(tuple(shape))
     if inner == "router.weight":
         init_router(weight, _place_generator(*place))
-        return weight
-    part = next((number for number, end in enumerate(_ROWS) if inner.endswith(end)), None)
-    if block is not None and part is not None and (neurons := neurons_of(block.module, shape[1])) is not None:
-        order = torch.randperm(neurons.count, generator=_place_generator(*place, int(inner.split(".")[1])))
-        chosen = order.repeat(-(-shape[0] // neurons.count))[: shape[0]]
-        return block.take(neurons, neurons.names[part], neurons.rows(part, chosen))
-    if part is not None or inner.endswith("lora_A.weight"):
+    elif inner.endswith(_DRAWN):
         init_kaiming(weight, _place_generator(*place, *inner.encode()))
     return weight
 
 
 def first_weight(
-    network: Any, config: Any, ffn: DecoderFFN, place: Place, expert_init: str, seed: int,
-    stored: StoredModel | None = None,
-) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+    network: Any, ffn: DecoderFFN, place: Place, expert_init: str, seed: int
+) -> Callable[[], torch.Tensor] | None:
     """A function that makes a tensor of the expanded model which the dense one lacks, or one of a random expert; None
     for the dense model's own and copies of them.
 
     Args:
-        network: the dense model, and `stored` its checkpoint if its weights are not loaded.
-        config: configuration of the expanded model.
-        ffn: the dense model's FFN in the tensor's layer.
+        network: the dense model.
+        ffn: its FFN in the tensor's layer.
     """
     if place.dense is None:
-        added = expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added"
-        block = Block(ffn.module, stored, ffn.name) if added else None
-        return partial(new_weight, place.inner, place.shape, (seed, place.layer), block)
+        return partial(new_weight, place.inner, place.shape, (seed, place.layer))
     if expert_init == "random" and place.expert:
         rest = place.dense.removeprefix(f"{ffn.name}.")
         return partial(_random_weight, network, ffn.module, rest, (seed, place.layer, place.expert))

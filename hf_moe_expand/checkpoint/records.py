@@ -94,7 +94,7 @@ class ExpansionRecord(_Record):
         exclusive: whether tokens of the new languages take its experts alone.
         vocabulary: what each language with tokens of its own has.
         seed: random seed of routers and random experts.
-        expert_init: how new experts started: `copy`, `random`, `branches`; added ones: `neurons`, `random neurons`.
+        expert_init: how new experts started: `copy`, `random`, `branches`.
         branches: models that became the experts (Branch-Train-Mix).
         copied_expert: the expert that a DMoE adaptation copied in every layer.
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).

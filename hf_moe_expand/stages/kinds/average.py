@@ -28,7 +28,7 @@ class AverageExperts(Stage):
     @classmethod
     def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
         expand = run.expansion.expand
-        if expand.expert_init == "random" and expand.expert_kind == "ffn":
+        if expand.expert_init == "random":
             raise InputError(
                 "average: averages experts with the FFNs that they copied, but expand.expert_init is 'random': leave "
                 "`average` out, or take 'copy'."
