@@ -20,7 +20,6 @@ EXTRA = {
     "analyze similarity": ["--tokens", "300", "--block-size", "32"],
     "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
     "analyze routing": ["--tokens", "300", "--block-size", "32"],
-    "analyze separability": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "evaluate-translation nllb": ["--max-new-tokens", "8"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],

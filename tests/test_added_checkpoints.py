@@ -202,7 +202,6 @@ def test_every_verb_once(base, saved, tmp_path, help_text):
     out = {name: tmp_path / f"{name}.json" for name in ("analysis", "plan", "routing", "evaluation")}
     both = ("--old", en, "--new", el, "--tokens", 400, "--block-size", 32)
     invoke("analyze", "similarity", dense, *both, "--out", out["analysis"])
-    invoke("analyze", "separability", dense, *both, "--out", tmp_path / "separability.json")
     measured = ("--analysis", out["analysis"], "--similarity-floor", 2)
     invoke("plan", "layer-moe", *measured, "--total-experts", 7, "--out", out["plan"])
     expanded = tmp_path / "expanded"

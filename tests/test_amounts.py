@@ -138,7 +138,6 @@ def test_a_product_of_the_largest_counts_overflows_nothing(home, tmp_path):
         (["curriculum", "derive", "somewhere", "--bins", DIGITS_27], "--bins is 1"),
         (["plan", "moe-lpr", "--experts", 2, "--layers", DIGITS_27, "--new", "el"], "layers are too many"),
         (["plan", "moe-lpr", "--experts", DIGITS_27, "--layers", 3, "--new", "el"], "experts is 1"),
-        (["analyze", "fertility", "base", "--data", "el=el.jsonl", "--characters", DIGITS_27], "--characters is 1"),
         (["analyze", "similarity", "base", "--old", "a=b", "--new", "c=d", "--seed", DIGITS_27], "seed is 1"),
         (["analyze", "similarity", "base", "--old", "a=b", "--new", "c=d", "--seed", -1], "seed is -1"),
         (["evaluate", "base", "--data", "el=el.jsonl", "--max-tokens", DIGITS_27], "max_tokens is 1"),

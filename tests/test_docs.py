@@ -151,17 +151,6 @@ def test_the_forecast_is_the_one_that_the_guide_shows(tmp_path, monkeypatch):
     assert "24,725,632,512" in expected
 
 
-def test_the_guide_to_separability(tmp_path, monkeypatch, help_text):
-    monkeypatch.chdir(tmp_path)
-    save_dense(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
-    Path("DIR").mkdir()
-    for code in ("en", "es", "hu", "tr"):
-        write_texts(Path("DIR", f"{code}.train.jsonl"), [text[:300] for text in help_text(code, "train", 20)])
-    said = run("gates.md")
-    assert {"1 token", "32 tokens"} <= set(re.findall(r"\d+ tokens?", said["analyze separability"]))
-    assert Path("separability.svg").is_file()
-
-
 def test_the_guide_to_translation_models(workplace, tmp_path):
     section = "Encoder-decoders"
     workplace("backbones.md")

@@ -9,7 +9,6 @@ from conftest import byte_tokenizer, invoke, write_texts
 from datasets import Dataset
 
 from hf_moe_expand import Plan, pack_texts
-from hf_moe_expand.analysis.fertility import measure_fertility
 from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.cli.common import text_sources
 from hf_moe_expand.core.errors import InputError
@@ -132,7 +131,6 @@ def datasets(*codes):
         lambda one, other: check_groups([[one], ["tr", other]]),
         lambda one, other: text_sources([f"{one}=a.txt", f"{other}=b.txt"]),
         lambda one, other: pack_texts(datasets(one, other), byte_tokenizer(), 4, 0),
-        lambda one, other: measure_fertility(byte_tokenizer(), byte_texts(one, other)),
         lambda one, other: evaluate_model(torch.nn.Linear(1, 1), byte_tokenizer(), byte_texts(one, other)),
     ],
 )
@@ -170,8 +168,9 @@ def test_a_command_names_a_language_once(tmp_path):
         invoke("plan", "moe-lpr", *options)
     byte_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "config.json").write_text('{"model_type": "qwen2"}')
+    texts = ["--new", f"zh={file}", "--new", f"cmn={file}"]
     with pytest.raises(InputError, match=re.escape("zh, cmn: two names of one language")):
-        invoke("analyze", "fertility", tmp_path / "base", "--data", f"zh={file}", "--data", f"cmn={file}")
+        invoke("analyze", "similarity", tmp_path / "base", *texts, "--out", tmp_path / "similarity.json")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import unicodedata
 
 import pytest
@@ -19,9 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint, train_stage
-from hf_moe_expand.analysis.fertility import measure_fertility
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data.lost import check_lost, lost_text
+from hf_moe_expand.data.lost import check_lost, lost_text, token_line
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.data.sources import LanguageText
@@ -124,6 +124,14 @@ def test_a_sample_ends_and_an_empty_one_loses_nothing():
     assert lost_text([], byte_tokenizer()).share == 0
 
 
+def test_tokens_a_byte_are_counted():
+    counted = {"el": lost_text(["δύο τρία"], byte_tokenizer()), "en": lost_text(["a fox"], unigram())}
+    counted["none"] = lost_text([], byte_tokenizer())
+    assert [(one.tokens, one.bytes) for one in counted.values()] == [(15, 15), (6, 5), (0, 0)]
+    assert token_line(counted) == ["tokens a byte: el 1.000, en 1.200"]
+    assert token_line({}) == []
+
+
 def test_more_than_two_percent_is_refused():
     check_lost({"el": lost_text(["a" * 98 + "é"], unigram("ae"))})
     lossy = {"en": lost_text(["ab"], unigram("ab")), "el": lost_text(["a" * 97 + "é"], unigram("ae"))}
@@ -153,16 +161,6 @@ def test_translation_models_lose_what_their_tokenizers_do_not_know(made):
     assert foreign["en"].share == 0
     assert (foreign["es"].share > 0.4) is (made is not byt5_tokenizer)
     assert tokenizer("the sea").input_ids == before
-
-
-def test_fertility_ranks_what_is_lost_last():
-    found = measure_fertility(unigram(), {"el": [GREEK], "en": [ENGLISH]})
-    assert found.languages["el"].per_character < found.languages["en"].per_character
-    assert found.best() == "en"
-    assert [row[0] for row in found.rows()[1]] == ["en", "el"]
-    assert [row[-2:] for row in found.rows()[1]] == [["1.00", "0 %"], ["-", "100.0 %"]]
-    (warning,) = found.warnings()
-    assert "el: the tokenizer loses 100.0 %" in warning
 
 
 def test_scores_of_lost_text_are_marked_as_no_bound():
@@ -213,6 +211,8 @@ def test_a_recipe_of_lost_text_is_refused_unless_it_allows_it(home):
     with pytest.raises(InputError, match=r"^new\.el: the tokenizer loses 63\.\d % of the text's bytes"):
         validate_recipe(recipe(home, False))
     lines = validate_recipe(recipe(home, True))
+    (tokens,) = (line for line in lines if line.startswith("tokens a byte: "))
+    assert re.fullmatch(r"tokens a byte: old\.en 0\.\d{3}, new\.el 0\.\d{3}, test\.el 0\.\d{3}", tokens), tokens
     shares = next(line for line in lines if line.startswith("bytes that the tokenizer loses"))
     assert "old.en 0 %, new.el 63." in shares
     assert any(line.startswith("warning: test.el: the tokenizer loses") for line in lines)

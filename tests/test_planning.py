@@ -15,7 +15,7 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
+from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
 
 
 def counts_of(layers, *method, seed=0, **keys):
@@ -213,14 +213,6 @@ def test_a_plan_without_a_needed_key_is_refused(tmp_path, key):
         (SimilarityResult, {"pairs": {"el-en": [0.1]}}, "pairs.el-en has 1 entries for 2 layers"),
         (DeviationResult, {"by_language": {"el": [0.1]}}, "by_language.el has 1 entries for 2 layers"),
         (DeviationResult, {"layers": [0.5]}, r"not a deviation analysis: layers\[0\]: expected an integer, found 0.5"),
-        (
-            SeparabilityResult,
-            {"token": [0.5, 1.5]},
-            r"not a separability analysis: token\[1\] is 1.5: must be at most 1",
-        ),
-        (SeparabilityResult, {"running": {"8": [0.5]}}, "running.8 has 1 entries for 2 layers"),
-        (SeparabilityResult, {"running": {}}, "running is empty: it must have the accuracy after at least one number"),
-        (SeparabilityResult, {"by_language": {"el": []}}, "by_language.el has 0 entries for 2 layers"),
         (RoutingResult, {"tokens": 3}, "not a routing analysis: `.*` is missing"),
     ],
 )
@@ -230,9 +222,6 @@ def test_an_analysis_that_is_wrong_is_refused_by_key(tmp_path, cls, changes, mes
         SimilarityResult: similarity | {"similarity": [0.1, 0.2]},
         DeviationResult: DeviationResult(["el"], [0.1, 0.2], {}, [[1.0]], [1], 1, 1e-3, 1, 2, 0).model_dump(
             exclude={"similarity_at", "likeness_of_steps"}
-        ),
-        SeparabilityResult: vars(
-            SeparabilityResult(["en"], ["el"], 9, {"el": 4}, 4.0, 0, [0.5, 1.0], {"8": [0.5, 1.0]}, {"el": [0.5, 1.0]})
         ),
         RoutingResult: {},
     }[cls]

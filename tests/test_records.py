@@ -26,7 +26,6 @@ from hf_moe_expand.checkpoint.records import CHANGES_EVERYTHING, ExpansionRecord
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.hub.files import published_files
 from hf_moe_expand.stages import training_stages
 
 QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
@@ -89,17 +88,15 @@ def test_what_a_step_writes_comes_back_to_the_byte(folders, kind):
 
 
 def test_a_model_of_the_separable_plan_is_read_as_before(folders, tmp_path):
-    """Releases before this one had this plan, a field of the record, and a file beside the checkpoint."""
+    """Releases before this one had this plan, and a field of the record."""
     old = shutil.copytree(folders / "stage", tmp_path / "old")
     config = json.loads((old / "config.json").read_text())
     config["expansions"][-1] |= {"method": "separable", "separability": [0.99, 0.5, 1]}
     (old / "config.json").write_text(json.dumps(config))
-    (old / "separability.json").write_text("{}")
     loaded = AutoModelForCausalLM.from_pretrained(old).config
     History.of(loaded).write(loaded)
     assert loaded.expansions == config["expansions"]
     assert "separable on base: old en" in invoke("inspect", old)
-    assert "separability.json" in published_files(old)
     invoke("card", old, "--out", tmp_path / "card.md")
     settings = {"separability": [0.99, 0.5, 1], "min_separability": 0.9}
     Plan("separable", [2, 1, 2], old=["en"], new=["el"], settings=settings).save(tmp_path / "plan.json")

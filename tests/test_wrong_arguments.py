@@ -35,7 +35,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import checked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
+from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 DENSE = tiny_dense("qwen2")
@@ -75,7 +75,6 @@ FUNCTIONS = {
     "mask_routing": {"model": DENSE, "masking": Masking()},
     "measure_deviation": {"model": DENSE, "tokenizer": TOKENIZER, "texts": TEXTS, "work_dir": "w"},
     "measure_routing": {"model": DENSE, "tokenizer": TOKENIZER, "texts": TEXTS},
-    "measure_separability": {"model": DENSE, "tokenizer": TOKENIZER, "texts": TEXTS, "old": ["en"], "new": ["el"]},
     "measure_similarity": {"model": DENSE, "tokenizer": TOKENIZER, "texts": TEXTS, "old": ["en"], "new": ["el"]},
     "pack_pairs": {"texts": {"el": ROWS}, "tokenizer": TOKENIZER, "block_size": 16, "seed": 0},
     "pack_texts": {"texts": {"el": ROWS}, "tokenizer": TOKENIZER, "block_size": 16, "seed": 0},
@@ -112,8 +111,7 @@ TAKES = {
     "masking": {"None"},
     "config": CONFIG,
 }  # fmt: skip
-OF_LOADED = ("evaluate_model", "mask_routing", "measure_deviation", "measure_routing", "measure_separability",
-             "measure_similarity")  # fmt: skip
+OF_LOADED = ("evaluate_model", "mask_routing", "measure_deviation", "measure_routing", "measure_similarity")
 CASES = [(name, argument) for name, given in FUNCTIONS.items() for argument in given]
 
 
@@ -141,7 +139,7 @@ def test_a_wrong_argument_of_a_function_is_named(name, argument):
             function(**{key: value for key, value in given.items() if key != argument})
 
 
-RESULTS = (SimilarityResult, SeparabilityResult, DeviationResult, RoutingResult)
+RESULTS = (SimilarityResult, DeviationResult, RoutingResult)
 READERS = [
     (one, name)
     for one in (Recipe, Plan, *RESULTS, Evaluation, ValidationCurves)

@@ -337,11 +337,3 @@ def check_layer(settings: GateSettings, expanded: Sequence[int]) -> None:
             f"gates: layer is {settings.layer}, but the gate stands in a layer that has, or will have, experts: "
             f"{expanded[0]}..{expanded[-1]}."
         )
-
-
-def gates_of_base(model: Any, tokenizer: Any, texts: Mapping[str, Iterable[str]], new: Collection[str]) -> GateReport:
-    """Where a gate would send tokens of old and `new` languages, by a dense base's hidden states, before anything is
-    trained; refuses what `fit_gates` refuses."""
-    check_decoder(model.config, model_name(model), "a language gate")
-    classes = {code: int(code in new) for code in texts}
-    return fitted(model, tokenizer, texts, check_languages(classes, texts, None), GateSettings(), classes)[1]

@@ -96,27 +96,17 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, most: int) -> int:
 
 
 def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
-    """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens."""
-    return [block for blocks in document_blocks(language, texts, tokenizer, tokens, block_size) for block in blocks]
-
-
-def document_blocks(
-    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int
-) -> list[list[list[int]]]:
-    """The blocks of `token_blocks`, document by document; documents without tokens are left out.
+    """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens.
 
     Where the tokenizer begins texts with begin-of-text tokens, so does every block, in place of its first tokens."""
-    documents: list[list[list[int]]] = []
+    blocks: list[list[int]] = []
     first, left = begin_tokens(tokenizer), tokens
     for text in texts:
         ids = tokenizer(text, verbose=False).input_ids[:left]
         left -= len(ids)
-        if ids:
-            documents.append(
-                [[*first, *ids[start : start + block_size][len(first) :]] for start in range(0, len(ids), block_size)]
-            )
+        blocks += [[*first, *ids[start : start + block_size][len(first) :]] for start in range(0, len(ids), block_size)]
         if left == 0:
-            return documents
+            return blocks
     raise InputError(
         f"Language {language!r} has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a "
         "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."

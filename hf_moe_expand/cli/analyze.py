@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings
-from ..core.errors import InputError
 from . import options as opt
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
 
@@ -63,94 +62,6 @@ def analyze_similarity(
 
         figures.save(figures.similarity(result), figure)
     print(f"wrote {out}")
-
-
-@opt.analyze_app.command("separability")
-@opt.with_settings()
-def analyze_separability(
-    base: opt.Model,
-    old: opt.Old,
-    new: opt.New,
-    out: opt.Out,
-    settings: AnalysisSettings,
-    gates: Annotated[
-        bool, typer.Option("--gates", help="Fit gates too, and say where they would send tokens (`gates`); minutes.")
-    ] = False,
-    figure: opt.Figure = None,
-    seed: opt.Seed = 0,
-    revision: opt.Revision = None,
-    overwrite: opt.Overwrite = False,
-) -> None:
-    """Measure how well each layer of a dense or expanded model tells old text from new, by a linear probe.
-
-    Prints the balanced accuracy on held-out text, a quarter of each language's or a little more (0.5 is chance): of one
-    token, and of 8, 16 and 32 tokens together.
-    With --gates it also says what share of each language's tokens gates would let pass, before anything is trained.
-
-    Example: hf-moe-expand analyze separability Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out apart.json
-    """
-    check_file(out, overwrite)
-    check_figure(figure, overwrite)
-    check_checkpoints(base, revision=revision)
-    old_sources, new_sources = _old_and_new(old, new)
-    from ..analysis.separability import measure_separability
-    from ..inference.models import load_for_inference
-
-    model, tokenizer = load_for_inference(base, revision)
-    texts = {c: s.load().shuffle(seed=seed)["text"] for c, s in {**old_sources, **new_sources}.items()}
-    result = measure_separability(
-        model, tokenizer, texts, list(old_sources), list(new_sources), **settings.model_dump(), seed=seed
-    )
-    result.to_json(out)
-    print_table(*result.rows())
-    if gates:
-        from ..analysis.gating import gates_of_base
-
-        print("\n".join(gates_of_base(model, tokenizer, texts, list(new_sources)).lines()))
-    if figure is not None:
-        from ..report import figures
-
-        figures.save(figures.separability(result), figure)
-    print(f"wrote {out}")
-
-
-@opt.analyze_app.command("fertility")
-def analyze_fertility(
-    base: opt.Model,
-    data: opt.Data,
-    characters: Annotated[
-        int, opt.whole_number("Characters to read of each language, in whole documents.")
-    ] = 1_000_000,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers as well.")] = None,
-    revision: opt.Revision = None,
-    overwrite: opt.Overwrite = False,
-) -> None:
-    """Measure into how many tokens the tokenizer splits each language: a word, a character, a byte.
-
-    The last column but one compares with the language that takes the fewest. A language of several times as many costs
-    as many times the training, the memory of a context and the time of an answer. The last column is the share of the
-    text that the tokenizer loses (unknown tokens, dropped accents): above 2 % there is nothing to compare. Loads no
-    weights.
-
-    Example: hf-moe-expand analyze fertility Qwen/Qwen2.5-0.5B --data en=en.jsonl --data el=el.jsonl
-    """
-    check_file(out, overwrite)
-    check_checkpoints(base, revision=revision)
-    sources = text_sources(data, look=True)
-    from ..analysis.fertility import measure_fertility
-    from ..checkpoint.source import resolve_checkpoint
-    from ..inference.models import load_tokenizer
-
-    tokenizer = load_tokenizer(resolve_checkpoint(base, revision, weights=False), base)
-    if away := [source.source for source in sources.values() if not source.files()]:
-        raise InputError(f"{', '.join(away)}: analyze fertility reads local files: download the text first.")
-    texts = {code: source.documents(say=True) for code, source in sources.items()}
-    result = measure_fertility(tokenizer, texts, characters)
-    print_table(*result.rows())
-    print("\n".join(result.warnings()), end="\n" * bool(result.warnings()))
-    if out is not None:
-        result.to_json(out)
-        print(f"wrote {out}")
 
 
 @opt.analyze_app.command("deviation")

@@ -81,7 +81,6 @@ def _check_seed(value: int) -> int:
 
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")]
-Old = Annotated[list[str], typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat.")]
 New = Annotated[list[str], typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")]
 Data = Annotated[list[str], typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")]
 Validation = Annotated[

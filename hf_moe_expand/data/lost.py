@@ -8,7 +8,7 @@ normalises, puts a space in front or collapses white space loses nothing. Bytes 
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,17 @@ class LostText:
     Attributes:
         size: UTF-8 bytes of the text, in compatible forms and without white space.
         characters: how often each character is lost.
+        tokens, bytes: the tokens of the text, and the UTF-8 bytes of it as it stands.
     """
 
     size: int = 0
     characters: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    bytes: int = 0
 
-    def add(self, text: str, ids: Iterable[int], tokenizer: Any, **decoding: Any) -> None:
+    def add(self, text: str, ids: Sequence[int], tokenizer: Any, **decoding: Any) -> None:
         """Counts a text whose tokens are `ids`; `decoding` are further arguments of the tokenizer's `decode`."""
+        self.tokens, self.bytes = self.tokens + len(ids), self.bytes + len(text.encode(errors="surrogatepass"))
         unknown = tokenizer.unk_token_id
         if unknown is not None:
             ids = [one for one in ids if one != unknown]
@@ -71,6 +75,12 @@ def lost_text(texts: Iterable[str], tokenizer: Any, size: int = SAMPLE) -> LostT
 def share_in_words(share: float) -> str:
     """`42.0 %`."""
     return "0 %" if share == 0 else "under 0.1 %" if share < 0.001 else f"{share:.1%}".replace("%", " %")
+
+
+def token_line(counted: Mapping[str, LostText]) -> list[str]:
+    """The tokens a byte of each text, in one line."""
+    rates = ", ".join(f"{name} {one.tokens / one.bytes:.3f}" for name, one in counted.items() if one.bytes)
+    return [f"tokens a byte: {rates}"] if rates else []
 
 
 def lost_lines(lost: Mapping[str, LostText]) -> list[str]:

@@ -37,7 +37,7 @@ from ..modeling.expansion_only import RECORD
 CARD = "README.md"
 EVALUATION = "evaluation.json"
 RECIPE = "recipe.yaml"
-PROVENANCE = (RECIPE, "plan.json", "analysis.json", "separability.json")
+PROVENANCE = (RECIPE, "plan.json", "analysis.json")
 # Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",

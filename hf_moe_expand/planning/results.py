@@ -10,7 +10,7 @@ from pydantic import Field
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
 from ..core.layer_names import layer_name
-from ..core.schema import Flag, Number, Schema, Share, Text, Whole, changed, checked, read
+from ..core.schema import Flag, Number, Schema, Text, Whole, changed, checked, read
 
 _SELDOM = ("encoder_layers", "exclusive", "similarity_at", "likeness_of_steps", "vocabulary")
 
@@ -144,59 +144,6 @@ class SimilarityResult(Result):
             return sum(values) / len(values)
 
         return [[1.0 if a == b else mean(a, b) for b in languages] for a in languages]
-
-
-class SeparabilityResult(Result):
-    """How well a linear probe on each FFN's input tells new text from old, on held-out text.
-
-    All accuracies are balanced: the mean of the share of the old text that is called old and the share of the new text
-    that is called new, each language of a kind with the same weight. 0.5 is chance. Lists by layer have one entry a
-    layer.
-
-    Attributes:
-        tokens: tokens measured of each language, those that the probes were fitted on included.
-        held_out: for each language, the tokens that the accuracies are of.
-        bound: B in nats: in a sum, each token's log-odds lie within -B and B.
-        seed: random seed of the choice of held-out text.
-        token: by layer, accuracy on one token.
-        running: for each length n in tokens (text in JSON), by layer, the accuracy of the sum of the log-odds of n
-            successive tokens; lengths ascend.
-        by_language: for each language, by layer, the share of its longest stretches that are called right.
-    """
-
-    kind = "a separability analysis"
-    by_layer = ("token", "running", "by_language")
-
-    old: list[Text]
-    new: list[Text]
-    tokens: Whole
-    held_out: dict[Text, Whole]
-    bound: Number
-    seed: Whole
-    token: list[Share]
-    running: dict[Text, list[Share]]
-    by_language: dict[Text, list[Share]]
-
-    def model_post_init(self, _: Any) -> None:
-        if not self.running:
-            raise InputError("running is empty: it must have the accuracy after at least one number of tokens.")
-        super().model_post_init(_)
-
-    @property
-    def separability(self) -> list[float]:
-        """The separability of each layer: its accuracy after the largest number of tokens."""
-        return list(self.running.values())[-1]
-
-    @property
-    def length(self) -> str:
-        """The largest number of tokens, that of `separability`."""
-        return list(self.running)[-1]
-
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, and one row for each layer."""
-        columns = {"1 token": self.token, **{f"{length} tokens": values for length, values in self.running.items()}}
-        rows = [[str(i), *(f"{values[i]:.3f}" for values in columns.values())] for i in range(len(self.token))]
-        return ["layer", *columns], rows
 
 
 class DeviationResult(Result):

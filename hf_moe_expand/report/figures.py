@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from ..core.layer_names import axis_label
-from ..planning.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
+from ..planning.results import DeviationResult, RoutingResult, SimilarityResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,13 +112,6 @@ def similarity(result: SimilarityResult) -> "Figure":
 
 def _is_old(pair: str, old: Sequence[str]) -> bool:
     return any(pair == f"{a}-{b}" for a in old for b in old)
-
-
-def separability(result: SeparabilityResult) -> "Figure":
-    """How well each layer tells old text from new, by one token and by many together."""
-    layers = range(len(result.token))
-    lines = [Line("1 token", layers, result.token, True), Line(f"{result.length} tokens", layers, result.separability)]
-    return curves(lines, "layer")
 
 
 @_style()

@@ -22,7 +22,7 @@ from ..core.jsonfile import write_json, write_text
 from ..core.recipe_paths import unset_variable, without_paths
 from ..core.schema import changed, checked
 from ..core.scratch import FolderLock
-from ..data.lost import LostText, check_lost, lost_lines
+from ..data.lost import LostText, check_lost, lost_lines, token_line
 from ..data.pairs import check_pairs, lost_of
 from ..data.places import is_elsewhere
 from ..data.sources import LanguageText, LeftOut, counted
@@ -145,7 +145,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
             lines.append(f"{key}: {_looked_at(source, config)}")
         if not offline and source.files():
             lost[key] = lost_of(source, outlook.tokenizer, config.is_encoder_decoder)
-    lines += lost_lines(lost)
+    lines += [*token_line(lost), *lost_lines(lost)]
     check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
