@@ -2,17 +2,14 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from conftest import invoke, save_dense, write_texts
 from encoder_decoders import save_tiny
-from typer.testing import CliRunner
 
-from hf_moe_expand import PostPretrainConfig, cli
+from hf_moe_expand import PostPretrainConfig
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.cli import run
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.demo import real
@@ -135,34 +132,6 @@ def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
     elsewhere = gpu and not here
     assert given["per_device_train_batch_size"] == (1 if elsewhere else 16)
     assert ("a GPU that this machine does not know" in text) == bool(elsewhere)
-
-
-def test_on_a_terminal_it_asks_four_questions(base, texts, tmp_path, monkeypatch):
-    """Wrong answers are refused, and asked for again."""
-    monkeypatch.chdir(tmp_path)
-    blank = write_texts(tmp_path / "a text.jsonl", ["egy szöveg a városról"] * 40)
-    answers = [
-        "no such folder at all", base, "", "hu=missing.jsonl", "hu='", f"hu='{blank}' tr={texts['tr']}", "", "n",
-    ]  # fmt: skip
-    monkeypatch.setattr(run, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
-    done = CliRunner().invoke(cli.app, ["recipes", "new"], input="\n".join(map(str, answers)) + "\n")
-    assert done.exit_code == 0, done.output
-    recipe = Recipe.load(tmp_path / "recipe.yaml")
-    assert dict(recipe.new) == {"hu": str(blank), "tr": str(texts["tr"])}
-    assert recipe.self_written is not None
-    assert done.output.count("Base model") == 2
-    assert done.output.count("Text of a new language") == 4
-    assert re.search(r"missing\.jsonl: no such", done.output)
-    assert re.search(r"post_pretrain: about .* steps.*memory about.*disk up to.*very roughly \d+ min", done.output)
-    again = CliRunner().invoke(cli.app, ["recipes", "new"])
-    assert "exists already" in str(again.exception)
-
-
-def test_without_a_terminal_it_says_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for arguments in ([], ["--base", "x/y"], ["--new", "hu=hub:some/text"]):
-        with pytest.raises(InputError, match="give --base and --new, or run it on a terminal"):
-            invoke("recipes", "new", *arguments)
 
 
 def test_the_batch_fits_the_memory(base, texts, monkeypatch):

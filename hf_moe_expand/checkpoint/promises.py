@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..core.errors import InputError, first_line
 from ..modeling import LayerMoEConfig, auto_class, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
-from .proven import is_proven, reason_left_out
+from .proven import is_proven
 from .stored import places
 
 LAYERS, _WIDTHS = 4, "intermediate_size ffn_hidden_size d_ff dim_ff encoder_ffn_dim decoder_ffn_dim"
@@ -121,6 +121,5 @@ def check_architecture(config: PreTrainedConfig, name: Any) -> None:
             return
     except Exception as error:  # models raise many types
         reason = first_line(error)
-    known = reason_left_out(config)
-    why = f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
+    why = f"on a tiny twin of the model, {reason}"
     raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {why} (docs/backbones.md).")

@@ -22,7 +22,7 @@ from ..core.schema import Count, Flag, Positive, Schema, Text, Whole, read
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
 from .local import ADAPTER, EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
-from .proven import UNCERTAIN, reason_left_out
+from .proven import reason_left_out
 from .records import History, StageRecord
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
@@ -228,9 +228,8 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
     if isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
     reason = reason_left_out(config)
-    if not reason or config.model_type in UNCERTAIN:
-        known = type(config) in language_models(config)
-        reason = None if known else "not a language model that transformers knows"
+    if not reason and type(config) not in language_models(config):
+        reason = "not a language model that transformers knows"
     if reason:
         raise InputError(
             f"{name}: a {config.model_type} checkpoint cannot be expanded: it is {reason}; give a dense decoder or "

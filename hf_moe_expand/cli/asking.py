@@ -1,4 +1,4 @@
-"""Verbs about one model: `generate` and `chat` let it write, `backbones` tells whether it can be expanded."""
+"""Verbs that let a model write: `generate` and `chat`."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ import typer
 
 from ..core.errors import InputError, is_unicode
 from ..inference.writing import Answering
-from .common import check_checkpoints, check_file, codes, print_or_write
+from .common import check_checkpoints, check_file, codes
 from .options import Model, Overwrite, Revision, app, with_settings
 
 if TYPE_CHECKING:
@@ -167,26 +167,3 @@ def _lines() -> Iterator[str]:
             yield line
     except UnicodeDecodeError as error:
         raise InputError(f"The input is not {error.encoding.upper()} (byte {error.object[error.start]:#x}).") from None
-
-
-@app.command()
-def backbones(
-    model: Annotated[str | None, typer.Argument(help="Folder or hub id of a dense model.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the list; on the screen by default.")] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Tell whether a model can be expanded, or list the architectures that can.
-
-    Loads no weights: an architecture that the lists do not have is tried on a tiny twin of the model.
-
-    Example: hf-moe-expand backbones Qwen/Qwen3-0.6B
-    """
-    from ..inference.backbones import answer, backbones_page
-
-    if model is None:
-        print_or_write(backbones_page(), out, overwrite)
-        return
-    if out is not None:
-        raise InputError("--out is for the list of architectures: leave MODEL out.")
-    print("\n".join(answer(model, revision)))

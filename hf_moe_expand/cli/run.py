@@ -1,11 +1,8 @@
 """Verbs for recipes: validate, run, demo, `recipes ...`, and `sample`, which writes old text for one. And verbs that
 show a run or a checkpoint to others: its card, its repository and its report."""
 
-import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,7 +11,6 @@ from ..inference.writing import SampleSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 
-_BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
 
 
@@ -182,8 +178,8 @@ def recipes_show(name: RecipeName) -> None:
 
 @opt.recipes_app.command("new")
 def recipes_new(
-    base: Annotated[str | None, typer.Option("--base", help="Folder or hub id of the dense model.")] = None,
-    new: Annotated[list[str] | None, typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")] = None,
+    base: Annotated[str, typer.Option("--base", help="Folder or hub id of the dense model.")],
+    new: Annotated[list[str], typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")],
     out: Annotated[Path, typer.Option("--out", help="Recipe to write (YAML).")] = Path("recipe.yaml"),
     old: Annotated[
         list[str] | None,
@@ -209,24 +205,9 @@ def recipes_new(
 ) -> None:
     """Write the recommended recipe for a base and your text, with the steps of one epoch, and say what it costs here.
 
-    On a terminal it asks for what is not given: the base, the text, and whether there is a GPU.
-
-    Example: hf-moe-expand recipes new
-
     Example: hf-moe-expand recipes new --base Qwen/Qwen2.5-0.5B --new hu=hu.jsonl --old en=en.jsonl --out recipe.yaml
     """
     check_file(out, overwrite)
-    if base is None or not new:
-        if not sys.stdin.isatty():
-            raise InputError("recipes new: give --base and --new, or run it on a terminal, where it asks for them.")
-        base = base or _asked("Base model, a folder or hub id", _checked_base, _BASE)
-        new = new or _asked("Text of a new language, as LANGUAGE=FILE; several with blanks between", _checked_texts)
-        if old is None:
-            old = _asked("Text of an old language likewise; none: the base writes it", _checked_texts, "")
-        if gpu is None:
-            import torch
-
-            gpu = typer.confirm("Will it train on a GPU?", default=torch.cuda.is_available())
     check_checkpoints(base, revision=revision)
     sources = {
         key: {code: text.source for code, text in text_sources(arguments or []).items()}
@@ -245,32 +226,6 @@ def recipes_new(
     for line in lines:
         print(line)
     print(f"wrote {out}: read it, then `hf-moe-expand run {out}`")
-
-
-def _asked(question: str, read: Callable[[str], Any], default: str | None = None) -> Any:
-    """What `read` makes of the answer to a question on the terminal, which is asked again where it refuses."""
-
-    def read_or_ask_again(answer: str) -> Any:
-        try:
-            return read(answer.strip())
-        except InputError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return typer.prompt(question, default=default, value_proc=read_or_ask_again, show_default=bool(default))
-
-
-def _checked_base(answer: str) -> str:
-    check_checkpoints(answer)
-    return answer
-
-
-def _checked_texts(answer: str) -> list[str]:
-    try:
-        arguments = shlex.split(answer)
-    except ValueError as error:
-        raise InputError(f"{answer}: {error}.") from None
-    text_sources(arguments, look=True)
-    return arguments
 
 
 @opt.recipes_app.command("schema")
