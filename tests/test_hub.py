@@ -298,6 +298,7 @@ def of_a_folder(server, base, tmp_path):
     (run / "recipe.yaml").write_text(
         f"base: {tmp_path}/models/mine\nold: {{en: $DATA/en.jsonl}}\nnew: {{el: {tmp_path}/el.jsonl}}  # /home/me\n"
     )
+    (run / "settings.json").write_text(json.dumps({"base": f"{tmp_path}/models/mine", "old": {"en": "$DATA/en.jsonl"}}))
     return run / "review"
 
 
@@ -367,6 +368,8 @@ def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, o
     client.push(of_a_folder, "me/recipe")
     written = server.files("me/recipe")["recipe.yaml"].decode()
     assert written == "base: mine\nold: {en: $DATA/en.jsonl}\nnew: {el: el.jsonl}  # me\n"
+    values = json.loads(server.files("me/recipe")["settings.json"])
+    assert values == {"base": "mine", "old": {"en": "$DATA/en.jsonl"}}
 
 
 @pytest.mark.parametrize(

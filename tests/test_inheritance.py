@@ -1,5 +1,6 @@
-"""Recipes that inherit: what they resolve to, the text of the whole, and messages that name the right file."""
+"""Recipes that inherit: what they resolve to, what a run keeps of them, and messages that name the right file."""
 
+import json
 import re
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def load(tmp_path, monkeypatch):
 
 
 def whole(load, child: str, **parents: str) -> dict:
-    return parse_mapping(load(child, **parents).text, "whole")
+    return load(child, **parents).values
 
 
 @pytest.mark.parametrize(
@@ -120,83 +121,9 @@ def test_a_deep_chain(load):
     assert load("inherits: r0.yaml\nseed: 4\n", **chain, r50=GOOD).new == {"el": "0.txt"}
 
 
-PARENT = """# Head of the parent
-
-# the dense model
-base: b
-output: o            # the folder
-old: {en: en.txt}    # good at these
-# how many experts
-plan:   # planned
-    total_experts: 7   # seven
-    # at a time
-    top_k: 1
-post_pretrain: {block_size: 12,  # twelve
-  learning_rate: 1e-3, validation: {texts: {el: "a # b.txt"}}, max_steps: 5}  # stage 1
-self_written:
-  prompts:
-    hu:
-        - |
-          long
-          text
-        - "x # y"   # z
-"""
-CHILD = """# Head of the child
-inherits: parent.yaml  # this line goes
-seed: 4  # mine
-new: {el: $TEXT/el.txt}
-plan:
-  total_experts: 9
-  classifier_layers: 1  # one
-# faster
-post_pretrain:
-  # five times
-  learning_rate: 5e-3
-review: null
-"""
-WHOLE = """# Head of the child
-
-seed: 4  # mine
-new: {el: $TEXT/el.txt}
-# the dense model
-base: b
-output: o          # the folder
-old: {en: en.txt}  # good at these
-# how many experts
-plan:  # planned
-  total_experts: 9
-  classifier_layers: 1  # one
-  # at a time
-  top_k: 1
-# faster
-post_pretrain:  # stage 1
-  block_size: 12  # twelve
-  # five times
-  learning_rate: 5e-3
-  validation: {texts: {el: "a # b.txt"}}
-  max_steps: 5
-review: null
-self_written:
-  prompts:
-    hu:
-        - |
-          long
-          text
-        - "x # y"   # z
-"""
-
-
-def test_the_whole_keeps_comments_and_values_as_they_are_written(load, monkeypatch):
-    monkeypatch.setenv("TEXT", "t")
-    assert load(CHILD, parent=PARENT).text == WHOLE
-    assert invoke("recipes", "show", "child.yaml") == WHOLE
-    # The parent's head speaks of the parent.
-    assert load(
-        "inherits: parent.yaml\n", parent=PARENT.replace("old:", "old: {en: x}\nnew: {el: y}\n#")
-    ).text.startswith("# the dense model\nbase: b\n")
-    # Line ends and a mark of Windows change nothing.
-    windows = "\ufeff" + PARENT.replace("\n", "\r\n")
-    assert load(CHILD.replace("\n", "\r\n"), parent=windows).text == WHOLE
+def test_show_prints_the_merged_values(load):
+    recipe = load("inherits: parent.yaml\nseed: 4\nreview: null\n", parent=GOOD)
+    assert parse_mapping(invoke("recipes", "show", "child.yaml"), "shown") == recipe.values
 
 
 @pytest.mark.parametrize(
@@ -319,7 +246,7 @@ def test_a_circle_names_its_files(load, files, circle):
         load(**{name: f"inherits: {parent}\n" for name, parent in files.items()})
 
 
-def test_a_run_keeps_the_whole_and_a_later_change_of_the_parent_is_refused(tmp_path, monkeypatch):
+def test_a_run_keeps_the_file_and_all_values_and_a_later_change_of_the_parent_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_dense(tmp_path / "base")
     write_texts(tmp_path / "el.jsonl", ["ένα κείμενο"] * 8)
@@ -327,17 +254,23 @@ def test_a_run_keeps_the_whole_and_a_later_change_of_the_parent_is_refused(tmp_p
     parent.write_text(
         "base: base\nplan: {method: moe-lpr, experts: 2}\npost_pretrain: {block_size: 32, max_steps: 1}  # short\n"
     )
-    Path("child.yaml").write_text("inherits: parent.yaml\noutput: run\nnew: {el: el.jsonl}\nreview: null\n")
+    child = "\ufeff# mine\r\ninherits: parent.yaml\noutput: $RUN\nnew: {el: el.jsonl}  # Greek\nreview: null\n".encode()
+    monkeypatch.setenv("RUN", "run")
+    Path("child.yaml").write_bytes(child)
     invoke("validate", "child.yaml")
     run_recipe(Recipe.load("child.yaml"), lambda line: None)
-    copy = Path("run/recipe.yaml").read_text("utf-8")
-    assert copy == Recipe.load("child.yaml").text == invoke("recipes", "show", "child.yaml")
-    assert "max_steps: 1}  # short" in copy
+    assert Path("run/recipe.yaml").read_bytes() == child
+    values = json.loads(Path("run/settings.json").read_text("utf-8"))
+    assert values == {
+        "base": "base", "plan": {"method": "moe-lpr", "experts": 2},
+        "post_pretrain": {"block_size": 32, "max_steps": 1}, "output": "$RUN", "new": {"el": "el.jsonl"},
+        "review": None,
+    }  # fmt: skip
     parent.write_text(parent.read_text().replace("max_steps: 1", "max_steps: 2"))
     with pytest.raises(InputError, match="changed after step"):
         run_recipe(Recipe.load("child.yaml"), lambda line: None)
     said: list[str] = []
-    run_recipe(Recipe.load("run/recipe.yaml"), said.append)  # the copy needs no parent
+    run_recipe(Recipe.load("run/settings.json"), said.append)  # all values need no parent
     assert sum("done already" in line for line in said) == 3
 
 

@@ -91,11 +91,10 @@ def test_steps_follow_from_the_text():
 def test_rates_name_their_source():
     assert [rates_for(n).stage for n in (135_000_000, 500_000_000, 1_800_000_000)] == ["2e-3", "2e-4", "5e-5"]
     assert "not measured" in rates_for(500_000_000).source
-    smollm2, published = (yaml.safe_load(WholeRecipe.load(find_recipe(name)).text) for name in
+    smollm2, published = (WholeRecipe.load(find_recipe(name)).mapping for name in
                           ("recommended", "moe-lpr-qwen1.5-1.8b"))  # fmt: skip
     for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
-        rates = rates_for(parameters)
-        assert recipe["post_pretrain"]["learning_rate"] == rates.stage
+        assert recipe["post_pretrain"]["learning_rate"] == float(rates_for(parameters).stage)
 
 
 def test_readme_defaults_demo_and_notebook_have_the_rates_of_their_sizes():

@@ -162,10 +162,11 @@ def recipes_ls() -> None:
 
 @opt.recipes_app.command("show")
 def recipes_show(name: RecipeName) -> None:
-    """Print a recipe with all that it inherits, to read it or to start your own from it.
+    """Print a recipe, to read it or to start your own from it; of one that inherits, the merged values.
 
     Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
     """
+    from ..core.yamlfile import to_yaml
     from ..runs.recipes import WholeRecipe, find_recipe
 
     def keeps_null(key: str) -> bool:
@@ -173,7 +174,8 @@ def recipes_show(name: RecipeName) -> None:
 
         return keeps_null(key)
 
-    print(WholeRecipe.load(find_recipe(name), keeps_null).text, end="")
+    whole = WholeRecipe.load(find_recipe(name), keeps_null)
+    print(to_yaml(whole.mapping) if len(whole.layers) > 1 else whole.text, end="")
 
 
 @opt.recipes_app.command("new")

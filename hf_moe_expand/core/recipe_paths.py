@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, ValidationInfo
 from .errors import InputError
 from .schema import Text
 
+# What a run keeps of its recipe: the file as it was, and all values, with those that it inherits.
+RECIPE, SETTINGS = "recipe.yaml", "settings.json"
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
 _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
 

@@ -63,9 +63,9 @@ def parse_mapping(text: str, where: str | Path) -> dict[str, Any]:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a YAML file."""
+    """The text of a YAML file, as it is."""
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        return Path(path).read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file.") from None
     except OSError as error:
@@ -122,15 +122,10 @@ def to_yaml(value: Any) -> str:
     return out.getvalue()
 
 
-def compose(text: str) -> Node:
-    """The nodes of a YAML text, with their places in it."""
-    return _yaml().compose(text)
-
-
 def scalars(text: str) -> Iterator[ScalarNode]:
     """The keys and values of a YAML text that are no collections, with their places in it; none where it is no YAML."""
     try:
-        nodes = [compose(text)]
+        nodes: list[Node] = [_yaml().compose(text)]
     except YAMLError:
         return
     while nodes:

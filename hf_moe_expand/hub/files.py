@@ -31,13 +31,13 @@ from ..checkpoint.source import CODE, COMPANIONS, lies_inside, load_config, text
 from ..core.errors import InputError
 from ..core.hub_access import hub_problem, patiently
 from ..core.jsonfile import read_json
+from ..core.recipe_paths import RECIPE, SETTINGS
 from ..modeling import MODEL_CLASSES
 from ..modeling.expansion_only import RECORD
 
 CARD = "README.md"
 EVALUATION = "evaluation.json"
-RECIPE = "recipe.yaml"
-PROVENANCE = (RECIPE, "plan.json", "analysis.json")
+PROVENANCE = (RECIPE, SETTINGS, "plan.json", "analysis.json")
 # Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",

@@ -32,7 +32,7 @@ from ..core.hub_access import patiently
 from ..core.hub_answers import is_quota, refusal, status_of, without_secrets
 from ..core.jsonfile import read_json
 from ..core.private import refuse_private
-from ..core.recipe_paths import without_paths
+from ..core.recipe_paths import RECIPE, SETTINGS, without_paths
 from ..core.schema import checked
 from ..evaluation.report import Evaluation
 from ..modeling import MODEL_CLASSES
@@ -41,7 +41,6 @@ from .card import make_card, scores_of_this
 from .files import (
     CARD,
     EVALUATION,
-    RECIPE,
     base_on_hub,
     check_code,
     check_loads_alone,
@@ -172,8 +171,9 @@ def push_to_hub(
         _warn_of_no_license(card, say)
         if base is not None:
             files["config.json"] = config_with_base(source / "config.json", origin)
-        if isinstance(recipe := files.get(RECIPE), Path):
-            files[RECIPE] = without_paths(recipe.read_text(encoding="utf-8-sig")).encode()
+        for name in (RECIPE, SETTINGS):
+            if isinstance(written := files.get(name), Path):
+                files[name] = without_paths(written.read_text(encoding="utf-8-sig")).encode()
         refuse_private(files)
         sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in sorted(files.items())}
         branch = revision or "main"

@@ -19,7 +19,7 @@ from ..checkpoint.writer import check_apart, check_place
 from ..core.disk import StepOutput, check_room, free_bytes, peak, readable_size
 from ..core.errors import InputError, errors_at, goes_on
 from ..core.jsonfile import write_json, write_text
-from ..core.recipe_paths import unset_variable, without_paths
+from ..core.recipe_paths import RECIPE, SETTINGS, unset_variable, without_paths
 from ..core.schema import changed, checked
 from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines, token_line
@@ -148,7 +148,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
     lines += [*token_line(lost), *lost_lines(lost)]
     check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
-        check_place(Path(recipe.output) / "recipe.yaml")
+        check_place(Path(recipe.output) / RECIPE)
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
     packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
@@ -239,8 +239,9 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     with lock.held() if state.is_main_process else nullcontext():
         if state.is_main_process and recipe.text is not None:
-            # Unchanged: variables are not filled in, so that no local path is published.
-            write_text(root / "recipe.yaml", recipe.text)
+            # Variables are not filled in, so that no local path is published.
+            write_text(root / RECIPE, recipe.text)
+            write_json(root / SETTINGS, recipe.values)
         for line in recipe.unread():
             say(line)
         _run_steps(steps, record, state, say)
@@ -325,9 +326,9 @@ class _Record:
         """Refuses a first run whose output folder holds files that its steps would overwrite."""
         if self.done or self.begun:
             return
-        recipe_file = self.root / "recipe.yaml"
-        same = text is not None and recipe_file.is_file() and recipe_file.read_text(encoding="utf-8-sig") == text
-        written = [*([] if same else [recipe_file]), *(step.output for step in self.steps)]
+        recipe_file = self.root / RECIPE
+        same = text is not None and recipe_file.is_file() and recipe_file.read_bytes() == text.encode()
+        written = [*([] if same else [recipe_file, self.root / SETTINGS]), *(step.output for step in self.steps)]
         if there := [path for path in written if path.exists()]:
             raise InputError(
                 f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "

@@ -133,10 +133,11 @@ class Recipe(Expansion):
     In a file, the recipe's own settings apply to each of its `expansions` that lacks them (`graft` only to the last).
 
     Attributes:
-        text: text of the recipe's file, with all that it inherits; None for a recipe made in Python.
+        text: text of the recipe's file; None for a recipe made in Python.
+        values: the values of the file, with all that it inherits.
     """
 
-    _text: str | None = PrivateAttr(default=None)
+    _whole: WholeRecipe | None = PrivateAttr(default=None)
 
     inherits: Text | None = Field(
         None, description="path or name of a recipe, in a file: its keys hold where this recipe does not set them"
@@ -333,8 +334,13 @@ class Recipe(Expansion):
 
     @property
     def text(self) -> str | None:
-        """The text of the recipe's file, with all that it inherits."""
-        return self._text
+        """The text of the recipe's file."""
+        return None if self._whole is None else self._whole.text
+
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """The values of the recipe's file, with all that it inherits; variables are not filled in."""
+        return None if self._whole is None else self._whole.mapping
 
     @property
     def all_expansions(self) -> list[Expansion]:
@@ -359,7 +365,7 @@ class Recipe(Expansion):
         """Reads a recipe from its text, as `load` does; messages call it `path`."""
         whole = WholeRecipe.of_text(text, path, keeps_null)
         recipe = whole.checked(lambda mapping: cls._of_mapping(mapping, str(path), {"unset_ok": unset_ok}))
-        recipe._text = whole.text
+        recipe._whole = whole
         return recipe
 
     @classmethod

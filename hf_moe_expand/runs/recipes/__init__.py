@@ -12,7 +12,6 @@ from typing import Any
 from ...core.errors import InputError, errors_at
 from ...core.recipe_paths import filled_in
 from ...core.yamlfile import parse_mapping, read_text
-from ...core.yamlmerge import merged, merged_text, never
 
 INHERITS = "inherits"
 
@@ -62,13 +61,9 @@ def find_recipe(name: str, folder: Path = Path()) -> Path:
     raise InputError(f"{name}: no such file, and no packaged recipe of that name; {hint}")
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A file that a recipe is made of, and the value that it and all that it inherits have together."""
-
-    path: str
-    text: str
-    mapping: dict[str, Any]
+def _never(key: str) -> bool:
+    """Null is a value of no key."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -76,30 +71,27 @@ class WholeRecipe:
     """A recipe with all that it inherits.
 
     Attributes:
-        layers: its files, that which inherits nothing first.
+        text: the text of its own file.
+        layers: its files, that which inherits nothing first, each with the values that it and all that it inherits
+            have together.
         absent: nulls for keys that no parent has: they stay.
     """
 
-    layers: list[_Layer]
+    text: str
+    layers: list[tuple[str, dict[str, Any]]]
     absent: list[str]
 
     @property
     def mapping(self) -> dict[str, Any]:
-        return self.layers[-1].mapping
-
-    @property
-    def text(self) -> str:
-        """The recipe's own text, or, if it inherits, one text of the whole."""
-        texts = [layer.text for layer in reversed(self.layers)]
-        return texts[0] if len(texts) == 1 else merged_text(self.mapping, texts, INHERITS)
+        return self.layers[-1][1]
 
     @classmethod
-    def load(cls, path: str | Path, keeps_null: Callable[[str], bool] = never) -> "WholeRecipe":
+    def load(cls, path: str | Path, keeps_null: Callable[[str], bool] = _never) -> "WholeRecipe":
         """Reads a recipe's file, and the files that it inherits from."""
         return cls.of_text(read_text(path), path, keeps_null)
 
     @classmethod
-    def of_text(cls, text: str, path: str | Path, keeps_null: Callable[[str], bool] = never) -> "WholeRecipe":
+    def of_text(cls, text: str, path: str | Path, keeps_null: Callable[[str], bool] = _never) -> "WholeRecipe":
         """As `load`, from the text of the file `path`.
 
         Args:
@@ -108,15 +100,15 @@ class WholeRecipe:
         Raises:
             InputError: a file is missing, is no YAML mapping, or inherits from itself.
         """
-        layers: list[_Layer] = []
+        layers: list[tuple[str, dict[str, Any]]] = []
         absent: list[str] = []
-        for file, own, mapping in reversed([*_line(text, path)]):
+        for file, mapping in reversed([*_line(text, path)]):
             if layers:
-                parent = {key: value for key, value in layers[-1].mapping.items() if key != INHERITS}
+                parent = layers[-1][1]
                 absent += _absent(mapping, parent)
-                mapping = merged(mapping, parent, keeps_null, start=INHERITS)
-            layers.append(_Layer(str(file), own, mapping))
-        return cls(layers, absent)
+                mapping = _merged(mapping, parent, keeps_null)
+            layers.append((str(file), mapping))
+        return cls(text, layers, absent)
 
     def checked(self, check: Callable[[dict[str, Any]], Any]) -> Any:
         """What `check` returns for the mapping. Its InputError, which begins with the recipe's file and the key that is
@@ -125,30 +117,29 @@ class WholeRecipe:
             return check(self.mapping)
         except InputError as error:
             said = str(error)
-        mine = self.layers[-1].path
+        mine = self.layers[-1][0]
         wrong = said.removeprefix(f"{mine}: ")
         found = re.match(r"(?:unknown key `)?(\w+)", wrong)
         key = found[1] if found else ""
-        for layer in self.layers[:-1]:
-            if key in layer.mapping:
+        for file, mapping in self.layers[:-1]:
+            if key in mapping:
                 try:
-                    check({**self.mapping, key: layer.mapping[key]})
+                    check({**self.mapping, key: mapping[key]})
                 except InputError as error:
                     if str(error) == said:
-                        raise InputError(f"{layer.path}: {wrong}") from None
+                        raise InputError(f"{file}: {wrong}") from None
         nothing = next((path for path in self.absent if path.startswith(key) and path.split(".")[-1] in wrong), None)
         hint = "" if nothing is None else f" `null` takes a key out, but no parent has `{nothing}`: leave it out."
         raise InputError(said + hint)
 
 
-def _line(text: str, path: str | Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """A recipe and those that it inherits from, in turn: file, text and value."""
+def _line(text: str, path: str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A recipe and those that it inherits from, in turn: file and values."""
     file, seen = Path(path), {}
     while True:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
         mapping = parse_mapping(text, file)
-        yield file, text, mapping
-        parent = mapping.get(INHERITS)
+        parent = mapping.pop(INHERITS, None)
+        yield file, mapping
         if parent is None:
             return
         seen[file.resolve()] = file
@@ -162,12 +153,26 @@ def _line(text: str, path: str | Path) -> Iterator[tuple[Path, str, dict[str, An
         text = read_text(file)
 
 
+def _merged(child: dict, parent: dict, keeps_null: Callable[[str], bool] = _never) -> dict:
+    """The values of two mappings: mappings merge key by key, other values of the child replace the parent's, and a null
+    takes a key out."""
+    whole = dict(parent)
+    for key, value in child.items():
+        if isinstance(value, dict) and isinstance(parent.get(key), dict):
+            whole[key] = _merged(value, parent[key])
+        elif value is None and key in parent and not keeps_null(key):
+            del whole[key]
+        else:
+            whole[key] = value
+    return whole
+
+
 def _absent(child: dict, parent: dict) -> list[str]:
     """The keys of a child's nulls that a parent does not have, with those above them."""
     found = []
     for key, value in child.items():
         if isinstance(value, dict) and isinstance(parent.get(key), dict):
             found += [f"{key}.{inner}" for inner in _absent(value, parent[key])]
-        elif value is None and key not in parent and key != INHERITS:
+        elif value is None and key not in parent:
             found.append(str(key))
     return found
