@@ -45,7 +45,6 @@ from transformers.utils import logging
 
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, modeling, trainers
-from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.core.jsonfile import read_json, write_json
 from hf_moe_expand.demo import run as demo_run
 from hf_moe_expand.evaluation.perplexity import LanguageScore
@@ -100,9 +99,6 @@ VERBS = {
     "--tokens 96 --block-size 8",
     "report": "report {made}/expanded {made}/grown --out {out}",
     "generate": "generate {made}/expanded word --max-new-tokens 2 --out {out}",
-    "from-gguf": "from-gguf {made}/base.gguf {out}",
-    "export, GGUF": "export {made}/words {out} --gguf",
-    "export, Modelfile": "export {made}/words {out}/model.gguf --gguf --modelfile",
     "join, gates": f"{_JOIN} --calibrate en={{made}}/en.jsonl --calibrate el={{made}}/greek.jsonl {_ANCHORS}",
     "curriculum derive": "curriculum derive {made}/validation.json --out {out}",
     "curriculum counts": f"curriculum counts {_DATA} --steps 10 --thresholds 2 --shares 1,0.5 --out {{out}}",
@@ -118,7 +114,7 @@ VERBS = {
 REPLACING = ("expand", "merge average", "train")
 _TRAINS = ("train", "review", "train dense", "adapt", "run")
 # These write parts that stay.
-_IN_PARTS = ("run", "demo", "export, Modelfile")
+_IN_PARTS = ("run", "demo")
 
 
 def make_all(folder: Path, steps: int) -> None:
@@ -146,7 +142,6 @@ def make_all(folder: Path, steps: int) -> None:
     training = "".join(f"{key}: {value}\n" for key, value in keys.items())
     (folder / "stage.yaml").write_text(f"block_size: 8\n{training}")
     (folder / "adapt.yaml").write_text(f"block_size: 8\nsample_tokens: 400\n{training}")
-    _make_gguf(folder)
     curves = ValidationCurves(["el"], 2)
     for at in range(3):
         curves.add(at, {"el": LanguageScore(8.0 - at, 3.0, 10, 10)})
@@ -159,23 +154,6 @@ def make_all(folder: Path, steps: int) -> None:
         "analysis: {tokens: 8, block_size: 8}\nevaluation: {block_size: 8}\n"
         f"post_pretrain:\n{indented}review:\n  old_documents: 1\n  new_per_old: 1\n{indented}"
     )
-
-
-def _make_gguf(folder: Path) -> None:
-    """The checkpoint `words`, whose tokenizer has a merge in the place of a byte, as GGUF wants; and `base.gguf`."""
-    words = shutil.copytree(folder / "plain", folder / "words")
-    tokenizer = read_json(words / "tokenizer.json", "")
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["al"] = vocabulary.pop(next(token for token, number in vocabulary.items() if number == 255))
-    tokenizer["model"]["merges"] = [["a", "l"]]
-    write_json(words / "tokenizer.json", tokenizer)
-    settings = read_json(words / "tokenizer_config.json", "")
-    # Qwen2's own class has a token that the tiny model lacks.
-    ours = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<end>", "unk_token": None}
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] == "<end>"]
-    write_json(words / "tokenizer.json", tokenizer)
-    write_json(words / "tokenizer_config.json", settings | ours)
-    export_gguf(words, folder / "base.gguf", expert=0)
 
 
 def tree(path: Path) -> dict[str, str]:

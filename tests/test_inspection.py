@@ -43,7 +43,7 @@ def test_everything_that_there_can_be():
     facts = PLAIN | {"layers": [(2, True, 5), (1, False, 3), (3, True, 9)]}
     model = Inspection(
         **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], leftovers=["A folder is left."],
-        after_join=2, encoder_layers=1, unpacked=["Q4_1", "F32"],
+        after_join=2, encoder_layers=1,
         gate=GateRule(1, [["en", "zxx", "de"], ["el"], ["hu"]]), exclusive=True,
         packs=[InspectedPack("greek", ["el"], 2, "FFNs", 0.5), InspectedPack("magyar", ["und"], 1, "FFNs")],
     )  # fmt: skip
@@ -57,7 +57,6 @@ def test_everything_that_there_can_be():
         "language gate       in layer 1, for it and all later layers: 2 languages stay home, as does what it does not "
         "know; new: el, hu",
         "  to new experts    el 91 %, hu 100 %, en 0 % of the tokens",
-        "base's weights      unpacked from GGUF: Q4_1, F32",
         "parameters          3,000 (3.00 x the base model's 1,000)",
         "active for a token  2,500",
         "trained in review           30 (1.00 %)",

@@ -40,7 +40,7 @@ def test_names_without_a_last_part_are_refused_as_models(made, tmp_path, monkeyp
     for command in (
         ["inspect", name], ["card", name], ["push", name, "me/x", "--dry-run"], ["shrink", name, "out", "--to", "1"],
         ["join", "out", name, made / "hu"], ["expand", name, "out", "--plan", made / "plan.json"],
-        ["evaluate", name, "--data", "el=el.jsonl"], ["from-gguf", name, "out"],
+        ["evaluate", name, "--data", "el=el.jsonl"],
     ):  # fmt: skip
         assert refused(*command)
 
@@ -51,10 +51,9 @@ def test_names_without_a_last_part_are_refused_as_outputs(made, tmp_path, monkey
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "note").touch()
     monkeypatch.chdir(tmp_path / "inner")
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
     for command in (
         ["join", name, made / "el", made / "hu"], ["expand", made / "base", name, "--plan", made / "plan.json"],
-        ["shrink", made / "joined", name, "--without", "el"], ["from-gguf", tmp_path / "x.gguf", name],
+        ["shrink", made / "joined", name, "--without", "el"],
         ["card", made / "el", "--out", name],
     ):  # fmt: skip
         assert refused(*command, *overwrite)

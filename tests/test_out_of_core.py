@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from bpe import bpe_tokenizer
 from conftest import ADDED, save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
@@ -11,7 +10,6 @@ from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.stored import StoredModel
 
@@ -29,8 +27,6 @@ def place(tmp_path_factory):
     expand_checkpoint(root / "base", root / "expanded", UNIFORM)
     further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     grow_checkpoint(root / "expanded", root / "grown", further)
-    expand_checkpoint(save_dense(root / "qwen3", "qwen3"), root / "gguf", UNIFORM)
-    bpe_tokenizer().save_pretrained(root / "gguf")
     expand_checkpoint(save_dense(root / "olmoe", "olmoe", num_experts=4), root / "mixture", UNIFORM, **ADDED)
     return root
 
@@ -50,7 +46,6 @@ WORK = {
     "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),
     "export": lambda at, out: export_native(at / "expanded", out),
     "export --expert": lambda at, out: export_native(at / "expanded", out, expert=1),
-    "export --gguf": lambda at, out: export_gguf(at / "gguf", out, kind="q8_0"),
     "diff": lambda at, out: compare_checkpoints(at / "base", at / "instruct"),
 }
 

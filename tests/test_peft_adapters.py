@@ -18,7 +18,6 @@ from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.checkpoint import source
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.gate_file import Gate
-from hf_moe_expand.checkpoint.gguf_export import export_adapter_gguf, export_gguf
 from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
 from hf_moe_expand.checkpoint.peft_export import export_peft
 from hf_moe_expand.checkpoint.promises import tiny_twin
@@ -380,7 +379,6 @@ def run(*words):
         ("export MODEL OUT --peft --language de", "has no adapter for de"),
         ("export MODEL OUT --peft --expert 1", "--peft writes the adapters of languages"),
         ("from-peft ADAPTER OUT --base BASE --language el --block-size 7", "Settings of scores belong to --data"),
-        ("export MODEL OUT --peft --type f16", "--type belongs to --gguf"),
         ("export MODEL OUT --peft --max-shard-size 1MB", "--max-shard-size: --peft writes one file"),
         ("export MODEL MODEL/x --peft", "lies in the input folder"),
         ("export MODEL OUT", "or its adapter (`--peft`)"),
@@ -524,39 +522,3 @@ def test_an_adapter_of_a_quantised_base(base, tmp_path):
     torch.testing.assert_close(ours(IDS, languages="el").logits, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(ours(IDS, languages="en").logits, home)
     assert (wanted - home).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("backbone", "kind"),
-    [("llama", "plain"), *((one, "patterns") for one in ("llama", "mistral", "qwen2", "qwen3", "granite"))],
-)
-def test_llama_cpp_computes_the_same(tmp_path, backbone, kind):
-    pytest.importorskip("gguf")
-    from llama_cpp import LlamaCpp
-
-    save_dense(tmp_path / "base", backbone, **({"sliding_window": None} if backbone == "mistral" else {}))
-    bpe_tokenizer().save_pretrained(tmp_path / "base")
-    make(tmp_path / "lora", tmp_path / "base", **KINDS[kind][1])
-    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
-    export_gguf(tmp_path / "model", tmp_path / "base.gguf", expert=0)
-    said = invoke("export", tmp_path / "model", tmp_path / "el.gguf", "--peft", "--gguf", "--modelfile")
-    assert "an adapter for llama.cpp's" in said
-    assert (tmp_path / "Modelfile").read_text().endswith("FROM ./base.gguf\nADAPTER ./el.gguf\n")
-    served, wanted = (
-        LlamaCpp(tmp_path / "base.gguf", adapter=tmp_path / "el.gguf"),
-        pefts(tmp_path / "base", tmp_path / "lora"),
-    )
-    for length in (1, 7, 12):
-        expected = wanted[0, length - 1].log_softmax(-1)
-        torch.testing.assert_close(served.logprobs(IDS[0, :length].tolist(), 257), expected, rtol=0, atol=1e-4)
-
-
-def test_an_adapter_file_holds_one_language(model, tmp_path):
-    with pytest.raises(InputError, match="has adapters of el, hu-tr, and a file holds one"):
-        export_adapter_gguf(model, tmp_path / "out.gguf")
-    with pytest.raises(InputError, match="an adapter is written as f32"):
-        export_adapter_gguf(model, tmp_path / "out.gguf", language="el", kind="q8_0")
-    (tmp_path / "Modelfile").write_text("mine")
-    with pytest.raises(InputError, match="Modelfile: exists already"):
-        export_adapter_gguf(model, tmp_path / "out.gguf", language="el", modelfile=True)
-    assert not (tmp_path / "out.gguf").exists()

@@ -38,7 +38,7 @@ def index(tmp_path, monkeypatch, script):
     for module in (script, smollm2):
         monkeypatch.setattr(module, "import_extra", lambda *_: None)
     monkeypatch.setattr(script, "SHA256", hashlib.sha256(WHOLE).hexdigest())
-    monkeypatch.setattr(script, "checkpoint_from_gguf", written)
+    monkeypatch.setattr(script, "write_unpacked", written)
     return folder
 
 

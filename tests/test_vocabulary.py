@@ -39,7 +39,6 @@ from hf_moe_expand import (
 from hf_moe_expand.analysis.fertility import measure_fertility
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.graft import graft_delta
 from hf_moe_expand.checkpoint.grow import leave_out_vocabulary
 from hf_moe_expand.checkpoint.join import join_expansions
@@ -663,21 +662,6 @@ def test_tied_bases_have_one_matrix(files, tmp_path):
     dense = tiny_dense("llama", tie_word_embeddings=True)
     model = expand_model(dense, plan(files, "el"), processing_class=byte_tokenizer())
     assert [key for key in model.state_dict() if key.startswith("vocabulary")] == ["vocabulary.embedding.weight"]
-
-
-def test_a_gguf_file_of_a_language_has_its_tokens(files, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    tiny_dense("llama").save_pretrained(tmp_path / "dense")
-    bpe_tokenizer().save_pretrained(tmp_path / "dense")
-    expand_checkpoint(tmp_path / "dense", tmp_path / "model", plan(files, "el"))
-    export_gguf(tmp_path / "model", tmp_path / "el.gguf", language="el", kind="f32")
-    reader = gguf.GGUFReader(tmp_path / "el.gguf")
-    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
-    own = AutoTokenizer.from_pretrained(tmp_path / "model/vocabulary/el")
-    assert len(tokens) == V + SIZE
-    assert tokens[V:] == own.convert_ids_to_tokens(range(V, V + SIZE))
-    shapes = {tensor.name: list(tensor.shape) for tensor in reader.tensors}
-    assert shapes["token_embd.weight"][-1] == V + SIZE
 
 
 def test_added_tokens_keep_their_numbers(files, tmp_path):

@@ -35,14 +35,10 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
             raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
         refuse_adapter(folder, folder)
         if not (folder / "config.json").is_file():
-            if unconverted := sorted(folder.glob("*.gguf")):
-                raise _not_converted(unconverted[0])
             raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
         _check_files(folder)
         return folder
     if there:
-        if folder.suffix == ".gguf":
-            raise _not_converted(folder)
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     try:
         validate_repo_id(str(name))
@@ -148,12 +144,6 @@ def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None
     model_type = read_json(folder / "config.json", "a configuration").get("model_type")
     if isinstance(model_type, str) and model_type not in EXPANDED:
         raise not_expanded(folder, model_type)
-
-
-def _not_converted(file: Path) -> InputError:
-    return InputError(
-        f"{file}: is a GGUF file, not a checkpoint; make one of it with `hf-moe-expand from-gguf {file} OUT`."
-    )
 
 
 def not_expanded(folder: Path, model_type: str) -> InputError:

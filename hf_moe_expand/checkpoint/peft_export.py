@@ -1,4 +1,4 @@
-"""Exports the adapter of a language in PEFT's format, or as llama.cpp's adapter file."""
+"""Exports the adapter of a language in PEFT's format."""
 
 import os
 from collections import Counter

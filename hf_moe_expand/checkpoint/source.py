@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
     "vocab.txt", "vocab.bpe", "merges.txt", "source.spm", "target.spm", "target_vocab.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "gguf_tokenizer.json", "generation_config.json",
+    "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
 COMPANIONS = (*TOKENIZER_FILES, "vocabulary/*/*", "routers_after_expansion_*.safetensors", "pack_*.safetensors")
@@ -89,11 +89,6 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         return folder
     snapshot = _downloaded(name, revision, ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else []))
     refuse_adapter(snapshot, name)
-    if not (snapshot / "config.json").is_file() and not hub_problem() and _has_gguf(str(name), revision):
-        raise InputError(
-            f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, or "
-            "download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
-        )
     return snapshot
 
 
@@ -138,14 +133,6 @@ def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[st
         raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
     except Exception as error:  # an answer that is none of the hub's raises many types
         raise InputError(f"{name}: no such folder, and {refusal(error)}.") from None
-
-
-def _has_gguf(name: str, revision: str | None) -> bool:
-    """Whether a repository on the hub has GGUF files; False where the hub cannot be asked."""
-    try:
-        return any(file.endswith(".gguf") for file in HfApi().list_repo_files(name, revision=revision))
-    except Exception:  # as above
-        return False
 
 
 def lies_inside(folder: Path, file: Path) -> bool:

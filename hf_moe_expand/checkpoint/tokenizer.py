@@ -20,7 +20,7 @@ from .source import TOKENIZER_FILES, load_config, text_config
 
 _SETTINGS = ("special_tokens_map", "chat_template", "padding_side", "truncation_side", "model_max_length")
 # These make no tokenizer.
-_BESIDE = ("generation_config.json", "chat_template", "additional_chat_templates", "gguf_tokenizer.json")
+_BESIDE = ("generation_config.json", "chat_template", "additional_chat_templates")
 _FEW = 5
 
 

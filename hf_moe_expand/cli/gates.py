@@ -1,4 +1,4 @@
-"""Verbs that make a checkpoint without training and without a plan: `gates`, `from-gguf`, `from-peft` and `join`."""
+"""Verbs that make a checkpoint without training and without a plan: `gates`, `from-peft` and `join`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -83,22 +83,6 @@ def gates(
     else:
         raise InputError("Give OUT, the folder of an expanded model's gate, or --out FILE, for a dense base.")
     print("\n".join(report.lines()))
-
-
-@app.command("from-gguf")
-def from_gguf(
-    file: Annotated[Path, typer.Argument(help="A .gguf file, quantised or not.")],
-    out: OutFolder,
-    overwrite: Overwrite = False,
-) -> None:
-    """Write an ordinary checkpoint, in float32, with the weights and the tokenizer of a GGUF file.
-
-    Example: hf-moe-expand from-gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2
-    """
-    from ..checkpoint.gguf import checkpoint_from_gguf
-
-    parameters = checkpoint_from_gguf(file, out, overwrite)
-    print(f"wrote {out}: {parameters:,} parameters")
 
 
 @app.command("from-peft")

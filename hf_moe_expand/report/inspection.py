@@ -75,7 +75,6 @@ class Inspection:
         packs: the language packs that the model joins.
         after_join: number of the last expansion's steps that the joined model took.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
-        unpacked: the quantised types of the GGUF file from which the base's weights were unpacked.
     """
 
     backbone: str
@@ -94,7 +93,6 @@ class Inspection:
     packs: Sequence[InspectedPack] = ()
     after_join: int = 0
     encoder_layers: int = 0
-    unpacked: Sequence[str] = ()
 
     @property
     def own_tokens(self) -> Mapping[str, OwnTokensRecord]:
@@ -154,14 +152,12 @@ def inspect_config(config: Any) -> Inspection:
         stages = [stage for stage in stages if stage.trains.experts != "none"]
     counts = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
     trainable = {name: count for name, count in counts.items() if count}
-    unpacked = getattr(config, "unpacked_from_gguf", None)
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle_weights(network), total - added,
         trainable, History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         gate=GateRule.of(config), exclusive=config.exclusive_experts, packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
-        unpacked=[*map(str, unpacked)] if isinstance(unpacked, list) else [],
     )  # fmt: skip
 
 
