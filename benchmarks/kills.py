@@ -71,8 +71,7 @@ VERBS = {
     "merge average": "merge average {made}/base {made}/tuned --out {out}",
     "merge delta": f"merge delta {{made}}/base {{out}} {_DELTA}",
     "expand-depth": "expand-depth {made}/base {out} --blocks 1",
-    "export": "export {made}/plain {out}",
-    "export, one expert": "export {made}/expanded {out} --expert 0",
+    "export": "export {made}/expanded {out} --expert 0",
     "train": f"train post-pretrain {{made}}/expanded {{out}} {_DATA} --config {{made}}/stage.yaml",
     "train dense": f"train dense {{made}}/base {{out}} {_DATA} --config {{made}}/stage.yaml",
     "adapt": "train adapt {made}/dmoe {out} --data hu={made}/el.jsonl --config {made}/adapt.yaml",
@@ -124,7 +123,6 @@ def make_all(folder: Path, steps: int) -> None:
     weights = load_file(tuned / "model.safetensors")
     save_file({name: weight * 1.01 for name, weight in weights.items()}, tuned / "model.safetensors", {"format": "pt"})
     grow_checkpoint(folder / "expanded", folder / "grown", Plan.load(folder / "grow.json"), keep_routers=True)
-    expand_checkpoint(folder / "base", folder / "plain", Plan("layer-moe", [2, 2], old=["en"], new=["el"]))
     pack = Plan("layer-moe", [1, 2], old=["en"], new=["hu"])
     expand_checkpoint(folder / "base", folder / "pack", pack)
     join_expansions([folder / "expanded", folder / "pack"], folder / "joined")

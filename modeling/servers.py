@@ -23,8 +23,8 @@ def check_model(config: Any, has_mixtures: bool) -> None:
         raise ValueError(f"{server} serves decoders alone by transformers' code, and this model is an encoder-decoder.")
     if config.has_kind("lora"):
         raise ValueError(
-            f"{server} merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
-            "`hf-moe-expand export --merge-lora`."
+            f"{server} merges the linear layers of expert 0, which LoRA experts update: serve this model with "
+            "transformers, or a dense model of one expert (`hf-moe-expand export --expert`)."
         )
     if config.has_kind("adapter"):
         raise ValueError(

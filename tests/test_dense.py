@@ -243,7 +243,6 @@ def test_from_the_command_line(root, tmp_path):
     delta = ("--base", root / "base", "--instruct", root / "base")
     assert "a cosine of 1.0000" in invoke("graft", tmp_path / "moe", tmp_path / "chat", *delta)
     assert "a cosine of 1.0000" in invoke("merge", "delta", tmp_path / "pro", tmp_path / "pro-chat", *delta)
-    assert "Qwen2MoeForCausalLM" in invoke("export", tmp_path / "chat", tmp_path / "native")
     assert "Qwen2ForCausalLM" in invoke("export", tmp_path / "chat", tmp_path / "one", "--expert", 1)
     assert weights(tmp_path / "one") == weights(root / "base")
     Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]).save(tmp_path / "plan.json")

@@ -16,7 +16,7 @@ from hf_moe_expand import Plan, expand_checkpoint, expand_model, graft_delta, gr
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
@@ -90,7 +90,7 @@ def test_every_verb_keeps_a_head_beside_a_tie(tmp_path):
         "graft": lambda out: graft_delta(tmp_path / "out", out, base, base),
         "grown": lambda out: grow_checkpoint(tmp_path / "out", out, more),
         "depth": lambda out: expand_depth(base, out, 1),
-        "expert": lambda out: export_native(tmp_path / "out", out, expert=0),
+        "expert": lambda out: export_dense(tmp_path / "out", out, expert=0),
         "branches": lambda out: expand_branches([base, base], out, BRANCHES),
     }
     for name, make in made.items():

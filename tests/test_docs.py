@@ -18,7 +18,6 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from bpe import bpe_tokenizer
 from conftest import DATA, byte_tokenizer, invoke, keywords, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
 from guides import (
@@ -306,7 +305,6 @@ def test_the_guide_to_adapters(workplace, quick_gates):
         make(f"lora-{code}", "Qwen/Qwen2.5-0.5B", seed)
     gates = ["--tokens", "200", "--anchor-tokens", "100", "--unseen-share", "0.99", "--layer", "2"]
     said = {}
-    bpe_tokenizer().save_pretrained("Qwen/Qwen2.5-0.5B")  # llama.cpp wants a tokenizer that merges
     for words in commands("adapters.md"):
         said[" ".join(words[:3])] = invoke(*words, *(gates if words[0] == "gates" else []))
     assert "told" in said["from-peft lora-el qwen-el-hu"]

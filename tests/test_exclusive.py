@@ -49,7 +49,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.merge import average_checkpoints
@@ -526,14 +526,12 @@ def test_a_dense_model_of_each_language_is_written(base, grown, tmp_path):
 def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
     with pytest.raises(InputError, match="in layer 0 a token of el has several experts, which no dense model has"):
-        export_native(tmp_path / "routed", tmp_path / "out", language="el")
-    export_native(tmp_path / "routed", tmp_path / "en", language="en")
+        export_dense(tmp_path / "routed", tmp_path / "out", language="el")
+    export_dense(tmp_path / "routed", tmp_path / "en", language="en")
     assert torch.equal(logits(tmp_path / "en"), logits(base))
     with pytest.raises(InputError, match="the checkpoint does not know 'fr'"):
-        export_native(el, tmp_path / "out", language="fr")
-    with pytest.raises(InputError, match=r"its tokens go by their language.*`export --language`"):
-        export_native(el, tmp_path / "out")
-    with pytest.raises(InputError, match="--expert and --language: give only one"):
+        export_dense(el, tmp_path / "out", language="fr")
+    with pytest.raises(InputError, match="Give one of --language CODE and --expert NUMBER"):
         invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
     assert not (tmp_path / "out").exists()
 

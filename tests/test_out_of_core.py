@@ -9,7 +9,7 @@ from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.stored import StoredModel
 
@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 WORK = {
     "expand": lambda at, out: expand_checkpoint(at / "base", out, UNIFORM),
     "expand a mixture": lambda at, out: expand_checkpoint(at / "olmoe", out, UNIFORM, **ADDED),
-    "export --expert of a mixture": lambda at, out: export_native(at / "mixture", out, expert=0),
+    "export --expert of a mixture": lambda at, out: export_dense(at / "mixture", out, expert=0),
     "grow": lambda at, out: grow_checkpoint(
         at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     ),
@@ -44,8 +44,7 @@ WORK = {
     "merge average": lambda at, out: average_checkpoints([at / "expanded", at / "instruct"], out),
     "expand-branches": lambda at, out: expand_branches([at / "base", at / "instruct"], out, GROUPS),
     "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),
-    "export": lambda at, out: export_native(at / "expanded", out),
-    "export --expert": lambda at, out: export_native(at / "expanded", out, expert=1),
+    "export --expert": lambda at, out: export_dense(at / "expanded", out, expert=1),
     "diff": lambda at, out: compare_checkpoints(at / "base", at / "instruct"),
 }
 

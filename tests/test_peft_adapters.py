@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.checkpoint import source
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
 from hf_moe_expand.checkpoint.peft_export import export_peft
@@ -189,7 +189,7 @@ def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
     assert f"--max-lora-rank 8 --lora-modules el={tmp_path / 'one'}" in " ".join(said.split())
     invoke("export", model, tmp_path / "one", "--peft", "--language", "tr", "--overwrite")
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
-    export_native(model, tmp_path / "dense", language="hu")
+    export_dense(model, tmp_path / "dense", language="hu")
     torch.testing.assert_close(load(tmp_path / "dense")(IDS).logits, pefts(base, second), rtol=1e-4, atol=1e-4)
 
 
@@ -381,7 +381,7 @@ def run(*words):
         ("from-peft ADAPTER OUT --base BASE --language el --block-size 7", "Settings of scores belong to --data"),
         ("export MODEL OUT --peft --max-shard-size 1MB", "--max-shard-size: --peft writes one file"),
         ("export MODEL MODEL/x --peft", "lies in the input folder"),
-        ("export MODEL OUT", "or its adapter (`--peft`)"),
+        ("export MODEL OUT", "or --peft, for adapters"),
     ],
 )
 def test_the_command_line_refuses(base, adapter, model, tmp_path, words, said):

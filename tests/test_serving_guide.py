@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bpe import bpe_tokenizer
 from conftest import BACKBONE_NAMES, tiny_config
 from guides import DOCS, blocks, expanded, plain, run, workplace_in
 from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_moe_expand.checkpoint.export import NATIVE_FORMS
+from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.hub import publish as hub
 from hf_moe_expand.modeling import LayerMoEConfig
 
@@ -27,9 +26,8 @@ def workplace(tmp_path, monkeypatch, help_text):
 
 @pytest.mark.guides
 def test_the_serving_guide(workplace, monkeypatch):
-    expanded("qwen-el-2", [3, 2, 2, 2, 2, 2, 2, 4], [1])
-    expanded("qwen-moe-lpr-2", [3] * 8)
-    bpe_tokenizer().save_pretrained("qwen-moe-lpr-2")  # llama.cpp wants a tokenizer that merges
+    plan = Plan("moe-lpr", [2] * 8, old=["en"], new=["el"], exclusive=True)
+    expand_checkpoint("Qwen/Qwen2.5-0.5B", "qwen-el-2", plan)
     Path("me").mkdir()
     Path("me/qwen-el").symlink_to(Path("qwen-el-2").resolve())
     pushed = []
@@ -38,9 +36,7 @@ def test_the_serving_guide(workplace, monkeypatch):
     assert [where for where, _ in pushed] == [("qwen-el-2", "me/qwen-el")]
     assert pushed[0][1]["expansion_only"]
     assert pushed[0][1]["dry_run"]
-    assert said["export qwen-moe-lpr-2"].strip().endswith("qwen-moe-lpr.gguf: llama")  # the last of two
-    assert Path("qwen-moe-lpr-native/config.json").is_file()
-    assert len(Path("Modelfile").read_text().splitlines()) == 4
+    assert Path("qwen-greek/config.json").is_file()
     assert said["export qwen-el-2"].strip().endswith(": Qwen2ForCausalLM")
     served = []
     vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))
@@ -51,11 +47,6 @@ def test_the_serving_guide(workplace, monkeypatch):
     assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
     assert [name for name, _ in served] == ["qwen-el-2"]
     assert AutoTokenizer.from_pretrained("qwen-el-2", trust_remote_code=True).padding_side == "right"
-
-
-def test_native_forms_are_those_of_the_serving_guide():
-    rows = re.findall(r"^\| ([^|]+) \| (?:Mixtral|Qwen|Granite|Flex)", (DOCS / "serving.md").read_text("utf-8"), re.M)
-    assert {plain(name) for row in rows for name in row.split(", ")} == {plain(name) for name in NATIVE_FORMS}
 
 
 def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace, monkeypatch):

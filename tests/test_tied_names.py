@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 
@@ -44,8 +44,7 @@ def test_a_tied_matrix_under_the_heads_name(tmp_path, backbone):
         "average": lambda out: average_checkpoints([tmp_path / "expanded", base], out),
         "graft": lambda out: graft_delta(tmp_path / "expanded", out, base, base),
         "depth": lambda out: expand_depth(base, out, 1),
-        "expert": lambda out: export_native(tmp_path / "expanded", out, expert=0),
-        "native": lambda out: export_native(tmp_path / "expanded", out),
+        "expert": lambda out: export_dense(tmp_path / "expanded", out, expert=0),
     }
     torch.testing.assert_close(logits(tmp_path / "expanded"), expected)
     for name, make_it in made.items():
@@ -59,11 +58,11 @@ def test_expert_0_is_a_base_whose_names_lack_the_prefix(tmp_path, backbone, pref
     base = make(tmp_path / "base", lambda name: name.removeprefix(prefix), backbone)
     assert not any(name.startswith(prefix) for name in CheckpointReader(base).tensors)
     expand_checkpoint(base, tmp_path / "expanded", PLAN)
-    export_native(tmp_path / "expanded", tmp_path / "out", expert=0)
+    export_dense(tmp_path / "expanded", tmp_path / "out", expert=0)
     found = compare_checkpoints(base, tmp_path / "out")
     assert found.same
     assert len(found.identical) == len(CheckpointReader(base).tensors)
-    export_native(tmp_path / "expanded", tmp_path / "same", expert=1)
+    export_dense(tmp_path / "expanded", tmp_path / "same", expert=1)
     weights = load_file(tmp_path / "same" / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, tmp_path / "same" / "model.safetensors", metadata={"format": "pt"})

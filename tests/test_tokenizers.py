@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.tokenizer import load_tokenizer
 from hf_moe_expand.core.errors import InputError
@@ -128,7 +128,7 @@ def test_every_verb_keeps_it(tmp_path, edit):
         "grafted": lambda out: graft_delta(tmp_path / "out", out, base, base),
         "kept": lambda out: graft_delta(tmp_path / "out", out, base, base, keep_tokenizer=True),
         "deeper": lambda out: expand_depth(base, out, 1),
-        "expert": lambda out: export_native(tmp_path / "out", out, expert=0),
+        "expert": lambda out: export_dense(tmp_path / "out", out, expert=0),
     }
     for name, make in made.items():
         make(tmp_path / name)
@@ -157,7 +157,7 @@ def test_a_dense_export_that_must_load_another_class_says_so(tmp_path):
     expand_checkpoint(base, tmp_path / "out", PLAN)
     bpe_tokenizer().save_pretrained(tmp_path / "out")  # whose class a Qwen2 model never has
     with pytest.warns(UserWarning, match="loads the tokenizer of every qwen2 model as a class of its own"):
-        export_native(tmp_path / "out", tmp_path / "dense", expert=0)
+        export_dense(tmp_path / "out", tmp_path / "dense", expert=0)
 
 
 def added(*tokens, special=True, **roles) -> PreTrainedTokenizerFast:

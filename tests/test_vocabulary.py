@@ -38,7 +38,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.fertility import measure_fertility
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.graft import graft_delta
 from hf_moe_expand.checkpoint.grow import leave_out_vocabulary
 from hf_moe_expand.checkpoint.join import join_expansions
@@ -530,7 +530,7 @@ def test_trls_trainer_refuses_a_languages_own_tokenizer(expanded, tmp_path):
 def test_a_language_is_exported_with_its_tokens(backbone, code, files, tmp_path):
     dense = save_dense(tmp_path / "dense", backbone)
     expand_checkpoint(dense, tmp_path / "model", plan(files, "el", "hu"))
-    export_native(tmp_path / "model", tmp_path / "out", language=code)
+    export_dense(tmp_path / "model", tmp_path / "out", language=code)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model, own = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("out", "model"))
     text = {"el": GREEK, "hu": HUNGARIAN}[code][0]
@@ -539,7 +539,7 @@ def test_a_language_is_exported_with_its_tokens(backbone, code, files, tmp_path)
     assert ids.max() >= V
     assert torch.allclose(model(ids).logits, own(ids, languages=code).logits, atol=1e-5)
     assert model.config.vocab_size == own.config.num_tokens == model.get_input_embeddings().weight.shape[0]
-    export_native(tmp_path / "model", tmp_path / "en", language="en")
+    export_dense(tmp_path / "model", tmp_path / "en", language="en")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "en").config.vocab_size == V
 
 
@@ -555,7 +555,7 @@ def test_what_is_not_made_of_them_in_this_version_is_refused_with_what_to_do(bas
             attempt()
     expand_checkpoint(base, tmp_path / "routed", plan(files, "el", exclusive=False))
     with pytest.raises(InputError, match="export --language"):
-        export_native(tmp_path / "routed", out)
+        export_dense(tmp_path / "routed", out)
     assert not out.exists()
 
 

@@ -16,11 +16,10 @@ from ..core.errors import InputError
 from ..core.jsonfile import write_json
 from ..core.schema import checked
 from .adapter_maps import Maps, adapter_of, entry_of, layer_modules
-from .export import dense_config, dense_experts
+from .export import StoredUpdate, dense_config, experts_of, lora_updates
 from .local import ADAPTER
 from .peft_adapter import STAGE, WEIGHTS
 from .records import History
-from .routed import StoredUpdate, lora_updates
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
 from .writer import check_apart, check_output, new_folder, write_tensors
@@ -143,11 +142,11 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
     for number, record in enumerate(history.expansions, start=1):
         if wanted not in (None, number):
             continue
-        experts = dense_experts(source, None, record.new_languages[0])
+        experts = experts_of(source, record.new_languages[0])
         kept = next((stage.settings for stage in record.stages if stage.stage == STAGE and stage.settings), {})
         yield LanguageAdapter(
             record.new_languages,
-            {key.removesuffix(".weight"): update for key, update in lora_updates(source, experts or []).items()},
+            {key.removesuffix(".weight"): update for key, update in lora_updates(source, experts).items()},
             network, kept.get(ADAPTER), (history.first.base_model, history.first.base_revision),
         )  # fmt: skip
 

@@ -341,28 +341,20 @@ def export(
     language: Annotated[
         str | None, typer.Option(help="Write the dense model of a language: the base's, or its exclusive experts'.")
     ] = None,
-    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Make FFN experts of LoRA experts.")] = False,
     peft: Annotated[
         bool, typer.Option("--peft", help="Write the adapter of a language, or a folder for each, in PEFT's format.")
     ] = False,
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Write an expanded model as a native architecture of transformers, as a dense model of one language or with one of
-    its experts, or as adapters of PEFT.
-
-    Example: hf-moe-expand export qwen-el-1 qwen-el-moe
+    """Write the dense model of one language or of one expert, which every server takes; or adapters of PEFT.
 
     Example: hf-moe-expand export qwen-el-1 qwen-greek --language el
 
     Example: hf-moe-expand export qwen-el-1 adapter-el --peft --language el
     """
-    if expert is not None and language is not None:
-        raise InputError("--expert and --language: give only one of them.")
-    if (expert is not None or language is not None) and merge_lora:
-        raise InputError("One expert is written merged if it is a LoRA expert: leave --merge-lora out.")
-    if peft and (expert is not None or merge_lora):
-        raise InputError("--peft writes the adapters of languages: leave --expert and --merge-lora out.")
+    if peft and expert is not None:
+        raise InputError("--peft writes the adapters of languages: leave --expert out.")
     if peft and max_shard_size != DEFAULT_SHARD_SIZE:
         raise InputError("--max-shard-size: --peft writes one file: leave it out.")
     check_checkpoints(model, expanded=True)
@@ -371,12 +363,11 @@ def export(
 
         print("\n".join(export_peft(model, out, language=language, overwrite=overwrite).lines()))
         return
-    from ..checkpoint.export import export_native
+    from ..checkpoint.export import export_dense
 
-    name = export_native(
-        model, out, expert=expert, language=language, merge_lora=merge_lora, max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )  # fmt: skip
+    name = export_dense(
+        model, out, expert=expert, language=language, max_shard_size=max_shard_size, overwrite=overwrite
+    )
     print(f"wrote {out}: {name}")
 
 

@@ -17,7 +17,7 @@ from test_peft_adapters import make
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
-from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.gate_file import Gate
 from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
 from hf_moe_expand.checkpoint.peft_export import export_peft
@@ -141,27 +141,6 @@ def test_a_join_of_packs(tmp_path):
     assert served(tmp_path / "again", [PROMPTS], **OURS) == wanted
 
 
-@pytest.mark.parametrize(
-    ("backbone", "counts", "options"),
-    [
-        ("llama", [3, 3, 3], {}),
-        ("qwen2", [3, 1, 3], {}),
-        ("qwen3", [3, 1, 3], {}),
-        ("granite", [3, 1, 3], {}),
-        # vLLM's own ERNIE-4.5-MoE leaves the bias out on a CPU (0.32): transformers' code in vLLM does not.
-        ("llama", [2, 1, 4], {"model_impl": "transformers"}),
-        ("qwen2", [2, 1, 4], {"model_impl": "transformers"}),
-    ],
-    ids=lambda value: str(value),
-)
-def test_an_export_needs_none_of_our_code(tmp_path, backbone, counts, options):
-    save_dense(tmp_path / "base", backbone, **SIZES)
-    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("moe-lpr", counts, **LANGUAGES))
-    perturbed(tmp_path / "expanded")
-    export_native(tmp_path / "expanded", tmp_path / "native")
-    assert served(tmp_path / "native", [PROMPTS], **options) == [expected(tmp_path / "expanded", PROMPTS)]
-
-
 def test_a_gate_is_refused_and_the_dense_model_of_a_language_is_served(tmp_path):
     save_dense(tmp_path / "base", **SIZES)
     plan = Plan("moe-lpr", [2, 2, 2], exclusive=True, **LANGUAGES)
@@ -171,7 +150,7 @@ def test_a_gate_is_refused_and_the_dense_model_of_a_language_is_served(tmp_path)
     done = run_engine(tmp_path / "gated", [PROMPTS], **OURS)
     assert done.returncode != 0
     assert "export --language" in done.stderr, done.stderr[-3000:]
-    export_native(tmp_path / "gated", tmp_path / "el", language="el")
+    export_dense(tmp_path / "gated", tmp_path / "el", language="el")
     assert served(tmp_path / "el", [PROMPTS]) == [expected(tmp_path / "el", PROMPTS)]
 
 
@@ -217,7 +196,7 @@ def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "mixture")
     for name, reason in {
         "mixture": "runs a mixture of experts by code of its own",
-        "lora": "make FFN experts of them with `hf-moe-expand export --merge-lora`",
+        "lora": "a dense model of one expert (`hf-moe-expand export --expert`)",
         "added": "holds only the tensors that an expansion added",
         "translator": "encoder-decoder",
     }.items():
