@@ -19,6 +19,7 @@ LAUNCH = re.compile(r"^accelerate launch ((?:--\S+ \S+ )*)\$\(which hf-moe-expan
 EXTRA = {
     "analyze similarity": ["--tokens", "300", "--block-size", "32"],
     "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
+    "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
     "analyze routing": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "evaluate-translation nllb": ["--max-new-tokens", "8"],
@@ -83,8 +84,6 @@ def small_file(text: str, steps: int = 1) -> dict:
     if "gates" in settings:  # a tiny model with random weights knows no language
         settings["gates"] = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.99}
     settings["analysis"] = {"tokens": 300, "block_size": 32}
-    if "self_written" in settings:
-        settings["self_written"] |= {"documents": 30, "tokens": 30}
     settings["deviation"] = {"steps": 2, "batch_size": 2, "block_size": 32, "micro_batch_size": 2}
     return settings
 

@@ -49,7 +49,7 @@ def whole(load, child: str, **parents: str) -> dict:
         ("post_pretrain: {validation: {every: 3}}", {"post_pretrain": {
             "validation": {"texts": {"el": "el.txt"}, "every": 3}, "losses": {}, "block_size": 12}}),
         ("post_pretrain: {validation: null, block_size: null}", {"post_pretrain": {"losses": {}}}),
-        ("self_written: {prompts: {de: [z]}}", {"self_written": {"prompts": {"de": ["z"]}}}),
+        ("deviation: {at_steps: [3]}", {"deviation": {"at_steps": [3]}}),
         # A null for a key that no parent has is a value.
         ("plan: {only_layers: null}", {"plan": {"total_experts": 7, "top_k": 1, "only_layers": None}}),
         ("revision: null", {"revision": None}),
@@ -59,7 +59,7 @@ def test_what_merges(load, child, found):
     parent = f"""{OWN}plan: {{total_experts: 7, top_k: 1}}
 test: {{el: el.txt}}
 post_pretrain: {{validation: {{texts: {{el: el.txt}}}}, losses: {{}}, block_size: 12}}
-self_written: {{prompts: {{de: [x, y]}}}}
+deviation: {{at_steps: [1, 2]}}
 """
     merged = whole(load, f"inherits: parent.yaml\n{child}\n", parent=parent)
     assert {key: merged.get(key) for key in found} == found

@@ -93,16 +93,6 @@ def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
     assert "Packs: qwen-el, qwen-hu." in make_page(tmp_path / "run")
 
 
-def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_path, quick_gates):
-    written = {"documents": 8, "tokens": 30, "prompts": {"en": ["The city"], "de": ["Die Stadt"]}}
-    review = {"block_size": 32, "distillation_coef": 1.0, "fewer_documents": True, **TRAINING}
-    loaded = recipe(home, tmp_path, old=None, test=None, self_written=written, review=review)
-    validate_recipe(loaded)
-    said = []
-    run_recipe(loaded, said.append)
-    assert steps(said) == ["self_written", "join", "review"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -422,3 +422,10 @@ def test_checkpointing_by_either_name(tmp_path, name):
     arguments = settings.built(tmp_path, 0)
     assert getattr(arguments, CHECKPOINTING) is True
     assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}
+
+
+def test_distillation_without_old_text_is_refused_in_a_further_expansion_too():
+    keys = {"new": {"el": "el.jsonl"}, "plan": {"method": "moe-lpr", "experts": 2}, "review": None}
+    later = {"new": {"hu": "hu.jsonl"}, "plan": {"method": "moe-lpr", "experts": 1}, "review": {"distillation_coef": 1}}
+    with pytest.raises(InputError, match=r"review\.distillation_coef: keeps the base's predictions"):
+        Recipe(base="b", output="o", expansions=[keys, later])

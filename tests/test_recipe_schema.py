@@ -52,7 +52,7 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     assert compare(Recipe, schema, schema) >= 12
     items = schema["properties"]["expansions"]["items"]
     (expansion,) = options(items, schema)
-    whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written"}
+    whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join"}
     whole |= {"evaluation", "allow_lost_text", "inherits"}
     assert set(expansion["properties"]) == set(schema["properties"]) - whole
     plans = {}
@@ -116,9 +116,6 @@ def test_the_readmes_recipe_passes_it_and_mistakes_do_not(validator, tmp_path):
         {"review": {"balance_coef": "much"}},
         {"post_pretrain": None},
         {"analysis": {"tokens": 0}},
-        {"self_written": {"prompts": "The"}},
     ):
         assert not validator.is_valid({**mapping, **changes}), changes
     assert validator.is_valid({**mapping, "review": None})
-    for prompts in (["The"], {"en": ["The"], "und": []}):
-        assert validator.is_valid({**mapping, "self_written": {"prompts": prompts}})

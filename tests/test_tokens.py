@@ -16,7 +16,7 @@ from hf_moe_expand.data.tokens import encode_documents, frame, prompt_tokens, wi
 from hf_moe_expand.evaluation.perplexity import evaluate_model, text_stream
 from hf_moe_expand.evaluation.translation import translate
 from hf_moe_expand.inference.asking import Answering, ChatModel
-from hf_moe_expand.inference.self_written import _ids
+from hf_moe_expand.inference.sampling import _begin
 
 END, BOS, SEP, MASK = range(256, 260)
 TEMPLATES = {
@@ -56,7 +56,7 @@ def test_documents_have_both_sides_and_an_end_and_prompts_the_beginning_alone(te
     end = after if after[-1:] == [END] else [*after, END]
     assert encode_documents(["ab", ""], tokenizer) == [[*before, *plain("ab"), *end], [*before, *end]]
     assert prompt_tokens("ab", tokenizer) == [*before, *plain("ab")]
-    assert _ids("ab", tokenizer) == [*(before or [BOS]), *plain("ab")]
+    assert _begin("ab", tokenizer) == [*(before or [BOS]), *plain("ab")]
     assert without_end(tokenizer)("ab").input_ids == [*before, *plain("ab")]
     assert tokenizer("ab").input_ids == [*before, *plain("ab"), *after]  # which stays as it was
 

@@ -60,7 +60,7 @@ class StageRecord(_Record):
     settings: dict[Text, Any] | None = None
 
     @property
-    def self_written(self) -> list[str]:
+    def sampled(self) -> list[str]:
         """One phrase for each language whose text a model wrote."""
         documents, written = self.documents or {}, self.written_by or {}
         return [f"{documents.get(code, 0):,} documents of {code} that {model} wrote" for code, model in written.items()]

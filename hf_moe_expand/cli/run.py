@@ -185,7 +185,7 @@ def recipes_new(
     out: Annotated[Path, typer.Option("--out", help="Recipe to write (YAML).")] = Path("recipe.yaml"),
     old: Annotated[
         list[str] | None,
-        typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat. Without any, the base writes old text."),
+        typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat."),
     ] = None,
     test: Annotated[
         list[str] | None,
@@ -315,7 +315,7 @@ def sample(
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Let a base model write text, for a review without any text that the base was trained on.
+    """Let a base model write text, for a gate or a review without any text that the base was trained on.
 
     Of an expanded model, the base inside writes (expert 0). Each row of the file names the model, the prompt and the
     settings that it came from.
@@ -326,9 +326,8 @@ def sample(
     check_checkpoints(model, revision=revision)
     from ..core.languages import check_language_code
     from ..core.schema import changed
-    from ..inference.self_written import write_texts
+    from ..inference.sampling import write_sample
 
     check_language_code(language)
     settings = changed(settings, prompts=list(prompt or []))
-    written, words = write_texts(model, revision, {language: settings}, out)
-    print(f"wrote {out}: {written:,} documents, {words:,} words")
+    print(f"wrote {out}: {write_sample(model, revision, language, settings, out)}")

@@ -220,4 +220,4 @@ def _in_words(stage: StageRecord) -> str:
     if stage.tokens_seen is not None:
         words += f", {stage.tokens_seen:,} tokens seen"
         words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
-    return ", ".join([words, *stage.self_written])
+    return ", ".join([words, *stage.sampled])

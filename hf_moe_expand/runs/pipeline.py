@@ -43,7 +43,6 @@ from .steps.expand import Expand
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
 from .steps.stage import StageStep, TrainStep
-from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 
@@ -53,9 +52,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     root, sources = Path(recipe.output), recipe.training_sources
     steps: list[Step] = []
     models: dict[str, str] = {"base": recipe.base}
-    start, old = recipe.base, recipe.old_languages
-    if recipe.self_written is not None:
-        steps.append(WriteOldText(recipe, recipe.self_written))
+    start, old = recipe.base, list(recipe.old)
     lifelong = len(recipe.all_expansions) > 1
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}

@@ -17,8 +17,6 @@ from ..core.schema import Flag, Schema, Text, Whole, changed, checked, json_sche
 from ..core.yamlfile import read_text
 from ..data.sources import LanguageText, check_languages
 from ..evaluation.settings import EvaluationSettings
-from ..inference.self_written import SelfWrittenText
-from ..inference.writing import SelfWrittenSettings
 from ..planning.methods import AnyPlan, LayerPlan, PlanSettings
 from ..stages import recipe_stages, stages_for
 from ..stages.base import Stage
@@ -164,9 +162,6 @@ class Recipe(Expansion):
         [], description="several expansions, one after the other, each with `new` and settings of its own"
     )
     join: JoinSettings | None = Field(None, description="language packs to join, in place of a plan and of new experts")
-    self_written: SelfWrittenSettings | None = Field(
-        None, description="old text that the base writes itself, with or without `old`; `{}`: by the defaults"
-    )
     evaluation: EvaluationSettings = Field(EvaluationSettings(), description="how held-out text is scored")
 
     @model_validator(mode="after")
@@ -175,9 +170,7 @@ class Recipe(Expansion):
             raise InputError(f"{INHERITS}: recipes inherit in files: read the file with Recipe.load.")
         if self.join is not None:
             self._check_join()
-        known = dict.fromkeys(self.old_languages, "")
-        if both := sorted(set(self.old) & set(self.written_sources)):
-            raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
+        known = dict.fromkeys(self.old, "")
         joins_with_gate = self.join is not None and self.join.calibrate
         if (
             self.anchors
@@ -205,7 +198,7 @@ class Recipe(Expansion):
                     f"{key}: a recipe with `join` makes and trains no new experts: leave {key} out, and make each pack "
                     "by a recipe of its own."
                 )
-        check_old_and_new(self.old_languages, self.new)
+        check_old_and_new(list(self.old), list(self.new))
         if self.join is not None and not self.join.calibrate and "tokens" in self.join.model_fields_set:
             raise InputError("join.tokens: are read by `calibrate` alone: set `calibrate: true`, or leave tokens out.")
         if self.join is not None and self.join.calibrate and not self.new:
@@ -219,32 +212,16 @@ class Recipe(Expansion):
         return self.join is not None
 
     def _check_old(self) -> None:
-        """Refuses a recipe that needs old text and has none, and self-written text that no step reads."""
+        """Refuses a recipe that needs old text and has none."""
         first = self.all_expansions[0]
         if self.old and first.family == "dmoe":
             raise InputError(
                 "old: DMoE trains the base too, so no language stays as it is: name all languages to train on under "
                 "`new`."
             )
-        if self.self_written is not None and first.family == "dmoe":
-            raise InputError(
-                "self_written: DMoE trains the base too, so nothing of it stays that text of its own would keep: leave "
-                "self_written out."
-            )
-        if self.self_written is not None and not any(self._reads_old(expansion) for expansion in self.all_expansions):
-            raise InputError(
-                "self_written: no step would read the text: there is no review and no layer-moe plan. Leave it out."
-            )
-        review, own = getattr(first, "review", None), self.self_written
-        asked = None if review is None or review.fewer_documents else review.old_documents
-        if own is not None and asked and own.documents < asked:
-            raise InputError(
-                f"self_written.documents is {own.documents}, but `review` takes {asked} documents of each old language "
-                "(old_documents): raise the one or lower the other."
-            )
-        if self.old_languages or first.family == "dmoe":
+        if self.old or first.family == "dmoe":
             return
-        written = "let the base write it (`self_written: {}`)"
+        written = "let the base write some (`hf-moe-expand sample`)"
         if any(getattr(getattr(e, "review", None), "distillation_coef", 0) for e in self.all_expansions):
             raise InputError(
                 "review.distillation_coef: keeps the base's predictions on old text, but the recipe has none: give "
@@ -255,12 +232,6 @@ class Recipe(Expansion):
                 "old: no old language: the review stage and a plan by similarity need text of the languages that the "
                 f"base is good at. Give some, {written}, or set `review: null` and another plan method."
             )
-
-    def _reads_old(self, expansion: Expansion) -> bool:
-        """Whether a step of the expansion reads text of the base's languages."""
-        stages = [stage.languages(settings, ["old"], []) for stage, settings in expansion.stages()]
-        calibrates = self.join is not None and self.join.calibrate
-        return any(stages) or calibrates or expansion.needs == "similarity"
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
         for stage in recipe_stages().values():
@@ -378,36 +349,21 @@ class Recipe(Expansion):
         return read(cls, mapping, where, context)
 
     @property
-    def written_sources(self) -> dict[str, SelfWrittenText]:
-        """The text that the base writes, by language: parts of one file in the run's folder."""
-        chosen = self.self_written
-        if chosen is None:
-            return {}
-        path, most = str(Path(self.output) / "self_written.jsonl"), chosen.documents * chosen.tokens
-        return {code: SelfWrittenText(code, path, chosen.documents, most) for code in chosen.prompts}
-
-    @property
-    def old_languages(self) -> list[str]:
-        """The base's languages: those with text under `old`, and those of the text that the base writes."""
-        return list(dict.fromkeys([*self.old, *self.written_sources]))
-
-    @property
     def evaluated_languages(self) -> list[list[str]]:
         """The base's languages, then those that each expansion adds. Languages under `test` alone are in no group; the
-        base's where it writes, which stands for all its languages."""
+        base's where text of an undetermined language stands for all of these."""
         new = [list(expansion.new) for expansion in self.all_expansions]
         added = {code for codes in new for code in codes}
-        named = [code for code in self.old_languages if code != UNDETERMINED or code in self.test]
-        if self.self_written is not None:
+        named = [code for code in self.old if code != UNDETERMINED or code in self.test]
+        if UNDETERMINED in self.old:
             named = list(dict.fromkeys([*named, *(code for code in self.test if code not in added)]))
         return [named, *new]
 
     @property
     def training_sources(self) -> dict[str, LanguageText]:
-        """Training text of each language, old and new, with the text that the base writes."""
+        """Training text of each language, old and new."""
         held = ("test.", "anchors.")
-        given = {text.language: text for key, text in self.keyed_sources() if not key.startswith(held)}
-        return given | self.written_sources
+        return {text.language: text for key, text in self.keyed_sources() if not key.startswith(held)}
 
     @property
     def anchor_sources(self) -> dict[str, LanguageText]:

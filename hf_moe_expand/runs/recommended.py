@@ -17,7 +17,7 @@ from ..checkpoint.source import load_base_config, resolve_checkpoint
 from ..checkpoint.stored import network_of
 from ..core.disk import readable_size
 from ..core.errors import InputError, errors_at
-from ..core.languages import UNDETERMINED, check_old_and_new
+from ..core.languages import check_old_and_new
 from ..core.recipe_paths import filled_in
 from ..core.rendering import render
 from ..core.yamlfile import parse_yaml
@@ -83,7 +83,7 @@ def new_recipe(
     """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
 
     Args:
-        old, new, test: the source of each language's text, as in a recipe. Without `old`, the base writes old text.
+        old, new, test: the source of each language's text, as in a recipe.
         allow_lost_text: the recipe's `allow_lost_text`.
         output: folder of the run; by default `runs/`, the base's name and the new languages.
         gpu: whether it will train on a GPU; by default, whether this machine has one.
@@ -133,7 +133,7 @@ def _on_the_device(
     if gpu and not here:
         why = "safe on a GPU that this machine does not know; with more memory take more, and fewer of the next line"
         return {"at_once": 1, "why": why, "half": True, "cpu": False, "checkpointing": None}
-    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new), exclusive=True)
+    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old), new=list(new), exclusive=True)
     network = network_of(planned_config(dense, plan))
     cpu = here and gpu is False
     half = here and not cpu and has_bfloat16()

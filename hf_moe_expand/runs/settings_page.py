@@ -35,7 +35,7 @@ def settings_page() -> str:
         "stages": [_section(key)[0] for key in trained],
         "recipe": {name: field for name, field in Recipe.model_fields.items() if name not in steps},
         "sections": [
-            *map(_section, (*steps, "join", "self_written", "evaluation", *commands)),
+            *map(_section, (*steps, "join", "evaluation", *commands)),
             *((f"`{name}`", [cls.__doc__], _fields(cls)) for name, cls in inner.items()),
         ],
         "methods": METHODS,

@@ -25,7 +25,6 @@ from ..data.tokens import encode_documents
 from ..evaluation.validation import validation_sources
 from ..inference.forecast import Forecast, forecast, tokens_at_hand
 from ..inference.models import check_block_size, longest_block
-from ..inference.self_written import SelfWrittenText
 from ..trainers.freezing import Trained
 from ..trainers.masking import check_conditional_gate
 from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
@@ -87,7 +86,7 @@ class Prepared:
         """Refuses local text that is too little for one block, or has fewer tokens than asked for: packs the beginnings
         of short texts as training packs the texts."""
         pairs, config = self.model.is_encoder_decoder, copy.copy(self.config)
-        if self.streams or any(isinstance(text, SelfWrittenText) or not text.files() for text in self.texts.values()):
+        if self.streams or not all(text.files() for text in self.texts.values()):
             return  # text that is not at hand is taken to be enough
         beginnings = {code: list(text.beginnings(pairs)) for code, text in self.texts.items()}
         rows = {code: [row for one in of for row in one.rows] for code, of in beginnings.items()}
@@ -113,8 +112,7 @@ class Prepared:
         config = self.config
         counted: dict[str, int | None] = {}
         for code, text in ({} if tokenizer is None else self.texts).items():
-            written = isinstance(text, SelfWrittenText)
-            counted[code] = text.tokens_to_come if written else tokens_at_hand(text, tokenizer)
+            counted[code] = tokens_at_hand(text, tokenizer)
         dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
         found = forecast(network, config, counted, dtype, bool(getattr(config, CHECKPOINTING)))
         shared_out = config.distributed_config or config.deepspeed

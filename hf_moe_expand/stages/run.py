@@ -26,7 +26,7 @@ from ..data.sources import LanguageText
 from ..evaluation.validation import VALIDATION
 from ..inference.forecast import training_disk
 from ..inference.models import check_finite, load_tokenizer
-from ..inference.self_written import writer_of
+from ..inference.sampling import writer_of
 from ..modeling import auto_class
 from ..trainers.freezing import freeze
 from . import trained_parts

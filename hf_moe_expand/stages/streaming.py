@@ -60,12 +60,7 @@ def _is_large(config: Any, texts: Mapping[str, LanguageText | None]) -> bool:
     if any(text.source.startswith("hub:") or is_elsewhere(text.source) for text in here):
         each = getattr(config, "tokens_per_language", None)
         return bool(config.tokens or each or config.max_steps > 0)
-    # Text that a run writes before it reads it is no file yet.
-    return sum(path.stat().st_size for text in here if _is_there(text) for path in text.files()) > STREAMED
-
-
-def _is_there(text: LanguageText) -> bool:
-    return not hasattr(text, "tokens_to_come") or Path(text.source).exists()
+    return sum(path.stat().st_size for text in here for path in text.files()) > STREAMED
 
 
 def streamed(

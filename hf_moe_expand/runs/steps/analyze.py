@@ -10,7 +10,6 @@ from ...analysis.similarity import measure_similarity
 from ...core.disk import readable_size
 from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
-from ...inference.self_written import SelfWrittenText
 from ...modeling import count_layers
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import ExpansionRun, RunStep
@@ -99,14 +98,7 @@ def check_tokens(run: ExpansionRun, outlook: Outlook) -> list[str]:
     settings, enough = run.expansion.analysis, []
     for code in run.expansion.analyzed_languages(run.old, further=run.number > 1):
         source = run.sources[code]
-        if isinstance(source, SelfWrittenText):
-            if source.tokens_to_come < settings.tokens:
-                raise InputError(
-                    f"self_written: the base writes at most {source.tokens_to_come:,} tokens in {code}, but the "
-                    f"analysis reads {settings.tokens:,} of each language: raise self_written.documents, or lower "
-                    "`analysis: {tokens: ...}`."
-                )
-        elif source.files():
+        if source.files():
             token_blocks(code, source.documents(), outlook.tokenizer, settings.tokens, settings.block_size)
             enough.append(code)
     return [f"analysis: {' '.join(enough)} have enough text"] if enough else []

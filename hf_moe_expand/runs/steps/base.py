@@ -58,7 +58,7 @@ class ExpansionRun:
     def history(self) -> History:
         """The languages that the expanded model will know."""
         new = [expansion.new for expansion in self.recipe.all_expansions[: self.number]]
-        return History.planned(self.recipe.old_languages, *map(list, new))
+        return History.planned(list(self.recipe.old), *map(list, new))
 
     def texts(self, languages: Iterable[str], config: Any) -> dict[str, Any]:
         """The documents of each language, shuffled; for an encoder-decoder, its sentence pairs."""

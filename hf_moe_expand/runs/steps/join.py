@@ -20,7 +20,6 @@ from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
 from ...core.errors import InputError, errors_at
 from ...inference.models import check_decoder, load_tokenizer
-from ...inference.self_written import SelfWrittenText
 from ...modeling.expansion_only import RECORD
 from ...stages.config import languages_of
 from ...stages.kinds.gates import check_text
@@ -96,13 +95,7 @@ class JoinPacks(RunStep):
         tokenizer = None if outlook.offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
         for code in self._given:
             source = self.run.sources[code]
-            if isinstance(source, SelfWrittenText):
-                if source.tokens_to_come < self.settings.tokens:
-                    raise InputError(
-                        f"join.tokens is {self.settings.tokens:,}, but the base writes at most "
-                        f"{source.tokens_to_come:,} tokens: raise self_written.documents, or lower it."
-                    )
-            elif tokenizer is not None and source.files():
+            if tokenizer is not None and source.files():
                 first_tokens(code, source.documents(), tokenizer, self.settings.tokens)
 
     def work(self) -> StepResult:

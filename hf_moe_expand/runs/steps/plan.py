@@ -35,9 +35,9 @@ class MakePlan(RunStep):
         same = [1.0] * layers
         encoder = _encoder_layers(outlook.config)
         falling = [1 - layer / layers for layer in range(layers)]
-        named = [*codes, *recipe.old_languages]
+        named = [*codes, *recipe.old]
         similarity = SimilarityResult(
-            old=recipe.old_languages, new=codes, tokens=0, pairs={f"{a}-{b}": same for a in named for b in named},
+            old=list(recipe.old), new=codes, tokens=0, pairs={f"{a}-{b}": same for a in named for b in named},
             new_new=None, new_old=same, similarity=falling if settings.makes_groups else same, encoder_layers=encoder,
         )  # fmt: skip
         alike = [[float(a == b) for b in codes] for a in codes]
@@ -46,7 +46,7 @@ class MakePlan(RunStep):
             steps=0, learning_rate=0.0, batch_size=0, block_size=0, seed=0,
         )  # fmt: skip
         plan = make_plan(
-            settings, layers, recipe.old_languages, codes, similarity, recipe.seed, deviation,
+            settings, layers, list(recipe.old), codes, similarity, recipe.seed, deviation,
             grows_from=() if outlook.plan is None else outlook.plan.experts_per_layer, encoder_layers=encoder,
         )  # fmt: skip
         least = outlook.least

@@ -13,7 +13,6 @@ from ...analysis.gating import check_languages, fit_gates
 from ...analysis.settings import GateSettings
 from ...core.errors import errors_at
 from ...data.sources import LanguageText, contents
-from ...inference.self_written import SelfWrittenText
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 
@@ -61,8 +60,7 @@ class FitGates(Stage):
 
 def check_text(sources: Mapping[str, LanguageText], tokens: int, outlook: Outlook) -> None:
     """Refuses local text with fewer tokens than a gate needs to learn a language."""
-    local = {code: text for code, text in sources.items() if not isinstance(text, SelfWrittenText)}
-    for code, text in local.items() if not outlook.offline else ():
+    for code, text in sources.items() if not outlook.offline else ():
         if text.files():
             rows = (row["text"] for beginning in text.beginnings() for row in beginning.rows)
             gate_examples({code: rows}, outlook.tokenizer, min(tokens, 2 * LEAST), LEAST)

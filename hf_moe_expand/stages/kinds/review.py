@@ -102,7 +102,7 @@ class ReviewConfig(StageConfig):
         if not old:
             raise InputError(
                 "No old language was given: review needs text of the base's languages, which the base can write itself "
-                "(`hf-moe-expand sample`; `self_written` in a recipe)."
+                "(`hf-moe-expand sample`)."
             )
         return self._fewer_documents(texts, old, new)
 

@@ -1,4 +1,4 @@
-"""Text that the base writes: its distribution, its provenance, and a review that reads nothing else as old text."""
+"""Text that the base writes: its distribution, its provenance, and a run that reads nothing else as old text."""
 
 import json
 from collections import Counter
@@ -9,11 +9,17 @@ from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, run_recipe
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.inference.models import load_for_inference
-from hf_moe_expand.inference.self_written import SampleSettings, write_documents
+from hf_moe_expand.inference.sampling import write_documents, writer_of
+from hf_moe_expand.inference.writing import SampleSettings
+from hf_moe_expand.report.inspection import inspect_checkpoint
+from hf_moe_expand.report.page import make_page
+from hf_moe_expand.runs.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +123,48 @@ def test_the_file_says_where_it_comes_from_and_review_reads_it(root, tmp_path):
     assert history.last.stages[-1].written_by == {"en": "base"}
 
 
+def test_a_recipe_keeps_what_the_base_writes(root, tmp_path):
+    out, run = tmp_path / "und.jsonl", tmp_path / "run"
+    invoke("sample", root / "base", "--documents", "12", "--tokens", "40", "--out", out)
+    assert {json.loads(line)["language"] for line in out.read_text("utf-8").splitlines()} == {"und"}
+    training = {"block_size": 32, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    for code, words in {"en": "the cat sat", "el": "η γάτα"}.items():
+        write_texts(tmp_path / f"{code}.jsonl", [f"{words} {number} {words}" for number in range(60)])
+    recipe = Recipe(
+        base=str(root / "base"), output=str(run), old={"und": str(out)}, new={"el": str(root / "el.jsonl")},
+        test={code: str(tmp_path / f"{code}.jsonl") for code in ("en", "el")},
+        plan={"method": "moe-lpr", "experts": 2}, post_pretrain=training, review={"distillation_coef": 1.0, **training},
+    )  # fmt: skip
+    final = run_recipe(recipe, lambda line: None)
+    history = History.of(json.loads((final / "config.json").read_text("utf-8")))
+    review = history.last.stages[-1]
+    assert (history.last.old_languages, history.classes) == (["und"], {"und": 0, "el": 1})
+    assert (review.documents["und"], review.written_by) == (12, {"und": "base"})
+    assert history.last.stages[0].written_by is None
+    # Reports name it, and no language `und` among the scores or in the card's metadata.
+    assert "12 documents of und that base wrote" in "\n".join(inspect_checkpoint(final).lines())
+    card = make_card(final)
+    assert "It read 12 documents of und that base wrote." in str(card)
+    assert card.data.language == ["el"]
+    assert "It read 12 documents of und that base wrote." in make_page(run)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert (evaluation["old"], evaluation["new"]) == (["en"], ["el"])
+
+
+def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
+    own, other = {"text": "a", "written_by": "base"}, {"text": "a", "written_by": "another"}
+    files = {
+        "own": [own, own], "two": [own, other], "mixed": [own, {"text": "b"}], "plain": [{"text": "b"}, own],
+        "odd": [{"text": "a", "written_by": ["base"]}],
+    }  # fmt: skip
+    for name, found in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), "utf-8")
+    (tmp_path / "lines.txt").write_text("a\n", "utf-8")
+    names = [*(f"{name}.jsonl" for name in files), "lines.txt"]
+    assert [writer_of(LanguageText("en", str(tmp_path / name))) for name in names] == ["base", *[None] * 5]
+    assert writer_of(LanguageText("en", "hub:some/dataset")) is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,3 +223,9 @@ def test_a_language_that_is_none_is_refused_before_the_model_loads(root, tmp_pat
 def test_a_revision_of_a_folder_is_refused_before_anything_else(root, tmp_path):
     with pytest.raises(InputError, match="is a local folder, which has no revision 'v1'"):
         invoke("sample", root / "base", "--revision", "v1", "--language", "klingonisch", "--out", tmp_path / "x.jsonl")
+
+
+def test_distillation_of_a_model_whose_plan_names_no_old_language_is_refused(root, tmp_path):
+    expand_checkpoint(root / "base", tmp_path / "expanded", Plan("moe-lpr", [2, 1, 2], new=["el"]))
+    with pytest.raises(InputError, match=r"which the base can write itself \(`hf-moe-expand sample`\)"):
+        invoke("train", "review", tmp_path / "expanded", tmp_path / "out", "--data", f"el={root / 'el.jsonl'}")
