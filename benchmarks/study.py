@@ -78,8 +78,7 @@ class Study:
             sys.exit(f"{', '.join(unknown)}: no such row in {options.settings}; it has {', '.join(self.rows)}.")
         for tokens in options.tokens or self.settings["tokens"]:
             for seed in options.seeds or self.settings["tokens"].get(tokens, [0]):
-                fit = [name for name in names if name != "base" and tokens >= self.rows[name].get("least_tokens", 0)]
-                found += [(name, tokens, seed) for name in fit]
+                found += [(name, tokens, seed) for name in names if name != "base"]
         return found
 
     def result_file(self, job: tuple[str, int, int]) -> Path:
@@ -166,14 +165,12 @@ class Study:
             return moe.run_recipe(moe.Recipe.load(file), say=lambda line: print(f"  {row_name}: {line}", flush=True))
 
         row_name = f"{folder.name}"
-        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs", "least_tokens")}
+        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
         reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
         parts = len(self.new) if row.get("packs") else 1
         has_adapters = recipe.get("expand", {}).get("expert_kind") == "adapter"
         kind = "lora" if has_adapters else "post_pretrain"
         recipe["post_pretrain"] = self.stage(kind, tokens * (1 - reviewed) / parts)
-        if "vocabulary" in recipe:  # as many bytes as the other rows read, in fewer tokens
-            recipe["post_pretrain"] |= {"max_steps": -1, "num_train_epochs": 1}
         if reviewed:
             recipe["review"] = self.stage("review", tokens * reviewed) | recipe["review"]
         if recipe["plan"]["method"] == "layer-moe":
@@ -312,12 +309,6 @@ def batches(texts: Sequence[str], tokenizer: Any, device: Any) -> Iterator[tuple
         yield ids.to(device), mask.to(device), sum(len(tokenizer.decode(row[1:]).encode()) for row in part)
 
 
-def cut(text: str, tokenizer: Any) -> str:
-    """The part of a text that is scored in these tokens."""
-    ids = tokenizer(text, add_special_tokens=False).input_ids[: LONGEST - 1]
-    return tokenizer.decode(ids).removesuffix("\N{REPLACEMENT CHARACTER}")  # of a character that the cut parted
-
-
 @torch.no_grad()
 def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[str]) -> dict[str, float]:
     """Bits per byte by way, kind of text and language, and the share of tokens that go to new experts."""
@@ -327,15 +318,11 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
     classes, hook = watched_gate(model) if rule else ([], None)
     for code, kinds in texts.items():
         ways = ["read", *(["end"] if rule else []), *(["told"] if control and code in new else [])]
-        has_own = code in (getattr(model.config, "vocabularies", None) or ())
         for kind, some in kinds.items():
             taken = [0, 0]
             for way in ways:
                 nats, size = 0.0, 0
-                reads, read = tokenizer, some
-                if way == "told" and has_own:  # the same bytes in the language's own tokens
-                    reads, read = model.tokenizer_of(code), [cut(text, tokenizer) for text in some]
-                for ids, mask, width in batches(read, reads, model.device):
+                for ids, mask, width in batches(some, tokenizer, model.device):
                     size += width
                     positions = (mask.cumsum(1) - 1).clamp(min=0)
                     wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)

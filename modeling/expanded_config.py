@@ -209,8 +209,6 @@ class ExpandedConfig(PreTrainedConfig):
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
         expert_width: width of the added FFNs.
         adapters: the maps that each expansion's adapters update (`AdapterKind`).
-        vocabularies: number of tokens that each new language adds to those of the base and of the languages before it
-            (`vocabulary.py`); their ids follow `vocab_size` in this order. None if no language has some.
 
     Raises:
         ValueError: the installed transformers does not know the backbone, or the fields contradict each other.
@@ -229,7 +227,6 @@ class ExpandedConfig(PreTrainedConfig):
     adapters: list[dict] | None = None
     language_gate: dict | None = None
     exclusive_experts: bool = False
-    vocabularies: dict[str, int] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":
         backbone = kwargs.get("backbone_model_type")
@@ -243,6 +240,11 @@ class ExpandedConfig(PreTrainedConfig):
             self._check_expansion()
 
     def _check_expansion(self) -> None:
+        if getattr(self, "vocabularies", None) is not None:
+            raise ValueError(
+                "vocabularies: the checkpoint gives languages tokens of their own, which code after commit ea4a262b "
+                "does not know: expand its base again."
+            )
         names = layer_names(self)
         layers = len(names)
         if self.num_experts_per_layer is None:
@@ -272,7 +274,6 @@ class ExpandedConfig(PreTrainedConfig):
                     + ": a classifier needs a layer with a router."
                 )
         self._check_gate(names)
-        self._check_vocabularies()
         if self.exclusive_experts and (self.is_encoder_decoder or self.conditional_routing):
             raise ValueError(
                 "exclusive_experts: a token of a new language takes its expert alone, "
@@ -327,29 +328,6 @@ class ExpandedConfig(PreTrainedConfig):
             )
         if self.classifier_layers:
             raise ValueError("language_gate decides for all layers: leave classifier_layers out.")
-
-    def _check_vocabularies(self) -> None:
-        own = self.vocabularies
-        if own is None:
-            return
-        if not isinstance(own, dict) or not own or not all(type(n) is int and n >= 0 for n in own.values()):
-            raise ValueError(f"vocabularies is {own!r}: must give a number of tokens for each language.")
-        why = None
-        if self.is_encoder_decoder:
-            why = "its model is an encoder-decoder"
-        elif getattr(self, "final_logit_softcapping", None) is not None:
-            why = "its head caps the logits (final_logit_softcapping), so that none can be minus infinity"
-        elif getattr(self, "hidden_size_per_layer_input", None):
-            why = "each of its layers embeds the tokens too (hidden_size_per_layer_input)"
-        if why:
-            raise ValueError(
-                f"vocabularies: a {self.backbone_model_type} model takes no tokens of a language, as {why}."
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model reads and writes, those of languages with a vocabulary of their own too."""
-        return self.vocab_size + sum((self.vocabularies or {}).values())  # type: ignore[attr-defined]
 
     def kind_of(self, layer: int, expert: int) -> ExpertKind:
         """The kind of an expert; expert 0 is an FFN."""

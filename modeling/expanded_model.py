@@ -15,12 +15,10 @@ from functools import partial
 from inspect import signature
 from numbers import Integral
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import upload_folder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -38,7 +36,6 @@ from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, p
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
 from .servers import check_batching, check_gate, check_model
-from .vocabulary import FOLDER, Rows, Vocabulary, VocabularyMixin
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -47,7 +44,7 @@ class _PromptJudgedError(Exception):
     """Ends a pass that reads a prompt up to the gate."""
 
 
-class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
+class ExpandedModelMixin(ExpertsImplementationMixin):
     """The methods that every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers
     mapping from configuration class to model class), `_auto_map` (config.json's entry for the Auto classes) and
     `_of_encoder_decoders` (whether the class is for encoder-decoders; None if it is for all backbones)."""
@@ -146,7 +143,6 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
             decoder.register_forward_pre_hook(partial(_begin_pass, control, rule), with_kwargs=True)
             decoder.register_forward_hook(partial(_end_pass, control), with_kwargs=True, always_call=True)
-        self.vocabulary = Vocabulary(self, control) if config.vocabularies else None
         super().post_init()  # type: ignore[misc]
 
     def _attach_adapters(self) -> None:
@@ -209,8 +205,6 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Router):
             init_router(module.weight)
-        elif isinstance(module, Rows):
-            init.normal_(module.weight, std=getattr(self.config, "initializer_range", 0.02))  # type: ignore[attr-defined]
         elif isinstance(module, Classifier | ConditionalGate | LanguageGate):
             for parameter in module.parameters():
                 init.zeros_(parameter)
@@ -332,8 +326,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
             if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]
                 classes = self.classes_of_prompts(inputs, given)
-                may_write = self._may_write(classes, kwargs.get("input_ids", inputs))
-                with self.routing_control.asking(classes=classes, may_write=may_write):
+                with self.routing_control.asking(classes=classes):
                     return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
@@ -389,20 +382,6 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         is_end = pad in (end if isinstance(end, list) else [end])
         return torch.ones_like(ids) if pad is None or is_end else ids.ne(pad).long()
 
-    def _may_write(self, classes: Sequence[int | None] | None, ids: Any) -> Sequence[bool] | None:
-        """Whether each prompt of these classes may be answered in own tokens: it is told its language, or has such
-        tokens; where it has no class, its gate sees to that."""
-        if not self.config.vocabularies or classes is None:  # type: ignore[attr-defined]
-            return None
-        told = self.routing_control.request.classes or [None] * len(classes)
-        if None not in told:  # perhaps one language for all
-            return [True] * len(told)
-        has_own = [False] * len(classes)
-        if ids is not None:
-            has_own = (ids >= self.config.vocab_size).any(-1).tolist()  # type: ignore[attr-defined]
-        rows = zip(classes, told, has_own, strict=True)
-        return [one is None or said is not None or own for one, said, own in rows]
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's, which `generate_batch` calls.
 
@@ -438,19 +417,7 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
             tags = type(card).load(file).data.tags if file.is_file() else None
             card.data.tags = list(dict.fromkeys([*card.data.tags, *(tags or ())]))  # with those that a push names
             card.save(file)
-        own = Path(working_dir) / FOLDER
-        if not own.is_dir():
-            return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
-        with TemporaryDirectory() as without:  # the library takes a folder's files, but not those of its folders
-            for file in Path(working_dir).iterdir():
-                if file != own:
-                    (Path(without) / file.name).symlink_to(file.absolute())
-            made = super()._upload_modified_files(without, repo_id, *args, **kwargs)  # type: ignore[misc]
-        revision = made.pr_revision or kwargs.get("revision")
-        upload_folder(
-            repo_id=repo_id, folder_path=own, path_in_repo=FOLDER, token=kwargs.get("token"), revision=revision
-        )
-        return made
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.
@@ -459,12 +426,9 @@ class ExpandedModelMixin(VocabularyMixin, ExpertsImplementationMixin):
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
-        for code in self.config.vocabularies or ():  # type: ignore[attr-defined]
-            self.tokenizer_of(code)  # before anything is written
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             carry_files(self.config, save_directory, self.hub_options)  # type: ignore[attr-defined]
-            self.save_tokenizers(save_directory)
             index_weights(save_directory)
         return result
 
@@ -533,8 +497,6 @@ def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
 
 def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     made, control.gate_pass = control.gate_pass, None
-    if decoder.config.vocabularies:  # else a compiled pass would return them too
-        control.may_write = None if made is None else made.may_write()
     cache = cache_of_call(args, kwargs, output)
     if made is not None and cache is not None:
         made.remember(cache)

@@ -147,8 +147,8 @@ class GateMemory(CacheLayerMixin):
     A cache passes on to its layers what changes its sequences or tokens, to this one after all others.
 
     Attributes:
-        kept: `[B, P, 2 + E]` int32: whether a token counts, whether it begins a text, and its evidence; where languages
-            have tokens of their own, also whether it is one. None before the first pass.
+        kept: `[B, P, 2 + E]` int32: whether a token counts, whether it begins a text, and its evidence; None before the
+            first pass.
         others: tokens in the cache that the gate has not judged (virtual tokens of prefix tuning), in front of the P.
         rule: the values of the `GateRule` by which they were judged.
         beside: a layer with keys and values, which knows how many tokens the cache holds.
@@ -246,24 +246,19 @@ class GatePass:
         held: tokens in the cache before this pass; 0 without one.
         message_ends: columns at which the messages of a prompt end, which are judged whole; none by default.
         must_begin: whether the pass must begin its texts, since nothing is known of tokens before.
-        own: `[B, S]` bool, new languages' own tokens, which no other text has: the most evidence for class 1, which is
-            then the only later one; None where languages have none.
 
     Attributes:
         classes: the classes of the pass's tokens, from the gate's layer on; None before it.
-        written: `[B, S]` bool, the tokens whose window has one of `own`; None where languages have none.
     """
 
     def __init__(
         self, rule: GateRule, counted: torch.Tensor, starts: torch.Tensor, memory: GateMemory | None = None,
-        held: int = 0, message_ends: Sequence[int] = (), must_begin: bool = False, own: torch.Tensor | None = None,
+        held: int = 0, message_ends: Sequence[int] = (), must_begin: bool = False,
     ) -> None:  # fmt: skip
-        self.own = own
         self.rule, self.counted, self.starts = rule, counted, starts
         self.memory = GateMemory() if memory is None else memory
         self.held, self.message_ends, self.must_begin = held, message_ends, must_begin
         self.classes: TokenClasses | None = None
-        self.written: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
 
     @classmethod
@@ -293,18 +288,11 @@ class GatePass:
         """`[B, S]`, the class of each token, from the evidence of the pass's tokens."""
         (B, S), device = self.counted.shape, evidence_TE.device
         marks_BS2 = torch.stack([self.counted, self.starts], -1).to(device)
-        evidence_BSE = evidence_TE.view(B, S, -1)
-        if self.own is not None:
-            own_BS1 = self.own.to(device).unsqueeze(-1)
-            evidence_BSE = evidence_BSE.masked_fill(own_BS1, round(UNIT * self.rule.bound))
-            evidence_BSE = torch.cat([evidence_BSE, own_BS1.int()], -1)
-        evidence_BSE = evidence_BSE.masked_fill(~marks_BS2[..., :1], 0)
+        evidence_BSE = evidence_TE.view(B, S, -1).masked_fill(~marks_BS2[..., :1], 0)
         self.kept, columns_S = self.memory.with_pass(torch.cat([marks_BS2.int(), evidence_BSE], -1))
         counted_BP, starts_BP = self.kept[..., 0].bool(), self.kept[..., 1].bool()
         sums_BPE = window_sums(self.kept[..., 2:], counted_BP, starts_BP, self.rule.window)
         sums_BSE = sums_BPE[:, -S:] if columns_S is None else sums_BPE.index_select(1, columns_S)
-        if self.own is not None:
-            sums_BSE, self.written = sums_BSE[..., :-1], sums_BSE[..., -1] > 0
         class_BS = classes_of_sums(sums_BSE)
         if not self.message_ends or self.held >= self.message_ends[-1]:
             return class_BS
@@ -335,13 +323,6 @@ class GatePass:
             present = [number for number, occurs in enumerate(occurs_C) if occurs] or [0]
         self.classes = TokenClasses(class_BS.flatten(), present)
         return self.classes
-
-    def may_write(self) -> torch.Tensor | None:
-        """`[B, S]` bool, the tokens after which a new language's own may come: those of a new class in a text that has
-        such tokens; None where the gate decides nothing of the pass."""
-        if self.classes is None or self.written is None:
-            return None
-        return (self.classes.class_T.view(self.written.shape) > 0) & self.written
 
     def _begins(self) -> torch.Tensor:
         """`[1]` bool, whether the first counted token of each sequence begins a text."""
@@ -433,11 +414,8 @@ def pass_of_call(
         ValueError: see `GatePass.of_inputs` and `memory_of`; or the pass goes on with a text whose evidence is lost.
     """
     arguments = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
-    ids = arguments.get("input_ids")
-    inputs = arguments["inputs_embeds"] if ids is None else ids
-    own = None
-    if decoder.config.vocabularies:
-        own = torch.zeros_like(inputs[..., 0], dtype=torch.bool) if ids is None else ids >= decoder.config.vocab_size
+    inputs = arguments.get("input_ids")
+    inputs = arguments["inputs_embeds"] if inputs is None else inputs
     cache, positions = arguments.get("past_key_values"), arguments.get("position_ids")
     memory, held = memory_of(rule, cache, virtual)
     if memory.kept is not None and len(memory.kept) != len(inputs):
@@ -451,7 +429,7 @@ def pass_of_call(
     return GatePass.of_inputs(
         rule, inputs.shape[:2], inputs.device, attention_mask=arguments.get("attention_mask"), position_ids=positions,
         memory=memory, held=0 if compiling else held - memory.others, message_ends=ends,
-        must_begin=positions is not None and not compiling and not held, own=own,
+        must_begin=positions is not None and not compiling and not held,
     )  # fmt: skip
 
 

@@ -45,7 +45,6 @@ class RoutingRequest:
         message_ends: the columns at which the messages of a prompt end, each of which the language gate judges whole;
             None judges no prompt.
         virtual_tokens: tokens at the beginning of a new cache that are no text, which the language gate leaves out.
-        may_write: where a prompt's class is judged, whether each sequence may go on in a new language's own tokens.
         token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
         as_in_training: in a Trainer, whether a model in evaluation mode, such as DPO's reference, is routed as the one
             that trains: by no gate and no classifier.
@@ -61,7 +60,6 @@ class RoutingRequest:
     sequences: int | None = None
     message_ends: Sequence[int] | None = None
     virtual_tokens: int | None = None
-    may_write: Sequence[bool] | None = None
     token_classes: TokenClasses | None = None
     as_in_training: bool = False
     change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
@@ -135,24 +133,6 @@ class RoutingControl:
     @decided.setter
     def decided(self, value: Any) -> None:
         self._own.decided = value
-
-    @property
-    def may_write(self) -> Any:
-        """Of this thread's last forward pass, what `GatePass.may_write` said, for the head after it."""
-        return getattr(self._own, "may_write", None)
-
-    @may_write.setter
-    def may_write(self, value: Any) -> None:
-        self._own.may_write = value
-
-    @property
-    def token_ids(self) -> Any:
-        """What this thread's embedding was given, with the ids of languages' own tokens."""
-        return getattr(self._own, "token_ids", None)
-
-    @token_ids.setter
-    def token_ids(self, value: Any) -> None:
-        self._own.token_ids = value
 
     def __reduce__(self) -> tuple:  # copies and pickles have requests of their own
         return RoutingControl, ()
@@ -233,8 +213,6 @@ def with_languages(forward: Callable) -> Callable:
         if languages is not None:
             with self.use_languages(languages):
                 return forward_with_languages(self, *args, **kwargs)
-        if self.config.vocabularies and isinstance(kwargs.get("logits_to_keep"), torch.Tensor):
-            raise ValueError("logits_to_keep: beside languages' own tokens give a number of last tokens, not indices.")
         if (sequences := self.routing_control.request.sequences) is not None:
             check_count(sequences, args[0] if args else None, kwargs)
         return forward(self, *args, **kwargs)

@@ -31,11 +31,6 @@ def check_model(config: Any, has_mixtures: bool) -> None:
             f"{server} merges the linear layers that adapters update: serve the base with its adapters (`hf-moe-expand "
             "export --peft`), or the dense model of one language (`hf-moe-expand export --language`)."
         )
-    if config.vocabularies:
-        raise ValueError(
-            f"{server} has an embedding and a head of its own, which know nothing of languages' own tokens: write a "
-            "dense model of one language (`hf-moe-expand export --language`), and serve that."
-        )
     if has_mixtures:
         raise ValueError(
             f"{server} runs a mixture of experts by code of its own, which knows nothing of the experts beside it: "
@@ -68,8 +63,8 @@ def check_gate(config: Any) -> None:
 
 
 def check_batching(config: Any, request: RoutingRequest) -> None:
-    """Refuses the library's continuous batching for a model with a gate or with languages' own tokens, and for a caller
-    that asks something of the routing.
+    """Refuses the library's continuous batching for a model with a gate, and for a caller that asks something of the
+    routing.
 
     Raises:
         ValueError: such a model; or inside of `use_languages` and its like, which do not reach the thread that
@@ -77,8 +72,6 @@ def check_batching(config: Any, request: RoutingRequest) -> None:
     """
     if config.language_gate is not None:
         raise ValueError(_NO_EVIDENCE.format("continuous batching"))
-    if config.vocabularies:
-        raise ValueError("Continuous batching knows nothing of languages' own tokens: use generate.")
     if any(value is not None for value in (request.capture, request.expert, request.expansion, request.classes)):
         raise ValueError(
             "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "

@@ -1,4 +1,4 @@
-"""Modes of `generate` that meet a language gate, adapters and own tokens in unusual ways."""
+"""Modes of `generate` that meet a language gate and adapters in unusual ways."""
 
 import threading
 
@@ -135,22 +135,3 @@ def test_an_offloaded_cache_fetches_its_first_layer_again():
     cache.layers[0].prefetch = lambda: fetched.append(0)
     cache.layers[-1].prefetch()
     assert fetched == [0]
-
-
-@pytest.mark.parametrize("gate", [False, True])
-def test_guidance_writes_no_own_token_in_old_text(gate):
-    """The library subtracts two logits of minus infinity."""
-    with_own, without = model(gate, vocabularies={"el": 20}), model(gate)
-    without.load_state_dict(with_own.state_dict(), strict=False)
-    for more in ({}, {"negative_prompt_ids": IDS[:1, :4]}):
-        found, expected = (
-            one.generate(IDS[:1], languages="en", guidance_scale=1.5, **more, **OPTIONS) for one in (with_own, without)
-        )
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_an_assistant_without_the_own_tokens_is_refused(do_sample):
-    options = OPTIONS | {"do_sample": do_sample}
-    with pytest.raises(ValueError, match="assistant_model: it lacks the languages' own tokens: take this model itself"):
-        model(vocabularies={"el": 20}).generate(IDS[:1], languages="el", assistant_model=model(), **options)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, save_dense, tiny_config, write_texts
+from conftest import byte_tokenizer, save_dense, tiny_config
 from hub_server import OTHER_TOKEN, TOKEN, Client
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
@@ -482,50 +482,6 @@ Trainer(model, arguments, processing_class=AutoTokenizer.from_pretrained(folder)
     assert {"model.safetensors", "config.json", "modeling_layer_moe.py", "tokenizer.json"} <= set(
         server.files("me/trained")
     )
-
-
-# What was downloaded whole loads without the hub.
-OFFLINE = """
-import os, sys, json
-from huggingface_hub import snapshot_download
-snapshot_download("me/own")
-os.execve(sys.executable, [sys.executable, "-c", '''
-import json, sys
-sys.modules["hf_moe_expand"] = None
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("me/own", trust_remote_code=True)
-own = AutoTokenizer.from_pretrained("me/own", subfolder="vocabulary/el")
-print(json.dumps([len(own), len(model.tokenizer_of("el"))]))
-'''], {**os.environ, "HF_HUB_OFFLINE": "1"})
-"""
-
-
-def test_a_models_own_push_takes_the_languages_tokenizers(server, client, base, tmp_path):
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    for file in base.iterdir():
-        shutil.copyfile(file, tmp_path / "base" / file.name)
-    text = write_texts(tmp_path / "el.jsonl", ["Η θάλασσα είναι ωραία."] * 9)
-    plan = Plan(
-        "moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True, vocabulary={"el": {"text": str(text), "size": 9}}
-    )
-    expand_checkpoint(tmp_path / "base", tmp_path / "own", plan)
-    code = f"""
-import os
-os.environ["HF_TOKEN"] = {TOKEN!r}
-from hf_moe_expand.modeling import LayerMoEForCausalLM
-model = LayerMoEForCausalLM.from_pretrained(folder)
-model.push_to_hub("me/own")
-pushed = LayerMoEForCausalLM.from_pretrained("me/own")
-result = [len(pushed.tokenizer_of("el")), pushed.config.num_tokens, model.config.vocab_size + 9]
-"""
-    assert len({*client.run(code, folder=str(tmp_path / "own"))["value"]}) == 1
-    assert {"model.safetensors", "vocabulary/el/tokenizer.json"} <= set(server.files("me/own"))
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE], env=server.environment(tmp_path / "whole"), cwd="/", capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert len({*json.loads(done.stdout)}) == 1
 
 
 def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):

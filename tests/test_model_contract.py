@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 
 import pytest
 import torch
@@ -50,6 +51,12 @@ def test_resized_embeddings_survive_saving(model, ids, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(ids + 13).logits, model(ids + 13).logits)
+
+
+def test_a_pickled_model_has_no_secret_of_the_hub(model):
+    model.hub_options = {"token": "hf_secret", "revision": "main"}
+    assert b"hf_secret" not in pickle.dumps(model)
+    assert pickle.loads(pickle.dumps(model)).hub_options == {"revision": "main"}
 
 
 def test_built_on_the_meta_device_it_has_the_same_tensors(model):

@@ -4,7 +4,6 @@ import pytest
 from conftest import byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
 
 from hf_moe_expand import (
-    LayerMoEConfig,
     Plan,
     PostPretrainConfig,
     ReviewConfig,
@@ -48,18 +47,6 @@ def test_options_of_something_that_is_not_asked_for(root, monkeypatch, words, sa
     with pytest.raises(InputError, match=said):
         invoke(*words)
     assert not (root / "out").exists()
-
-
-def test_a_vocabulary_on_the_command_line_is_added_to_the_plans(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(root)
-    own = {"el": {"text": str(root / "el.jsonl"), "size": 3}}
-    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "tr"], exclusive=True, vocabulary=own)
-    plan.save(tmp_path / "plan.json")
-    words = ["expand", "base", tmp_path / "out", "--plan", tmp_path / "plan.json", "--vocabulary-size", 2]
-    invoke(*words, "--vocabulary", "tr=tr.jsonl")
-    assert LayerMoEConfig.from_pretrained(tmp_path / "out").vocabularies == {"el": 3, "tr": 2}
-    with pytest.raises(InputError, match=r"--vocabulary: el has tokens of its own in .*plan\.json already"):
-        invoke(*words, "--vocabulary", "el=el.jsonl", "--overwrite")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,22 @@ def test_the_first_expansion_comes_back(tmp_path):
     as_recorded(logits(load(tmp_path / "back")), "layer_moe", "after_expansion_1")
 
 
+def test_languages_with_tokens_of_their_own_are_refused(tmp_path):
+    folder = copied("moe_lpr", tmp_path)
+    fields = json.loads((folder / "config.json").read_text("utf-8"))
+
+    def with_own(value):
+        (folder / "config.json").write_text(json.dumps({**fields, "vocabularies": value}), "utf-8")
+
+    with_own(None)  # of a checkpoint whose languages had none
+    as_recorded(logits(load(folder)), "moe_lpr")
+    with_own({"el": 8})
+    with pytest.raises(ValueError, match=r"vocabularies: .* after commit ea4a262b .*: expand its base again"):
+        load(folder)
+    with pytest.raises(InputError, match=r"vocabularies: .* after commit ea4a262b"):
+        inspect_checkpoint(folder)
+
+
 def letters(text, seed):
     """Lines of words of these letters, for a gate to learn."""
     draw = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from conftest import keywords, save_dense, write_texts
 from hf_moe_expand import GroupConfig, PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
 from hf_moe_expand.analysis.settings import DeviationSettings, GateSettings
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings, VocabularySettings
+from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.curriculum import Curriculum
@@ -248,9 +248,6 @@ def test_what_a_configuration_answers_is_refused_before_a_run(recipe, tmp_path):
     ):
         with pytest.raises(InputError, match=f"deviation: {said}"):
             validate_recipe(changed(dmoe, deviation=DeviationSettings(batch_size=1, steps=1, **sizes)))
-    own = changed(recipe, vocabulary=VocabularySettings(size=500))
-    with pytest.raises(InputError, match=r"vocabulary: .* gives .* tokens of its own"):
-        validate_recipe(own)
     write_texts(tmp_path / "el.jsonl", ["μια μακριά πρόταση " * 8] * 40)
     replayed = recipe.post_pretrain.but(replay=True, replay_share=0.5)
     with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):

@@ -3,18 +3,15 @@
 import functools
 import importlib
 import json
-import math
 from pathlib import Path
 
 import pandas
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, save_dense, tiny_dense, write_texts
+from conftest import byte_tokenizer, save_dense, write_texts
 from gated_models import gated_model
 from test_gpu import adapted
-
-from hf_moe_expand import Plan, expand_model
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 DOCS = BENCHMARKS.parent / "docs"
@@ -102,29 +99,6 @@ def test_a_study_goes_on_where_it_was_stopped(small_study, study, tmp_path, caps
     assert "**tiny, 256 tokens**" in said
     assert "**To new experts, %**" in said
     assert "<svg" in (tmp_path / "study.svg").read_text("utf-8")
-
-
-def test_own_tokens_are_scored_over_the_same_bytes(study, tmp_path, monkeypatch):
-    """Told, a language with tokens of its own is scored in them, over the bytes of the base's first tokens."""
-    monkeypatch.setattr(study, "LONGEST", 12)
-    texts = ["Η θάλασσα είναι ωραία.", "Η Ελλάδα"]
-    text = write_texts(tmp_path / "el.jsonl", ["θάλασσα είναι ωραία"] * 30)
-    vocabulary = {"el": {"text": str(text), "size": 20}}
-    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True, vocabulary=vocabulary)
-    model = expand_model(tiny_dense("llama"), plan, processing_class=(tokenizer := byte_tokenizer())).eval()
-    own = model.tokenizer_of("el")
-    found = study.scores(model, tokenizer, {"el": {"sentences": texts}}, ["el"])
-    for way, reads, said in (("read", tokenizer, None), ("told", own, "el")):
-        nats = size = tokens = 0
-        for text in texts:
-            whole = tokenizer.decode(tokenizer(text).input_ids[:11]).removesuffix("\ufffd")
-            row = tokenizer(text).input_ids[:11] if way == "read" else own(whole).input_ids
-            ids = torch.tensor([[tokenizer.eos_token_id, *row]])
-            nats += model(ids, labels=ids, languages=said).loss.item() * len(row)
-            size += len(reads.decode(row).encode())
-            tokens += len(row)
-        assert found[f"{way}.sentences.el"] == pytest.approx(nats / math.log(2) / size, abs=1e-4)
-    assert tokens < 18  # some of the text is in own tokens
 
 
 def test_a_gate_is_watched_whatever_the_experts_are(study):

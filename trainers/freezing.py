@@ -26,7 +26,6 @@ class Trained:
         experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
         routers: routers and the gates of conditional routing.
         classifiers: routing classifiers. The language gate, which is fitted, never trains.
-        vocabulary: the rows of languages' own tokens.
         last_router_row: only the last expert's row of each router (`kept_rows`); the gates stay, too.
     """
 
@@ -35,10 +34,9 @@ class Trained:
     routers: bool = True
     classifiers: bool = False
     last_router_row: bool = False
-    vocabulary: bool = False
 
 
-EVERYTHING = Trained(everything=True, experts="new", classifiers=True, vocabulary=True)
+EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
 
 
 def check_expanded(model: Any) -> None:
@@ -95,8 +93,6 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     model.requires_grad_(trained.everything)
     freeze_gate(model)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
-    if getattr(model, "vocabulary", None) is not None:
-        parts["own tokens"] = 0
     for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
         parts[kind] += sum(_size(parameter) for parameter in module.parameters())
@@ -118,9 +114,6 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, nn.Module]]:
-    own: Any = getattr(model, "vocabulary", None)
-    if own is not None and trained.vocabulary:
-        yield "own tokens", own
     joined = joins_packs(model.config)  # its packs count as one expansion
     for ffn in model.expanded_ffns().values():  # type: ignore[operator]
         new = 1 if joined else ffn.experts_after_expansion[-2]

@@ -10,7 +10,6 @@ Shape suffixes: B sequences, S tokens of a sequence, T tokens, H hidden size, V 
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..modeling.vocabulary import loss_of_all, new_tokens
 from .freezing import evaluating
 
 _IGNORED = -100
@@ -44,8 +42,6 @@ class LogitsInPieces:
     def __init__(self, model: Any, autocast: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.head: nn.Linear = model.get_output_embeddings()
         self.vocabulary = self.head.weight.shape[0]
-        self._own: Any = getattr(model, "vocabulary", None)
-        self._control: Any = getattr(model, "routing_control", None)
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._scale = 1.0  # Cohere and Granite scale their logits
         self._autocast = autocast
@@ -55,15 +51,12 @@ class LogitsInPieces:
         """The head of `model`; None for a model whose loss is not the library's, or whose logits are not those of a
         linear head, scaled or capped: it is run on a few tokens to find out."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        loss = getattr(model, "loss_function", None)
-        if isinstance(loss, partial) and loss.func is loss_of_all:
-            (loss,) = loss.args
-        if type(head) is not nn.Linear or loss is not ForCausalLMLoss:
+        if type(head) is not nn.Linear or getattr(model, "loss_function", None) is not ForCausalLMLoss:
             return None
         pieces = cls(model, autocast)
         ids = torch.arange(_PROBED, device=head.weight.device).unsqueeze(0) % pieces.vocabulary
         with torch.no_grad(), evaluating(model), pieces.head_inputs(whole=True) as hidden_states:
-            logits = model(input_ids=ids, use_cache=False).logits[..., : pieces.vocabulary]
+            logits = model(input_ids=ids, use_cache=False).logits
             again = pieces.logits(hidden_states[0]) if len(hidden_states) == 1 else torch.empty(0)
         if again.shape != logits.shape:
             return None
@@ -89,29 +82,21 @@ class LogitsInPieces:
         with self.head.register_forward_pre_hook(keep):
             yield inputs
 
-    def logits(self, hidden_TH: torch.Tensor, is_new_T: torch.Tensor | None = None) -> torch.Tensor:
-        """`[T, V]`, as the model itself computes them; those of languages' own tokens too, where `is_new_T` says after
-        which tokens these may come."""
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """`[T, V]`, as the model itself computes them."""
         with self._autocast():
             logits_TV = F.linear(hidden_TH, self.head.weight, self.head.bias)
-            if is_new_T is not None:
-                logits_TV = torch.cat([logits_TV, self._own.columns(hidden_TH, is_new_T)], -1)
             logits_TV = logits_TV if self._scale == 1.0 else logits_TV * self._scale
             return logits_TV if self._softcap is None else torch.tanh(logits_TV / self._softcap) * self._softcap
 
-    def sum(
-        self, of_logits: Callable[..., torch.Tensor], hidden_TH: torch.Tensor, *others_T: torch.Tensor,
-        is_new_T: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """The sum over the pieces of `of_logits(logits, *others)`, a sum over the tokens of a piece; see `logits`."""
+    def sum(self, of_logits: Callable[..., torch.Tensor], hidden_TH: torch.Tensor, *others_T: torch.Tensor) -> Any:
+        """The sum over the pieces of `of_logits(logits, *others)`, a sum over the tokens of a piece."""
 
-        def of_piece(hidden_TH: torch.Tensor, is_new_T: torch.Tensor | None, *others_T: torch.Tensor) -> torch.Tensor:
-            return of_logits(self.logits(hidden_TH, is_new_T), *others_T)
+        def of_piece(hidden_TH: torch.Tensor, *others_T: torch.Tensor) -> torch.Tensor:
+            return of_logits(self.logits(hidden_TH), *others_T)
 
         total: Any = 0.0
-        hidden, *others = (tensor.split(self.size()) for tensor in (hidden_TH, *others_T))
-        is_new = [None] * len(hidden) if is_new_T is None else is_new_T.split(self.size())
-        for piece in zip(hidden, is_new, *others, strict=True):
+        for piece in zip(*(tensor.split(self.size()) for tensor in (hidden_TH, *others_T)), strict=True):
             total = total + checkpoint(of_piece, *piece, use_reentrant=False)
         return total
 
@@ -120,10 +105,7 @@ class LogitsInPieces:
         next tokens in nats, or their sum divided by `num_items`."""
         targets_BS = labels_BS[:, 1:]
         counted_BS = targets_BS != _IGNORED
-        is_new_T = None
-        if self._own is not None:
-            is_new_T = new_tokens(self._control, hidden_BSH.shape[:2], hidden_BSH.device)[:, :-1][counted_BS]
-        nats = self.sum(_nats, hidden_BSH[:, :-1][counted_BS], targets_BS[counted_BS], is_new_T=is_new_T)
+        nats = self.sum(_nats, hidden_BSH[:, :-1][counted_BS], targets_BS[counted_BS])
         return nats / (counted_BS.sum() if num_items is None else num_items)
 
 

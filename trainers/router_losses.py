@@ -51,8 +51,8 @@ NOT_REENTRANT = (
 
 
 def classes_matter(config: Any) -> bool:
-    """Whether a row's language says which experts it takes, or which tokens it may have."""
-    return bool(getattr(config, "exclusive_experts", False) or getattr(config, "vocabularies", None))
+    """Whether a row's language says which experts it takes."""
+    return bool(getattr(config, "exclusive_experts", False))
 
 
 class RouterLossMixin(PublishingMixin):
@@ -302,8 +302,8 @@ class RouterLossMixin(PublishingMixin):
         return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
     def _token_classes(self, inputs: Mapping[str, Any]) -> TokenClasses | None:
-        """For exclusive experts and languages' own tokens, the class of each token by its row's language, and those
-        that occur; None if no token of the batch has a known language: the newest expansion's experts run then."""
+        """For exclusive experts, the class of each token by its row's language, and those that occur; None if no token
+        of the batch has a known language: the newest expansion's experts run then."""
         config = self.accelerator.unwrap_model(self.model).config
         if not classes_matter(config):
             return None

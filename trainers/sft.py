@@ -98,7 +98,6 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self._classes_matter = classes_matter(_config_of(model, args))
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
-        _check_tokens(self.model.config, self.processing_class)  # type: ignore[union-attr]
         ffns = self.accelerator.unwrap_model(self.model).expanded_ffns().values() if self._active_losses() else ()
         of_layers = [loss.name for loss in self._active_losses() if isinstance(loss, LayerLoss)]
         if of_layers and all(ffn.router is None and ffn.classifier is None for ffn in ffns):
@@ -109,8 +108,6 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         kind = getattr(self.args, "loss_type", "nll")
         if self._reads_logits and kind != "nll":
             raise InputError(f"loss_type is {kind!r}: a loss that reads logits goes with 'nll' alone.")
-        if own := getattr(self.accelerator.unwrap_model(self.model), "vocabulary", None):
-            own.requires_grad_(False)  # no batch has languages' own tokens
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = CollatorWithLanguages(**vars(self.data_collator))
 
@@ -213,15 +210,6 @@ def _check_arguments(language_classes: Any, *args: Any, **kwargs: Any) -> None:
         # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
         if not isinstance(settings, SFTConfig | None) and type(settings) is not TrainingArguments:
             raise InputError(f"args is {shown_value(settings)}: must be SFTConfig or None.")
-
-
-def _check_tokens(config: Any, tokenizer: Any) -> None:
-    """Refuses a language's own tokenizer: TRL computes logits by the head's matrix, which has the base's rows alone."""
-    if getattr(config, "vocabularies", None) and len(getattr(tokenizer, "tokenizer", tokenizer)) > config.vocab_size:
-        raise InputError(
-            "processing_class is a language's own tokenizer, whose further tokens TRL's loss leaves out: train them "
-            "with PostPretrainTrainer, or give the checkpoint's AutoTokenizer."
-        )
 
 
 def _recorded(model: Any, args: Any) -> dict[str, int]:

@@ -3,9 +3,8 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ from .records import ExpansionRecord, History
 from .settings import LORA_ALPHA, LORA_RANK
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import Place, StoredModel, network_of, places
-from .tokenizer import load_tokenizer
-from .vocabulary import GrownVocabulary, grow_vocabulary, matrices
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint
 
 _FEW = 5
@@ -43,14 +40,12 @@ _OF_LOADING = {"_name_or_path", "architectures", "auto_map", "dtype", "expansion
 
 @dataclass(frozen=True)
 class ExpansionReport:
-    """Result of `expand_checkpoint`: parameters before and after, tensors unknown to the backbone, left out, and a line
-    for each language with tokens of its own."""
+    """Result of `expand_checkpoint`: parameters before and after, and tensors unknown to the backbone, left out."""
 
     out: Path
     base_parameters: int
     parameters: int
     left_out: list[str]
-    own_tokens: Sequence[str] = ()
 
     @property
     def left_out_parts(self) -> list[str]:
@@ -118,13 +113,11 @@ def expand_checkpoint(
     kind = chosen_kind(
         dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width, target_modules
     )
-    grown = grow_vocabulary(plan, dense_config, base, lambda: load_tokenizer(folder, base))
-    own = {"vocabularies": grown.sizes} if grown else {}
-    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing, **own)
+    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     if gate is not None:
         check_plan_of_gate(plan, gate.rule.layer, kind)
         gate.set_in(config)
-    tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate, grown=grown)
+    tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate)
     held = [dense[key] for key in dense.tensors]
     base_parameters = sum(stored.numel for stored in held)
     parameters = sum(tensor.numel for tensor in tensors)
@@ -132,13 +125,11 @@ def expand_checkpoint(
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
         expert_init=expert_init, base_parameters=base_parameters, parameters=parameters,
-        language_gate=config.language_gate, vocabulary=None if grown is None else grown.recorded(),
+        language_gate=config.language_gate,
     )  # fmt: skip
     History([record]).write(config)
-    files = {} if grown is None else grown.files()
-    write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite, files)
-    lines = [] if grown is None else grown.lines()
-    return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown, lines)
+    write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
+    return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
 
 
 @checked
@@ -155,7 +146,6 @@ def expand_model(
     target_modules: str | list[str] | None = None,
     seed: int = 0,
     gate: Gate | None = None,
-    processing_class: Any = None,
 ) -> Any:
     """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`.
 
@@ -169,7 +159,6 @@ def expand_model(
             `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind` and its settings.
         expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, target_modules, seed, gate:
             see `expand_checkpoint`.
-        processing_class: the dense model's tokenizer, where the plan gives languages tokens of their own.
 
     Returns:
         A `LayerMoEForCausalLM`, a `LayerMoEForSeq2SeqLM` if `dense` is an encoder-decoder, or a `DMoEForCausalLM` if
@@ -201,9 +190,7 @@ def expand_model(
         kind = chosen_kind(
             dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width, target_modules
         )  # fmt: skip
-    grown = grow_vocabulary(plan, dense.config, name, lambda: processing_class)
-    own = {"vocabularies": grown.sizes} if grown else {}
-    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing, **own)
+    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if gate is not None:
         check_plan_of_gate(plan, gate.rule.layer, kind)
         gate.set_in(config)
@@ -219,7 +206,7 @@ def expand_model(
     if untied and not config.is_encoder_decoder:
         config.tie_word_embeddings = False  # as `StoredModel` has it
     expanded = blank(dense, config, untied)
-    filled(expanded, dense, _state(dense, expanded, expert_init, seed, gate, grown))
+    filled(expanded, dense, _state(dense, expanded, expert_init, seed, gate))
     static = model_class(config)
     expanded.config.architectures = [static.__name__]
     expanded.config.auto_map = static.auto_map(config)
@@ -227,11 +214,8 @@ def expand_model(
         plan, old_languages=plan.old, base_model=name, base_revision=revision, seed=seed,
         expert_init=expert_init, base_parameters=_parameters(dense),
         parameters=_parameters(expanded), language_gate=config.language_gate,
-        vocabulary=None if grown is None else grown.recorded(),
     )  # fmt: skip
     History([record]).write(expanded.config)
-    if grown is not None:
-        expanded.language_tokenizers = dict(grown.tokenizers)
     return expanded
 
 
@@ -311,20 +295,13 @@ def expanded_tensors(
     seed: int,
     own: Callable[[Place, str], OutputTensor] | None = None,
     gate: Gate | None = None,
-    grown: GrownVocabulary | None = None,
 ) -> list[OutputTensor]:
     """Every tensor of the expanded checkpoint. `own` makes those that the dense model has too, of their places and
-    names; by default they are copies. `gate` has the rows of the language gate, `grown` languages' own tokens."""
+    names; by default they are copies. `gate` has the rows of the language gate."""
     expanded, ffns = network_of(config), decoder_ffns(dense.network)
-    of_base = matrices(dense.network) if grown is not None else {}
     outputs = []
     for name, place in places(expanded).items():
         if place.dense is not None and place.dense not in dense:  # tied
-            continue
-        if grown is not None and name in of_base:
-            rows_of_base = dense[of_base[name]]
-            first = partial(grown.first_rows, rows_of_base.rows)
-            outputs.append(computed(name, rows_of_base.dtype, place.shape, first))
             continue
         ffn = ffns[place.layer]
         make = first_weight(dense.network, ffn, place, expert_init, seed)
@@ -403,7 +380,7 @@ def _plan_of(config: ExpandedConfig) -> Plan:
 
 
 def _state(
-    dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int, gate: Gate | None, grown: GrownVocabulary | None
+    dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int, gate: Gate | None
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the expanded model: the dense model's own, copies of them, and new ones."""
     weights, ffns, where = dense.state_dict(), decoder_ffns(dense), places(expanded)
@@ -413,12 +390,7 @@ def _state(
             "adapter into the model before expanding it."
         )
     state = {}
-    of_base = matrices(dense) if grown is not None else {}
     for name, place in where.items():
-        if grown is not None and name in of_base:
-            of_rows = weights[of_base[name]]
-            state[name] = grown.first_rows(of_rows.__getitem__).to(of_rows)
-            continue
         ffn = ffns[place.layer]
         like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
         make = first_weight(dense, ffn, place, expert_init, seed)

@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,15 +18,11 @@ from ..core.errors import InputError
 from ..modeling import layer_names
 from ..modeling.experts import LoraLinear, LoraUpdate
 from ..modeling.routing_control import classes_of
-from ..modeling.vocabulary import FOLDER
 from .records import StageRecord, add_stage
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, block_names, network_of, rounded, widened
-from .vocabulary import longer
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
-# The files of a language's own tokenizer (`save_tokenizer`), without its empty configuration.
-_OWN_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja")
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
 
@@ -49,7 +44,7 @@ def export_dense(
             of a model whose base was frozen gives the base. A LoRA expert's updates are added to expert 0's weights in
             float32 and rounded once.
         language: write the dense model of a language: the base for one of its own, and for a new one the base with the
-            FFNs that its tokens take alone (exclusive experts), and with its own tokens and tokenizer, if it has some.
+            FFNs that its tokens take alone (exclusive experts).
 
     Returns:
         The architecture's name.
@@ -65,19 +60,11 @@ def export_dense(
         chosen = _experts_of_number(source, expert)
     else:
         chosen = experts_of(source, language)
-    config, tensors = dense_config(source.config, language), _dense_tensors(source, chosen, language)
+    config, tensors = dense_config(source.config), _dense_tensors(source, chosen)
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
-    tokenizer: list[tuple[Path, Sequence[str]]] = [(folder, TOKENIZER_FILES)]
-    if has_own_tokens(source.config, language):
-        tokenizer = [(folder, ("generation_config.json",)), (folder / FOLDER / str(language), _OWN_TOKENIZER)]
-    write_checkpoint(out, config, tensors, tokenizer, "export", max_shard_size, overwrite)
+    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
     return config.architectures[0]
-
-
-def has_own_tokens(config: Any, language: str | None) -> bool:
-    """Whether the dense model of a language has the languages' own tokens."""
-    return language in (config.vocabularies or {})
 
 
 def experts_of(source: StoredModel, language: str) -> list[int]:
@@ -106,9 +93,8 @@ def _experts_of_number(source: StoredModel, expert: int) -> list[int]:
     return [expert] * len(counts)
 
 
-def _dense_tensors(source: StoredModel, experts: Sequence[int], language: str | None) -> list[OutputTensor]:
-    """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer; with the rows of
-    the languages' own tokens, if `language` has some."""
+def _dense_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTensor]:
+    """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer."""
     if any(experts) and source.config.has_kind("added"):
         raise InputError(
             f"{source.folder}: its experts are added to expert 0's output, and the backbone has no FFN for both: only "
@@ -126,22 +112,18 @@ def _dense_tensors(source: StoredModel, experts: Sequence[int], language: str | 
             name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
             if key in updates:
                 tensors.append(_merged(source, key, updates[key], name))
-            elif place.layer < 0 and has_own_tokens(source.config, language):
-                tensors.append(longer(source, key, name))
             else:
                 tensors += source.copies(key, name)
     return tensors
 
 
-def dense_config(config: Any, language: str | None = None) -> Any:
-    """The backbone's own configuration inside that of an expanded model; of the dense model of a language."""
+def dense_config(config: Any) -> Any:
+    """The backbone's own configuration inside that of an expanded model."""
     backbone = config.backbone_config_class
     ours = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(backbone)}
     values = {name: value for name, value in config.to_dict().items() if name not in {*ours, *_NOT_INHERITED}}
     causal, encoder_decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     architecture = (encoder_decoder if config.is_encoder_decoder else causal)[backbone.model_type]
-    if has_own_tokens(config, language):
-        values["vocab_size"] = config.num_tokens
     return backbone(**values, architectures=[architecture])
 
 

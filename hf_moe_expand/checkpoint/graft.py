@@ -18,7 +18,6 @@ from .reader import StoredTensor, is_finite
 from .records import History, StageRecord, add_stage
 from .source import COMPANIONS, TOKENIZER_FILES, differences
 from .stored import StoredModel, computed, layer_list, rounded
-from .vocabulary import refuse_vocabulary
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
@@ -123,7 +122,6 @@ def add_delta(
     """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
     if not isfinite(scale):
         raise InputError(f"scale is {scale}: must be a finite number.")
-    refuse_vocabulary(target.config, target.folder, "grafted")
     after = StoredModel(instruct)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
     new_rows = _new_rows(before, after, keep_tokenizer)

@@ -24,7 +24,6 @@ from .packs import GATE_ROWS
 from .records import ExpansionRecord, History
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .vocabulary import FILES, refuse_vocabulary
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint, zeros
 
 
@@ -106,7 +105,6 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
             f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "
             "expand the base for the new languages and join that pack too."
         )
-    refuse_vocabulary(config, folder, "grown")
     counts = config.num_experts_per_layer
     if plan.grows_from != counts:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
@@ -350,31 +348,3 @@ def shrink_checkpoint(
     had_gate = kept_history.last.language_gate or any(stage.stage == "gates" for stage in kept_history.last.stages)
     gate_lost = bool(had_gate) and config.language_gate is None
     return ShrinkReport(Path(out), restored, gate_lost, lost, [names[layer] for layer in lost])
-
-
-@checked
-def leave_out_vocabulary(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    *,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
-) -> Path:
-    """Writes the checkpoint without the languages' own tokens: all text has the base's. All other tensors stay byte for
-    byte.
-
-    Raises:
-        InputError: no language of the checkpoint has tokens of its own.
-    """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    stored = StoredModel(folder, load_expanded_config(folder))
-    config = stored.config
-    if not config.vocabularies:
-        raise InputError(f"{folder}: no language has tokens of its own that could be taken out.")
-    config.vocabularies = None
-    History.of(config).with_last(vocabulary=None).write(config)
-    kept = places(network_of(config))
-    outputs = [tensor for key in stored.tensors if key in kept for tensor in stored.copies(key)]
-    companions = [pattern for pattern in COMPANIONS if pattern != FILES]
-    return write_checkpoint(out, config, outputs, [(folder, companions)], "shrink", max_shard_size, overwrite)

@@ -32,7 +32,6 @@ from .reader import TORCH_DTYPES, is_finite
 from .records import History, StageRecord
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
-from .vocabulary import refuse_vocabulary
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
 
 _COMPANIONS = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
@@ -113,7 +112,6 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
             kind = stored.config.model_type
             why = "nothing of a DMoE's base is frozen" if kind == "dmoe" else "it is not an expanded checkpoint"
             raise InputError(f"{pack}: is a {kind} checkpoint, which is no language pack: {why}.")
-        refuse_vocabulary(stored.config, stored.folder, "joined")
         if stored.config.packs:
             if str(pack) != place:
                 raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")

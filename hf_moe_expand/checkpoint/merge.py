@@ -25,7 +25,7 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor
 _SAME = (
     "model_type", "backbone_model_type", "num_hidden_layers", *DECODER_LAYERS, *COMPUTATION, "tie_word_embeddings",
     "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
-    "language_groups", "new_layers", "vocabularies",
+    "language_groups", "new_layers",
 )  # fmt: skip
 # The last matrices of LoRA experts and of added ones, which start at zero: expert 0 is as if theirs were zero.
 _UPDATES = ("lora_B.weight", "down_proj.weight")
@@ -224,10 +224,6 @@ def check_same_shape(models: Sequence[StoredModel]) -> None:
             ours, theirs = getattr(first.config, name, None), getattr(other.config, name, None)
             if ours != theirs:
                 raise InputError(f"{name} is {ours!r} in {first.folder}, but {theirs!r} in {other.folder}.")
-        for code in getattr(first.config, "vocabularies", None) or ():
-            ours, theirs = (model.network.tokenizer_of(code).get_vocab() for model in (first, other))
-            if ours != theirs:
-                raise InputError(f"{other.folder}: the own tokens of {code} are others than in {first.folder}.")
         for key in dict.fromkeys([*first.shapes, *other.shapes]):
             shapes = [list(model.shapes[key]) if key in model.shapes else "none" for model in (first, other)]
             if shapes[0] != shapes[1]:

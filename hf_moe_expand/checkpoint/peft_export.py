@@ -120,11 +120,6 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         if config.has_kind("added"):
             instead = "publish the checkpoint with its own code (`push`)"
         raise InputError(f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: {instead}.")
-    if config.vocabularies:
-        raise InputError(
-            f"{source.folder}: has tokens of its own for {', '.join(config.vocabularies)}, which no adapter holds: "
-            "`export --language` writes the dense model of a language, with its tokenizer."
-        )
     if changed := next((stage.stage for stage in history.stages if stage.changes_everything), None):
         raise InputError(
             f"{source.folder}: `{changed}` changed the weights beside the adapters, so that they are no adapters of "

@@ -4,7 +4,7 @@ import hashlib
 import json
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -118,12 +118,6 @@ class StoredTensor(Sized):
             return
         for piece in self._read(start * size, stop * size, _PIECE * size):
             yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[self.dtype])
-
-    def rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """Rows of a floating-point tensor that is stored whole, `[len(rows), h]`; reads only them."""
-        size = self.shape[-1] * ITEM_BITS[self.dtype] // 8
-        pieces = (piece for row in rows for piece in self._read(row * size, (row + 1) * size, size))
-        return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[self.dtype]).view(len(rows), -1)
 
     def _read(self, start: int, stop: int, most: int) -> Iterator[bytes]:
         """Bytes `start` to `stop` of a tensor that is stored whole, in pieces of `most` bytes."""

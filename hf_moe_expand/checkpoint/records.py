@@ -71,13 +71,6 @@ class StageRecord(_Record):
         return self.stage in CHANGES_EVERYTHING
 
 
-class OwnTokensRecord(_Record):
-    """A language's own tokens: their number, and the tokens a byte before and after, of the text that gave them."""
-
-    tokens: _Count
-    tokens_per_byte: Annotated[list[Number], Field(min_length=2, max_length=2)]
-
-
 class ExpansionRecord(_Record):
     """One expansion of a model.
 
@@ -92,7 +85,6 @@ class ExpansionRecord(_Record):
         router_scale: factor of the pack's router, if a release before this one calibrated it.
         language_gate: the gate of the model (`GateRule`); None without one.
         exclusive: whether tokens of the new languages take its experts alone.
-        vocabulary: what each language with tokens of its own has.
         seed: random seed of routers and random experts.
         expert_init: how new experts started: `copy`, `random`, `branches`.
         branches: models that became the experts (Branch-Train-Mix).
@@ -114,7 +106,6 @@ class ExpansionRecord(_Record):
     router_scale: Annotated[Number, Field(gt=0)] | None = None
     language_gate: dict[Text, Any] | None = None
     exclusive: Flag | None = None
-    vocabulary: dict[Text, OwnTokensRecord] | None = None
     seed: _Count | None = None
     expert_init: Text | None = None
     branches: list[Text] | None = None
@@ -126,9 +117,7 @@ class ExpansionRecord(_Record):
     stages: list[StageRecord] = Field([])
 
     def to_dict(self) -> dict[str, Any]:
-        own = {} if self.vocabulary is None else {code: one.to_dict() for code, one in self.vocabulary.items()}
-        stages = {"stages": [stage.to_dict() for stage in self.stages]}
-        return {**super().to_dict(), **({"vocabulary": own} if own else {}), **stages}
+        return {**super().to_dict(), "stages": [stage.to_dict() for stage in self.stages]}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from pydantic import AllowInfNan, BeforeValidator, Field
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.recipe_paths import Place
 from ..core.schema import Count, Flag, Number, Positive, Schema, Text, Whole
-from ..planning.plan import OWN_TOKENS
 
 # Of LoRA experts.
 LORA_RANK, LORA_ALPHA = 8, 16.0
@@ -44,12 +43,6 @@ class ExpandSettings(Schema):
     lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")
     expert_width: Count | None = Field(None, description="width of the added FFNs")
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
-
-
-class VocabularySettings(Schema):
-    """Tokens that each new language gets beside the base's."""
-
-    size: Count = Field(OWN_TOKENS, description="tokens of each new language")
 
 
 class JoinSettings(Schema):

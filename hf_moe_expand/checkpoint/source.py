@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
-COMPANIONS = (*TOKENIZER_FILES, "vocabulary/*/*", "routers_after_expansion_*.safetensors", "pack_*.safetensors")
+COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")
 # The fields of gates that an earlier version fitted in all layers.
 OLD_GATES = ("prefix_gate", "gate_languages")
 # The code that travels inside an expanded checkpoint, by file name.
@@ -70,7 +70,6 @@ class _OwnFields(Schema):
     # Rank and alpha of a pack's updates, the width of its added FFNs, or null.
     updates_of_packs: list[Annotated[list[Positive], Field(min_length=1, max_length=2)] | None] | None = None
     language_gate: dict[Text, Any] | None = None
-    vocabularies: dict[Text, Annotated[Whole, Field(ge=0, le=MOST_ELEMENTS)]] | None = None
     exclusive_experts: Flag | None = None
     router_top_k: _Experts | None = None
     language_groups: list[list[Text]] | None = None

@@ -253,8 +253,7 @@ class Place:
     """Where a tensor of a model belongs.
 
     Attributes:
-        dense: its name in the dense model; None for routers, classifiers, gates, updates and added experts, and rows of
-            languages' own tokens.
+        dense: its name in the dense model; None for routers, classifiers, gates, updates and added experts.
         shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.
@@ -283,9 +282,6 @@ def places(network: Any) -> dict[str, Place]:
     by_key = {key: Place(key, tuple(value.shape)) for key, value in network.state_dict().items()}
     blocks = block_names(network)
     ffns = decoder_ffns(network) if blocks else []
-    if getattr(network, "vocabulary", None) is not None:
-        own = [f"vocabulary.{name}" for name in network.vocabulary.state_dict()]
-        by_key |= {key: Place(None, by_key[key].shape, inner=key) for key in own}
     for layer, name in blocks.items():
         for inner in network.get_submodule(name).state_dict():
             key, dense, expert = f"{name}.{inner}", None, None

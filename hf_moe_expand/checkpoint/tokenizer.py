@@ -13,8 +13,6 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES a
 
 from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json
-from ..data.tokens import with_languages
-from ..modeling.vocabulary import FOLDER
 from .local import EXPANDED
 from .source import TOKENIZER_FILES, load_config, text_config
 
@@ -31,16 +29,7 @@ def load_tokenizer(folder: str | os.PathLike, name: str | os.PathLike) -> Any:
         InputError: the folder has no tokenizer that loads, or the tokenizer has tokens beyond the model's.
     """
     folder = Path(folder)
-    tokenizer, config = _checked(_load(folder, name), folder, name), load_config(folder)
-    own: dict[str, Any] = {}
-    for code in getattr(config, "vocabularies", None) or ():
-        own[code] = _load(folder / FOLDER / code, f"{name}: {FOLDER}/{code}")
-        if (last := max(own[code].get_vocab().values())) >= config.num_tokens:
-            raise InputError(
-                f"{name}: {FOLDER}/{code}: its last token has number {last}, but the model has {config.num_tokens} "
-                "tokens: put the tokenizer of this model there."
-            )
-    return with_languages(tokenizer, own) if own else tokenizer
+    return _checked(_load(folder, name), folder, name)
 
 
 def keep_tokenizer(source: Path, target: Path) -> None:

@@ -40,7 +40,7 @@ _BELONGS = (
 )  # fmt: skip
 # Removed from a configuration before it is written: the base's own code, and what speaks of an expansion alone.
 _LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
-_SUBFOLDERS = ("additional_chat_templates", "__pycache__", "vocabulary", "vocabulary/*")
+_SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -170,7 +170,6 @@ def write_checkpoint(
             if "tokenizer_config.json" in patterns:
                 keep_tokenizer(folder, partial)
         for name, content in (files or {}).items():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(content)
         _write_weights(partial, ordered, stem, what, max_shard_size)
     return Path(out)
@@ -251,7 +250,7 @@ def foreign_file(folder: Path) -> str | None:
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
-            if not any(fnmatchcase(name.as_posix(), pattern) for pattern in _SUBFOLDERS):
+            if len(name.parts) > 1 or name.name not in _SUBFOLDERS:
                 return str(name)
         elif not any(
             fnmatchcase(str(name), pattern) and pattern.count("/") == len(name.parts) - 1 for pattern in _BELONGS

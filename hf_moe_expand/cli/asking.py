@@ -114,8 +114,6 @@ def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> No
     """Reads lines and lets each model reply, in a conversation of its own."""
     from transformers import TextStreamer
 
-    from ..data.tokens import decoder_of
-
     talks: list[list[dict[str, str]]] = [[] for _ in models]
     while (line := _read()) is not None:
         command, _, rest = line.partition(" ")
@@ -132,7 +130,7 @@ def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> No
                 talk.append({"role": "user", "content": line})
                 if len(models) > 1:
                     print(f"{one.name}:")
-                streamer = TextStreamer(decoder_of(one.tokenizer), skip_prompt=True, skip_special_tokens=True)
+                streamer = TextStreamer(one.tokenizer, skip_prompt=True, skip_special_tokens=True)
                 try:
                     answer = one.reply(talk, how, language, streamer)
                 except InputError as error:  # a language that it does not know, or a conversation that is too long

@@ -11,8 +11,6 @@ from ..analysis.settings import AnalysisSettings
 from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
-from ..core.schema import changed
-from ..planning.plan import OWN_TOKENS
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 
@@ -27,15 +25,6 @@ def expand(
     gate: Annotated[
         Path | None, typer.Option(help="File of `gates BASE`: the language gate, for the plan's languages.")
     ] = None,
-    vocabulary: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="LANGUAGE=FILE of a new language that gets tokens of its own, learned from this text; repeat."
-        ),
-    ] = None,
-    vocabulary_size: Annotated[
-        int | None, opt.whole_number(f"With --vocabulary: tokens of each such language; {OWN_TOKENS} by default.")
-    ] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
@@ -46,21 +35,11 @@ def expand(
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
 
     Example: hf-moe-expand expand Qwen/Qwen3-30B-A3B moe-el --plan plan.json --expert-kind added --expert-width 512
-
-    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json --vocabulary el=el.jsonl
     """
     from ..planning.plan import Plan
 
     check_checkpoints(base, revision=revision)
     made = Plan.load(plan)
-    if vocabulary:
-        size = OWN_TOKENS if vocabulary_size is None else vocabulary_size
-        own = {code: {"text": one.source, "size": size} for code, one in text_sources(vocabulary).items()}
-        if both := sorted({*own} & {*made.vocabulary}):
-            raise InputError(f"--vocabulary: {', '.join(both)} has tokens of its own in {plan} already: leave one out.")
-        made = changed(made, vocabulary={**made.vocabulary, **own})
-    elif vocabulary_size is not None:
-        raise InputError("--vocabulary-size belongs to --vocabulary, which is not given.")
     from ..checkpoint.expand import expand_checkpoint
 
     options = settings.model_dump(exclude={"copy_from"})
@@ -75,7 +54,6 @@ def expand(
     )
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
-    print("\n".join(report.own_tokens), end="\n" * bool(report.own_tokens))
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 
@@ -167,27 +145,15 @@ def shrink(
     without: Annotated[
         str | None, typer.Option(help="Pack of a joined model to leave out: its name, or one of its languages.")
     ] = None,
-    without_vocabulary: Annotated[
-        bool, typer.Option("--without-vocabulary", help="Leave out the tokens that languages have of their own.")
-    ] = False,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Return to an earlier expansion, without the experts that were added later; or take a language pack out, or the
-    languages' own tokens.
+    """Return to an earlier expansion, without the experts that were added later; or take a language pack out.
 
     Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
     """
-    if (to is not None) + (without is not None) + without_vocabulary != 1:
-        raise InputError(
-            "Give one of --to EXPANSION, for a model that grew, --without PACK, for one that joins packs, and "
-            "--without-vocabulary, for one whose languages have tokens of their own."
-        )
+    if (to is None) == (without is None):
+        raise InputError("Give --to EXPANSION, for a model that grew, or --without PACK, for one that joins packs.")
     check_checkpoints(model, expanded=True)
-    if without_vocabulary:
-        from ..checkpoint.grow import leave_out_vocabulary
-
-        print(f"wrote {leave_out_vocabulary(model, out, overwrite=overwrite)}")
-        return
     if without is not None:
         from ..checkpoint.join import leave_out_pack
 

@@ -15,7 +15,7 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once, named_in
 from ..core.schema import checked
 from .lost import LostText, lost_text
-from .tokens import begin_tokens, document_frame, encode_to_train, say_special, special_tokens, tokenizer_for
+from .tokens import begin_tokens, document_frame, encode_documents, say_special, special_tokens
 
 NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
@@ -133,24 +133,21 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     language_id: int,
     desc: str = "tokenize",
-    own: Any = None,
     num_proc: int | None = None,
 ) -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_to_train`), their number `tokens` and the id `language`.
+    """Turns `text` into `input_ids` (see `encode_documents`), their number `tokens` and the id `language`.
 
     Args:
         desc: what the progress bar shows.
-        own: the tokenizer of a language with tokens of its own (see `encode_to_train`).
         num_proc: processes that share the work.
     """
 
-    def encode(batch: dict, at: list[int]) -> dict:
-        ids = encode_to_train(batch["text"], at, tokenizer, own)
+    def encode(batch: dict) -> dict:
+        ids = encode_documents(batch["text"], tokenizer)
         return {"input_ids": ids, "tokens": list(map(len, ids)), "language": [language_id] * len(ids)}
 
     return dataset.map(
-        encode, batched=True, with_indices=True, remove_columns=dataset.column_names, features=_DOCUMENT, desc=desc,
-        num_proc=num_proc,
+        encode, batched=True, remove_columns=dataset.column_names, features=_DOCUMENT, desc=desc, num_proc=num_proc
     )  # fmt: skip
 
 
@@ -228,11 +225,7 @@ def pack_texts(
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         if not len(dataset):
             raise InputError(f"Language {language!r}: no row has text to train on or to score: give some.")
-        own = tokenizer_for(tokenizer, language)
-        encoded = tokenize(
-            dataset, tokenizer, order.index(language), f"tokenize {language}", None if own is tokenizer else own,
-            num_proc,
-        )  # fmt: skip
+        encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}", num_proc)
         say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
         most = None if language in replayed else tokens_per_language
         encoded_texts[language], tokens[language] = take_tokens(encoded, most, language)

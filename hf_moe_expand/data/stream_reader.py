@@ -16,7 +16,7 @@ from .files import Row
 from .lost import LostText, lost_text
 from .places import UnreachableError
 from .sources import LEFT_OUT, LanguageText, LeftOut, Shard, counted, judged
-from .tokens import document_frame, encode_documents, encode_to_train, say_special, special_tokens, tokenizer_for
+from .tokens import document_frame, encode_documents, say_special, special_tokens
 
 OnBadShard = Literal["stop", "skip"]
 Counts = Mapping[str, Mapping[str, int]]
@@ -91,8 +91,6 @@ class Reader:
         self._order: tuple[int, list[int]] = -1, []  # of the units, in the pass at hand
         self.open, self.next = [Place(*place) for place in state["open"]], state["next"]
         self.counts = {name: Counter(state["counts"].get(name, {})) for name in COUNTS}
-        own = tokenizer_for(tokenizer, language)
-        self._own = None if own is tokenizer else own
         frame = [token for side in document_frame(tokenizer) for token in side]
         self._special = {at: (name, frame.count(at)) for at, name in special_tokens(tokenizer).items()}
         self._rows: Iterator[Row] | None = None  # of the shard at hand; None at its end
@@ -224,8 +222,7 @@ class Reader:
             some = self._texts[number : number + _AT_ONCE]
             before = accumulate(map(len, some), initial=0)
             some = [text for text, size in zip(some, before, strict=False) if size < _CHARACTERS_AT_ONCE]
-            at = range(number, number + len(some))
-            ids = encode_to_train(some, at, self.tokenizer, self._own)
+            ids = encode_documents(some, self.tokenizer)
             self._tokens = {number + one: np.array(row, dtype=np.int32) for one, row in enumerate(ids)}
         return self._tokens[number]
 
@@ -329,12 +326,11 @@ def estimated(
         InputError: a shard is bad, unless such are skipped; or no shard has text in the language.
     """
     tokens, size, lost, left_out = 0.0, 0, LostText(), LeftOut()
-    own = tokenizer_for(tokenizer, text.language)
     seen = 0
     for shard, texts, read in _beginnings(text, shards, on_bad_shard, left_out):
         seen, size = seen + 1, size + (shard.size or 0)
         pieces = (texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE))
-        tokens += sum(len(ids) for piece in pieces for ids in encode_documents(piece, own)) / (read or 1.0)
+        tokens += sum(len(ids) for piece in pieces for ids in encode_documents(piece, tokenizer)) / (read or 1.0)
         found = lost_text(islice(texts, _SHARDS * 8), tokenizer)
         lost = LostText(lost.size + found.size, lost.characters + found.characters)
     if not tokens and seen == len(shards):

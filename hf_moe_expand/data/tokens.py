@@ -16,29 +16,6 @@ from tokenizers.processors import TemplateProcessing
 from ..core.errors import InputError
 from ..core.saying import say_once
 
-WITH_BASE = 4  # of so many documents of a language with tokens of its own, one has the base's (docs/vocabulary.md)
-
-
-def with_languages(tokenizer: Any, of_languages: Mapping[str, Any]) -> Any:
-    """The base's tokenizer, which knows the tokenizers of languages with tokens of their own (`tokenizer_for`)."""
-    tokenizer.of_languages = dict(of_languages)
-    return tokenizer
-
-
-def languages_of(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizers of languages with tokens of their own, that a model's tokenizer knows."""
-    return getattr(tokenizer, "of_languages", {})
-
-
-def tokenizer_for(tokenizer: Any, language: str | None) -> Any:
-    """The tokenizer that reads a language's text: its own, if it has one, or else the base's."""
-    return languages_of(tokenizer).get(language or "", tokenizer)
-
-
-def decoder_of(tokenizer: Any) -> Any:
-    """The tokenizer that writes all tokens of a model: each language's own knows those of the others too."""
-    return next(iter(languages_of(tokenizer).values()), tokenizer)
-
 
 class Frame(NamedTuple):
     """The tokens that a tokenizer puts before and after a text."""
@@ -79,21 +56,6 @@ def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """The tokens of each document and of what stands around it."""
     before, after = document_frame(tokenizer)
     return [[*before, *_without_end(row, after), *after] for row in bare_tokens(texts, tokenizer)]
-
-
-def encode_to_train(texts: Sequence[str], at: Sequence[int], tokenizer: Any, own: Any = None) -> list[list[int]]:
-    """The tokens of documents from which a language is learned.
-
-    Args:
-        at: the documents' numbers in the shuffled text.
-        own: the tokenizer of a language with tokens of its own; one of `WITH_BASE` documents has the base's, so that
-            the model understands text whose language nobody told it.
-    """
-    ids = encode_documents(texts, tokenizer)
-    if own is None:
-        return ids
-    rows = zip(at, ids, encode_documents(texts, own), strict=True)
-    return [base if number % WITH_BASE == 0 else row for number, base, row in rows]
 
 
 def _without_end(row: list[int], after: list[int]) -> list[int]:

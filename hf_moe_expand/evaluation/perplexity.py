@@ -4,7 +4,6 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -22,7 +21,7 @@ from ..core.saying import say_once
 from ..core.schema import checked
 from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
-from ..data.tokens import bare_tokens, begin_tokens, languages_of, say_special, special_tokens
+from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..inference.models import longest_block
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 from .settings import EvaluationSettings
@@ -115,14 +114,13 @@ class TextStream:
 
 
 def text_stream(
-    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text", own: Any = None
+    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text"
 ) -> TextStream:
     """The stream of some documents. `max_tokens` limits it, in whole documents; a first document with more tokens is
     cut, and a line on the screen says so.
 
     Args:
         name: name of the text in this line.
-        own: tokenizer whose tokens are scored in place of those of `tokenizer`, of the same documents.
     """
     begin = begin_tokens(tokenizer)
     separator = begin or [tokenizer.eos_token_id]
@@ -131,25 +129,21 @@ def text_stream(
     ids: list[int] = []
     scored: list[bool] = []
     size, special, found, lost = 0, special_tokens(tokenizer), Counter[str](), LostText()
-    read = 0  # tokens of `tokenizer`
     for text, tokens in tokenized(texts, tokenizer):
-        if max_tokens is not None and read + len(tokens) > max_tokens:
+        if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
                 break
-            text, tokens = beginning(text, tokenizer, max_tokens - read)
+            text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
             say_once(
                 f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
                 "characters"
             )
-        read += len(separator) + len(tokens)
-        if own is not None:
-            (tokens,) = bare_tokens([text], own)
         ids += [*separator, *tokens]
         scored += [*[False] * len(separator), *[True] * len(tokens)]
         size += len(text.encode())
-        lost.add(text, tokens, own or tokenizer)
+        lost.add(text, tokens, tokenizer)
         found.update(special[token] for token in tokens if token in special)
     say_special(name, found)
     return TextStream(ids, scored, size, tuple(begin), lost.share)
@@ -174,10 +168,10 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
 
 
 def language_stream(
-    language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None, own: Any = None
+    language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
 ) -> TextStream:
     """`text_stream` of one language's documents; refuses documents without a token to score."""
-    stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}", own)
+    stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
     if not any(stream.scored):
         raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
     return stream
@@ -268,18 +262,12 @@ def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[in
 
 
 def stream_for(
-    config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None,
-    told: bool = False,
-) -> TextStream | PairStream:  # fmt: skip
-    """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `language_stream`.
-
-    Args:
-        told: in the language's own tokens, if it has some; `max_tokens` counts the base's.
-    """
+    config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None
+) -> TextStream | PairStream:
+    """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `language_stream`."""
     if config.is_encoder_decoder:
         return pair_stream(language, texts[language], tokenizer, max_tokens, longest_block(config))
-    own = languages_of(tokenizer).get(language) if told else None
-    return language_stream(language, texts, tokenizer, max_tokens, own)
+    return language_stream(language, texts, tokenizer, max_tokens)
 
 
 def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, batch_size: int) -> LanguageScore:
@@ -300,15 +288,12 @@ def evaluate_model(
     block_size: int = 1024,
     batch_size: int = 8,
     max_tokens: int | None = None,
-    told: bool = False,
 ) -> dict[str, LanguageScore]:
     """Scores each language's documents, in windows of `block_size` tokens; of an encoder-decoder, the translations to
     and from each language.
 
     Args:
         texts: documents of each language, or for an encoder-decoder its sentence pairs.
-        told: tell the model the language, and score its own tokens, if it has some (a tokenizer from
-            `load_for_inference` knows); `max_tokens` counts the base's.
 
     Raises:
         InputError: a language has no text to score, its score is not finite, or a number is out of range.
@@ -318,7 +303,7 @@ def evaluate_model(
     model.eval()
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
-        stream = stream_for(model.config, language, texts, tokenizer, max_tokens, told)
-        with errors_at(f"language {language!r}"), model.use_languages(language) if told else nullcontext():  # type: ignore[operator]
+        stream = stream_for(model.config, language, texts, tokenizer, max_tokens)
+        with errors_at(f"language {language!r}"):
             scores[language] = score_stream(model, stream, block_size, batch_size)
     return scores

@@ -12,7 +12,6 @@ from ..core.schema import checked, keys_of, read
 from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..data.tokens import languages_of
 from ..inference.asking import ChatModel
 from ..inference.models import check_decoder, load_for_inference
 from .benchmarks import benchmark_means
@@ -22,7 +21,6 @@ from .perplexity import LanguageScore, evaluate_model
 from .samples import Sample, begin_samples, continue_samples
 from .settings import EvaluationSettings
 
-_TOLD = ", told"  # behind a model's name
 _NO_BOUND = "*"  # behind a score of text that the tokenizer loses
 
 
@@ -121,9 +119,7 @@ class Evaluation:
         for name, scores in self.models.items():
             known = [f"{code} {share_in_words(score.lost)}" for code, score in scores.items() if score.lost is not None]
             lost.setdefault(", ".join(known), []).append(name)
-        told = [name for name in self.models if name.endswith(_TOLD)]
-        lines = [f"{name}: told the language, and read in its own tokens" for name in told]
-        lines += ["unnamed languages are neither old nor new: no training named them"] if self.unnamed else []
+        lines = ["unnamed languages are neither old nor new: no training named them"] if self.unnamed else []
         for shares, names in lost.items():
             of = "" if len(lost) == 1 else f" of {', '.join(names)}"
             lines += [f"bytes that the tokenizer{of} loses: {shares}"] if shares else []
@@ -228,11 +224,7 @@ def score_models(
         if kind not in texts:
             texts[kind] = texts_for(model.config, sources)
         with errors_at(name):
-            found = {name: evaluate_model(model, tokenizer, texts[kind], **sizes)}
-            if own := {code: texts[kind][code] for code in languages_of(tokenizer) if code in texts[kind]}:
-                found[name + _TOLD] = evaluate_model(model, tokenizer, own, **sizes, told=True)
-            # What is compared are the first column and the last one.
-            result.models |= dict(reversed(found.items())) if result.models else found
+            result.models[name] = evaluate_model(model, tokenizer, texts[kind], **sizes)
         if not kind:
             result.samples = result.samples or begin_samples(texts[kind], (old, result.new))
             continue_samples(result.samples, ChatModel(model, tokenizer, name))

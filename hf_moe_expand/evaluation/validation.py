@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from ..core.jsonfile import read_json, write_json
 from ..core.schema import checked, read
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..data.tokens import languages_of
 from ..trainers.freezing import evaluating
 from .perplexity import LanguageScore, score_stream, stream_for
 
@@ -115,9 +113,7 @@ class ValidationCallback(TrainerCallback):
         self, settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str], model_config: Any
     ) -> None:
         texts = texts_for(model_config, validation_sources(settings))
-        most = settings.max_tokens
-        self.streams = {code: stream_for(model_config, code, texts, tokenizer, most, told=True) for code in texts}
-        self.told = languages_of(tokenizer)
+        self.streams = {code: stream_for(model_config, code, texts, tokenizer, settings.max_tokens) for code in texts}
         self.path, self.every, self.block_size = path, settings.every, block_size
         self.curves = ValidationCurves(list(trained))
 
@@ -138,8 +134,7 @@ class ValidationCallback(TrainerCallback):
         # Neither a module's mode nor the random numbers of the training change.
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
             for language, stream in self.streams.items():
-                told = model.use_languages(language) if language in self.told else nullcontext()
-                with errors_at(f"validation at step {state.global_step}: language {language!r}"), told:
+                with errors_at(f"validation at step {state.global_step}: language {language!r}"):
                     scores[language] = score_stream(model, stream, self.block_size, args.per_device_train_batch_size)
         self.curves.add(state.global_step, scores)
         if state.is_world_process_zero:

@@ -1,7 +1,7 @@
 """Asks models the same questions: prompts to continue, or messages in a model's chat template."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from ..checkpoint.local import name_in_results
 from ..checkpoint.records import History
 from ..core.errors import InputError, first_line
-from ..data.tokens import decoder_of, languages_of, prompt_tokens, tokenizer_for
+from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig
 from ..modeling.routing_control import classes_of
 from .models import check_decoder, end_tokens, generating, load_for_inference, longest_block
@@ -77,8 +77,7 @@ class ChatModel:
         """The answer to one question; see `reply`."""
         if how.chat:
             return self.reply([{"role": "user", "content": question}], how, language)
-        tokenizer = self._reader(language, lambda one: prompt_tokens(question, one))
-        ids_1S = torch.tensor([prompt_tokens(question, tokenizer)], dtype=torch.long)
+        ids_1S = torch.tensor([prompt_tokens(question, self.tokenizer)], dtype=torch.long)
         return self._write({"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}, how, language)
 
     def reply(
@@ -93,41 +92,21 @@ class ChatModel:
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
-
-        def encode(tokenizer: Any) -> list[int]:
-            return tokenizer.apply_chat_template(
-                [*system, *messages], add_generation_prompt=True, return_dict=True
-            )["input_ids"]  # fmt: skip
-
         try:
-            encode(self.tokenizer)
+            inputs = self.tokenizer.apply_chat_template(
+                [*system, *messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
-        tokenizer = self._reader(language, encode)
-        inputs = tokenizer.apply_chat_template(
-            [*system, *messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return self._write(inputs, how, language, streamer, self._ends([*system, *messages], inputs, tokenizer))
+        return self._write(inputs, how, language, streamer, self._ends([*system, *messages], inputs))
 
-    def _reader(self, language: str | None, encode: Callable[[Any], list[int]]) -> Any:
-        """The tokenizer for a prompt, which `encode` cuts with one: that of the language. Where nobody names it and the
-        gate recognises a new one, that of the languages' own which makes the fewest tokens."""
-        own, gate = languages_of(self.tokenizer), getattr(self.model.config, "language_gate", None)
-        if self.inside or not own or language is not None or gate is None:
-            return self.tokenizer if self.inside else tokenizer_for(self.tokenizer, language)
-        ids, most = encode(self.tokenizer), longest_block(self.model.config)
-        if not ids or (most is not None and len(ids) >= most):  # `_write` refuses it
-            return self.tokenizer
-        (number,) = self.model.classes_of_prompts(torch.tensor([ids], device=self.model.device), {})
-        return min(own.values(), key=lambda one: len(encode(one))) if number else self.tokenizer
-
-    def _ends(self, messages: Sequence[Message], inputs: Any, tokenizer: Any) -> list[int]:
+    def _ends(self, messages: Sequence[Message], inputs: Any) -> list[int]:
         """The columns of a conversation's tokens at which its messages end, the last one's words after it included."""
         whole = inputs["input_ids"][0].tolist()
         ends = []
         for count in range(1, len(messages)):
             try:
-                ids = tokenizer.apply_chat_template([*messages[:count]], return_dict=True)["input_ids"]
+                ids = self.tokenizer.apply_chat_template([*messages[:count]], return_dict=True)["input_ids"]
             except Exception:  # a template may want an answer to every message
                 continue
             if ids == whole[: len(ids)]:  # else the template changes earlier messages
@@ -159,7 +138,7 @@ class ChatModel:
         with torch.no_grad(), self._as_asked(language), generating(self.model, config):
             written = self.model.generate(**inputs, streamer=streamer)[0, length:].tolist()
         ended = bool(written) and written[-1] in end
-        return Answer(decoder_of(self.tokenizer).decode(written, skip_special_tokens=True), len(written), ended)
+        return Answer(self.tokenizer.decode(written, skip_special_tokens=True), len(written), ended)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:
         """Inside, the base inside or the expanded model runs, and knows the language."""

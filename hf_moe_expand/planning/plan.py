@@ -7,24 +7,11 @@ from pydantic import Field
 from ..core.errors import InputError
 from ..core.languages import LanguageCode, check_old_and_new
 from ..core.layer_names import counts_in_words, in_words, layer_name
-from ..core.schema import Count, Flag, Schema, Text, Whole, read
+from ..core.schema import Count, Flag, Text, Whole, read
 from .grouping import check_groups
 from .results import JsonFile
 
 MOST_EXPERTS = 65_536
-OWN_TOKENS = 8000
-
-
-class Vocabulary(Schema):
-    """Tokens that a new language gets beside the base's.
-
-    Attributes:
-        text: text from which they are learned, as `LanguageText` names it.
-        size: number of tokens.
-    """
-
-    text: Text
-    size: Count = OWN_TOKENS
 
 
 class Plan(JsonFile):
@@ -41,7 +28,6 @@ class Plan(JsonFile):
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
         exclusive: whether tokens of the new languages take the new experts alone, without expert 0.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
-        vocabulary: new languages that get tokens of their own, each with `{"text": FILE, "size": 8000}`.
 
     Raises:
         InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
@@ -61,7 +47,6 @@ class Plan(JsonFile):
     grows_from: list[Count] = Field(default_factory=list)
     exclusive: Flag = False
     encoder_layers: Whole = 0
-    vocabulary: dict[LanguageCode, Vocabulary] = Field(default_factory=dict)
 
     if TYPE_CHECKING:
 
@@ -112,7 +97,6 @@ class Plan(JsonFile):
                     f"experts_per_layer must be 1 there, not {counts[layer]}."
                 )
         check_old_and_new(self.old, self.new)
-        self._check_vocabulary()
         if self.method == "dmoe" and not self.groups:
             raise InputError("groups: a dmoe plan must name the languages of each expert.")
         if not self.groups:
@@ -130,30 +114,6 @@ class Plan(JsonFile):
             raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
         if self.grows_from:
             raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
-
-    def _check_vocabulary(self) -> None:
-        if not self.vocabulary:
-            return
-        reason = (
-            "in a DMoE no language can be told, and all experts train"
-            if self.groups
-            else "an encoder-decoder's sentence and its translation have a language each"
-            if self.encoder_layers
-            else "only the first expansion of a dense model gives some"
-            if self.grows_from
-            else ""
-        )
-        if reason:
-            raise InputError(f"vocabulary: a language gets no tokens of its own here, as {reason}: leave it out.")
-        for code in self.vocabulary:
-            if code not in self.new:
-                kind = (
-                    "an old language, whose text keeps the base's tokens" if code in self.old else "not a new language"
-                )
-                raise InputError(
-                    f"vocabulary: {code} is {kind}: only a new one ({', '.join(self.new) or 'the plan names none'}) "
-                    "gets tokens of its own."
-                )
 
     def checked(self) -> "Plan":
         """This plan, after all checks of a new one: its lists may have been changed since it was made."""

@@ -1,7 +1,7 @@
 """Describes an expanded checkpoint: layers, experts, parameters, history. Reads no weights."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -13,7 +13,7 @@ from ..checkpoint.local import check_expanded
 from ..checkpoint.new_experts import check_kinds, chosen_kind
 from ..checkpoint.packs import stages_after_join
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.records import ExpansionRecord, History, OwnTokensRecord, StageRecord
+from ..checkpoint.records import ExpansionRecord, History, StageRecord
 from ..checkpoint.settings import LORA_ALPHA, LORA_RANK
 from ..checkpoint.source import load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
@@ -94,11 +94,6 @@ class Inspection:
     after_join: int = 0
     encoder_layers: int = 0
 
-    @property
-    def own_tokens(self) -> Mapping[str, OwnTokensRecord]:
-        """What each language with tokens of its own has, as its record says."""
-        return self.expansions[-1].vocabulary or {} if self.expansions else {}
-
     def lines(self) -> list[str]:
         """The report, line by line."""
         return self.rendered("inspection.txt").splitlines()
@@ -142,8 +137,7 @@ def inspect_config(config: Any) -> Inspection:
     network = network_of(config)
     kinds = config.expert_kinds
     layers = [(1, False, 0)] * count_layers(config)
-    own: Any = getattr(network, "vocabulary", None)
-    added, total = 0 if own is None else size_of(own), size_of(network)
+    added, total = 0, size_of(network)
     for index, ffn in network.expanded_ffns().items():
         layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
         added += size_of(ffn) - size_of(ffn.experts[0])

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings
-from ..checkpoint.settings import ExpandSettings, JoinSettings, VocabularySettings
+from ..checkpoint.settings import ExpandSettings, JoinSettings
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
@@ -28,7 +28,6 @@ _NOT_WITH_JOIN = (
     "plan",
     "expansions",
     "expand",
-    "vocabulary",
     "analysis",
     "deviation",
     *(key for key in recipe_stages() if key != "review"),
@@ -43,9 +42,6 @@ class _Expansion(Schema):
     deviation: DeviationSettings = Field(DeviationSettings(), description="how deviation is measured (DMoE)")
     plan: AnyPlan | None = Field(None, description="which layer gets how many experts")
     expand: ExpandSettings = Field(ExpandSettings(), description="how new experts start")
-    vocabulary: VocabularySettings | None = Field(
-        None, description="give each new language tokens of its own, learned from its text under `new`"
-    )
 
     @property
     def planned(self) -> PlanSettings:
@@ -240,8 +236,6 @@ class Recipe(Expansion):
             if is_asked and expansion.family not in stage.families:
                 of = "DMoE, whose plan has `method: dmoe`" if "dmoe" in stage.families else "models other than DMoE"
                 raise InputError(f"{stage.key}: a stage of {of}: it would not run. Leave it out.")
-        if expansion.vocabulary is not None:
-            self._check_vocabulary(number, expansion)
         if expansion.family == "dmoe" and len(self.all_expansions) > 1:
             raise InputError(
                 f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
@@ -276,20 +270,6 @@ class Recipe(Expansion):
                         f"expansion {number}: {part}.{name} is {getattr(own, name)!r}, but further experts are as "
                         f"those of the first expansion, which has {getattr(of_first, name, None)!r}: leave it out."
                     )
-
-    def _check_vocabulary(self, number: int, expansion: Expansion) -> None:
-        """Refuses tokens of their own where a model with them cannot be made, grown or grafted."""
-        why = None
-        if len(self.all_expansions) > 1:
-            why = "a model with them is not expanded further in this version"
-        elif expansion.graft is not None:
-            why = "a model with them is not grafted in this version"
-        elif expansion.family == "dmoe":
-            why = "no language of a DMoE can be told"
-        if why:
-            raise InputError(
-                f"expansion {number}: vocabulary: gives languages tokens of their own, but {why}: leave it out."
-            )
 
     def unread(self) -> list[str]:
         """A line for each part that is set, perhaps inherited, and that no step reads."""

@@ -80,9 +80,7 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
         raise InputError(f"{name} has no rows: give some.")
     packed = data.block_size if isinstance(data, Blocks) else None
     data = data.documents if isinstance(data, Blocks) else data
-    rows = (
-        config.num_tokens if getattr(config, "vocabularies", None) else getattr(text_config(config), "vocab_size", None)
-    )
+    rows = getattr(text_config(config), "vocab_size", None)
     if not own_collator and isinstance(data, Dataset):
         _check_other_columns(data, name)
     _check_ids(data, "labels", name, rows, least=-100)

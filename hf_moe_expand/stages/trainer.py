@@ -22,7 +22,6 @@ from ..core.errors import DivergedError, InputError
 from ..core.schema import checked, shown_value
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
-from ..data.tokens import with_languages
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
 from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, check_conditional_gate, mask_routing
@@ -127,9 +126,6 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         masking = self._masking(masking, model.config)
         self.settings = config.recorded()
         self.masking, self.allow_lost_text = masking, allow_lost_text
-        if processing_class is not None and getattr(model.config, "vocabularies", None):
-            own = {code: model.tokenizer_of(code) for code in model.config.vocabularies}
-            processing_class = with_languages(processing_class, own)
         self.processing_class, self.model_config = processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
         self._own_collator = data_collator is not None
@@ -283,10 +279,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         config = self.accelerator.unwrap_model(model).config
         if ids is None or inputs.get("labels") is None or config.is_encoder_decoder:
             return False
-        vocabulary = (
-            config.num_tokens if getattr(config, "vocabularies", None) else config.get_text_config().vocab_size or 0
-        )
-        if not is_large(ids.numel(), vocabulary) or self.compute_loss_func is not None:
+        if not is_large(ids.numel(), config.get_text_config().vocab_size or 0) or self.compute_loss_func is not None:
             return False
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)
         fused = training.use_liger_kernel and config.model_type not in EXPANDED  # Liger has kernels for dense types

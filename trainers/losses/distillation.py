@@ -75,11 +75,9 @@ class DistillationLoss(RouterLoss):
         own |= {name: own[name][rows_B] for name in of_rows}
         pieces = getattr(batch.outputs, "in_pieces", None)
         if pieces is None:
-            # The base has no languages' own tokens, whose logits are minus infinity.
-            of_base = slice(getattr(getattr(batch.model, "vocabulary", None), "first", None))
-            base_TV = base_logits(batch.model, own)[:, -S:, of_base].flatten(0, 1)
             # Prompt tuning puts virtual tokens in front.
-            logits_TV = batch.outputs.logits[rows_B][:, -S:, of_base].flatten(0, 1)
+            base_TV = base_logits(batch.model, own)[:, -S:].flatten(0, 1)
+            logits_TV = batch.outputs.logits[rows_B][:, -S:].flatten(0, 1)
             loss = distillation_loss(logits_TV, base_TV, old_BS[rows_B].flatten(), batch.step.old)
         else:
             with pieces.head_inputs() as hidden_states:

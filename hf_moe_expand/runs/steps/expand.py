@@ -12,8 +12,6 @@ from ...checkpoint.stored import network_of
 from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
 from ...core.errors import errors_at
-from ...core.schema import changed
-from ...data.merges import check_kind, learn
 from ...inference.models import load_for_inference
 from ...planning.plan import Plan
 from ...stages.outlook import Found, Outlook, StepResult
@@ -36,8 +34,6 @@ class Expand(RunStep):
 
     def inputs(self) -> dict[str, Any]:
         inputs = {"expand": self.run.expansion.expand.model_dump()}
-        if (own := self.run.expansion.vocabulary) is not None:
-            inputs |= {"vocabulary": own.model_dump(), "texts": self.run.contents(self.run.new)}
         if self._copies_nearest:
             inputs |= {"analysis": self.run.expansion.analysis.model_dump(), "texts": self.run.contents(self.run.new)}
         return inputs
@@ -50,30 +46,8 @@ class Expand(RunStep):
         lines = check_tokens(self.run, outlook) if self._copies_nearest else []
         if outlook.plan is None:
             return Found(outlook, lines)
-        plan = self._with_vocabulary(outlook.plan)
-        if plan.vocabulary and outlook.tokenizer is not None:
-            with errors_at("vocabulary"):
-                check_kind(outlook.tokenizer, self.run.start)
-                self._check_own_tokens(plan, outlook.tokenizer)
-        outlook = replace(outlook, network=self._network(outlook.config, plan))
+        outlook = replace(outlook, network=self._network(outlook.config, outlook.plan))
         return Found(outlook, lines, [StepOutput(self.output, outlook.checkpoint_bytes)])
-
-    def _check_own_tokens(self, plan: Plan, tokenizer: Any) -> None:
-        """Refuses text at hand that gives fewer tokens than are asked for; long text is taken to give enough."""
-        for code, one in plan.vocabulary.items():
-            text = self.run.sources[code]
-            beginnings = list(text.beginnings()) if text.files() else []
-            if beginnings and all(part.read == 1 for part in beginnings):
-                learn(tokenizer, [row["text"] for part in beginnings for row in part.rows], one.size, code)
-
-    def _with_vocabulary(self, plan: Plan) -> Plan:
-        """The plan with tokens for each new language, if the recipe asks for them; plan.json keeps no local path."""
-        own, run = self.run.expansion.vocabulary, self.run
-        if own is None:
-            return plan
-        return changed(
-            plan, vocabulary={code: {"text": run.sources[code].source, "size": own.size} for code in run.new}
-        )
 
     def _network(self, dense: Any, plan: Plan) -> Any:
         """The model that `plan` makes of the dense base, without weights."""
@@ -82,8 +56,7 @@ class Expand(RunStep):
             if not plan.grows_from:
                 check_dense_plan(plan, dense, self.run.start)
             kind = chosen_kind(network_of(dense), plan, **settings.model_dump(include=_KIND))
-            own = {"vocabularies": {code: one.size for code, one in plan.vocabulary.items()} or None}
-            config = planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing, **own)
+            config = planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing)
         self.run.history.write(config)
         return network_of(config)
 
@@ -107,16 +80,14 @@ class Expand(RunStep):
         report = expand_checkpoint(
             run.start,
             self.output,
-            self._with_vocabulary(plan),
+            plan,
             conditional_routing=settings.conditional_routing,
             **settings.model_dump(include=_KIND),
             revision=run.revision,
             gate=gate,
             **options,
         )
-        return StepResult(
-            "; ".join([f"{report.base_parameters:,} -> {report.parameters:,} parameters", *report.own_tokens])
-        )
+        return StepResult(f"{report.base_parameters:,} -> {report.parameters:,} parameters")
 
     def _nearest(self) -> dict[int, int]:
         model, tokenizer = load_for_inference(self.run.start)

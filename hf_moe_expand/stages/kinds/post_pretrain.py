@@ -1,4 +1,4 @@
-"""Stage 1: new experts, routers and languages' own tokens learn new-language text; the base model is frozen.
+"""Stage 1: new experts and routers learn new-language text; the base model is frozen.
 
 Example: hf-moe-expand train post-pretrain qwen-el qwen-el-1 --data el=el.jsonl --config stage1.yaml
 """
@@ -28,7 +28,7 @@ class PostPretrainConfig(MixedConfig):
     title = "Post-pretraining"
     result_name = "post-pretrained"
     place = 10
-    trains = Trained(experts="new", vocabulary=True)
+    trains = Trained(experts="new")
 
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.01, "weight of the load-balancing loss")
     balance_counts: BalanceCounts = setting(
