@@ -54,9 +54,6 @@ def test_growing_and_shrinking(base, saved, tmp_path):
     for part in ("gate_proj", "up_proj", "down_proj"):
         assert torch.equal(copied[f"{prefix}.4.{part}.weight"], before[f"{prefix}.2.{part}.weight"])
     assert not anew[f"{prefix}.3.down_proj.weight"].any()
-    if base == "qwen2":
-        rows = {tuple(row.tolist()) for row in before[f"{prefix}.0.gate_proj.weight"]}
-        assert all(tuple(row.tolist()) in rows for row in anew[f"{prefix}.3.gate_proj.weight"])
     for name, value in before.items():
         if ".mlp.router." not in name and "classifier" not in name:
             assert torch.equal(copied[name], value)
