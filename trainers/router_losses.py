@@ -26,6 +26,7 @@ from .encoder_decoder import (
     with_decoder_inputs,
     without_rows,
 )
+from .evaluation import EvaluationMixin
 from .freezing import check_expanded, freeze_gate
 from .losses import (
     LOGGED,
@@ -40,6 +41,7 @@ from .losses import (
 )
 from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
+from .watching import WatchingMixin, check_full_evaluation
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -55,7 +57,7 @@ def classes_matter(config: Any) -> bool:
     return bool(getattr(config, "exclusive_experts", False))
 
 
-class RouterLossMixin(PublishingMixin):
+class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
     A batch may carry `language_ids` `[batch, sequence]`, the language of each token, negative where unknown. For an
@@ -73,9 +75,10 @@ class RouterLossMixin(PublishingMixin):
 
     Raises:
         InputError: `router_losses` is not a list of losses, or two losses log the same metric; reentrant gradient
-            checkpointing, label smoothing or TRL's `router_aux_loss_coef` is on; a loss needs `language_classes`, but
-            they are missing, or hold a class that the model does not have; or tied embeddings would train under
-            transformers' own FSDP.
+            checkpointing, label smoothing, evaluation with 16-bit weights or TRL's `router_aux_loss_coef` is on; a loss
+            needs `language_classes`, but they are missing, or hold a class that the model does not have; tied
+            embeddings would train under transformers' own FSDP; or no trained parameter has a gradient in the first 20
+            steps.
     """
 
     compute_loss_func: Any
@@ -113,6 +116,7 @@ class RouterLossMixin(PublishingMixin):
 
     def _check_arguments(self) -> None:
         training = self.args
+        check_full_evaluation(training)
         options = getattr(training, f"{CHECKPOINTING}_kwargs") or {}
         if getattr(training, CHECKPOINTING) and options.get("use_reentrant"):
             raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
@@ -249,14 +253,14 @@ class RouterLossMixin(PublishingMixin):
         inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
         expanded = self.accelerator.unwrap_model(model)
         if not hasattr(expanded, "capture_routing"):  # a dense model, which has no router
-            return self.next_token_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._text_loss(model, inputs, return_outputs, num_items_in_batch, logs=not model.training)
         if self._is_encoder_decoder:
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
-        wants_outputs = return_outputs or rows is not None or any(loss.needs_outputs for loss in self.router_losses)
+        wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
         with expanded.capture_routing() as captured:
             captured.layers = FirstPass()
-            result = self.next_token_loss(model, inputs, wants_outputs, num_items_in_batch)
+            result = self._text_loss(model, inputs, wants_outputs, num_items_in_batch)
         loss, outputs = result if wants_outputs else (result, None)
         self._check_outputs(model, outputs)
         stacks = []
@@ -264,10 +268,6 @@ class RouterLossMixin(PublishingMixin):
             stacks.append([without_virtual_tokens(layer, own_inputs[side]) for layer in layers])
         self._check_gradients(model, expanded, [layer for layers in stacks for layer in layers])
         mode = "train" if model.training else "eval"
-        labels = own_inputs.get("labels")
-        if labels is not None:
-            loss = loss if rows is None else self._loss_of_rows(loss, outputs, labels[:rows])
-            self._record_next_token_loss(mode, loss, labels[:rows], num_items_in_batch)
         scale = self._step_scale(model, num_items_in_batch)
         of_the_model = {"model": expanded, "inputs": own_inputs, "outputs": outputs}
         total = loss
@@ -275,27 +275,31 @@ class RouterLossMixin(PublishingMixin):
             if routing or not any(stacks):
                 batch = self._loss_batch(mode, stacks, stack, tokens[stack], scale is not None, **of_the_model)
                 record_routing(batch, expert_0_is_old=not any(loss.needs_groups for loss in self._active_losses()))
-                total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
+                total = total + self._router_loss(batch, stack, model.training) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
 
-    def _rows_that_count(self, inputs: Mapping[str, Any]) -> int | None:
-        """How many rows of an evaluation's batch count, if not all: to fill the last batch of the ranks, accelerate
-        repeats the data set's first rows."""
-        state, rows = self.accelerator.gradient_state, len(inputs["input_ids"])
-        left = state.remainder - self.accelerator.process_index // self.get_tp_size() * rows
-        return max(left, 0) if state.end_of_dataloader and state.remainder > 0 and left < rows else None
-
-    def _loss_of_rows(self, loss: torch.Tensor, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch's first rows, whose labels these are; `loss`, of all rows, if it is the caller's or
-        came without logits."""
-        logits = getattr(outputs, "logits", None)
-        if logits is None or (self.compute_loss_func is not None and not self._is_encoder_decoder):
-            return loss
-        logits = logits[: len(labels), -labels.shape[1] :]  # without virtual tokens
-        if not self._is_encoder_decoder:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        count = labels.ne(-100).sum().clamp(min=1)
-        return target_loss({"logits": logits}, labels, count, self.args.label_smoothing_factor)
+    def _text_loss(
+        self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any, logs: bool = True
+    ) -> Any:
+        """The trainer's own loss, recorded; 0 where nothing is predicted, of which the library's mean is no number."""
+        labels, count, targets = inputs.get("labels"), num_items_in_batch, None
+        if labels is not None:
+            targets = self._targets(labels)
+        if count is not None:
+            count = (targets if targets is not None and not model.training else torch.as_tensor(count)).clamp(min=1)
+        result = self.next_token_loss(model, inputs, return_outputs, count)
+        loss, outputs = result if return_outputs else (result, None)
+        if targets is not None and not model.training:
+            loss = loss.where(targets > 0, 0.0)
+            self._record_loss("next_token", loss.detach() * targets, targets)
+        if targets is not None and logs:
+            nats = loss * targets
+            if model.training and not self._trainer_divides(count) and count is not None:
+                averaged = self.args.average_tokens_across_devices
+                ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1
+                nats = loss / ranks * count
+            self._router_metrics.record("train" if model.training else "eval", "next_token_loss", nats, targets)
+        return (loss, outputs) if return_outputs else loss
 
     def next_token_loss(self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any) -> Any:
         """The trainer's own loss, without the routers'."""
@@ -417,43 +421,34 @@ class RouterLossMixin(PublishingMixin):
             **of_the_model, others=others,
         )  # fmt: skip
 
-    def _router_loss(self, batch: LossBatch) -> torch.Tensor:
+    def _router_loss(self, batch: LossBatch, stack: int, training: bool) -> torch.Tensor:
         # Routers and classifiers that no loss reads stay in the graph, so that all ranks have the same graph.
         logits = [
             tensor for r in batch.routing for tensor in (r.router_logits, r.classifier_logits) if tensor is not None
         ]
-        nothing = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum() if logits else torch.zeros(())
-        losses = (loss for loss in self.router_losses if logits or not isinstance(loss, LayerLoss))
-        return sum((loss.weighted(batch) for loss in losses), nothing)
-
-    def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
-        targets = (labels if self._is_encoder_decoder else labels[..., 1:]).ne(-100).sum()
-        nats = loss * targets
-        if mode == "train" and not self._trainer_divides(num_items) and num_items is not None:
-            averaged = self.args.average_tokens_across_devices
-            ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1
-            nats = loss / ranks * num_items
-        self._router_metrics.record(mode, "next_token_loss", nats, targets)
+        total = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum() if logits else torch.zeros(())
+        for loss in self.router_losses:
+            if logits or not isinstance(loss, LayerLoss):
+                share = loss.weighted(batch)
+                total = total + share
+                if not training:
+                    count = getattr(batch.local, loss.over)
+                    self._record_loss(f"{loss.name} {stack}", share.detach() * count, count)
+        return total
 
     def prediction_step(self, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):
-            # Seq2SeqTrainer passes the whole batch to `generate`, and computes the loss without `compute_loss`.
+        if self._generates(prediction_loss_only):
             inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
         with RouterLossMixin.asking(self, inputs):  # without what a subclass asks of a training step
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._router_metrics.forget("eval")  # of `predict`, which does not log
-        return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         # Of one of several sets the prefix has the set's name, too.
         ends = (name.removesuffix("runtime") for name in logs if name.endswith("_runtime") and name != "train_runtime")
         prefix = next(ends, "eval_" if any(name.startswith("eval_") for name in logs) else "")
         mode = "eval" if prefix else "train"
-        # Without `_sum_over_ranks`'s division: numerator and denominator both count a tensor-parallel group's ranks.
-        ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))
-        logs.update({prefix + name: value for name, value in ratios})
+        ratios = self._router_metrics.ratios(mode, self._sum_over_all)
+        logs.update({prefix + name: round(value, 6) + 0.0 for name, value in ratios})  # no -0
         super().log(logs, *args, **kwargs)
 
 

@@ -38,10 +38,11 @@ class Metrics:
     """The metrics' sums in training and in evaluation, each kept until it is logged."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
+        self._sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}, "eval_loss": {}}
 
     def record(self, mode: str, name: str, numerator: torch.Tensor, denominator: torch.Tensor) -> None:
-        """Adds to a metric of `mode`, "train" or "eval". Every rank must record the same names in the same order."""
+        """Adds to a metric of `mode`: "train", "eval", or "eval_loss", the parts of that loss. Every rank must record
+        the same names in the same order."""
         pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
         sums = self._sums[mode]
         sums[name] = sums[name] + pair if name in sums else pair
@@ -58,7 +59,7 @@ class Metrics:
         table = sum_over_ranks(torch.stack(list(sums.values()))).tolist()
         for name, (numerator, denominator) in zip(sums, table, strict=True):
             if denominator:
-                yield name, round(numerator / denominator, 6) + 0.0  # no -0
+                yield name, numerator / denominator
 
 
 def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:

@@ -124,6 +124,7 @@ class RouterLoss(ABC):
         logged_at_zero: whether a stage computes it, for the log, where its coefficient is 0.
         for_encoder_decoders: whether it is defined for encoder-decoders; a trainer then computes it twice, for the
             source's tokens in the encoder's layers and for the target's in the decoder's, and adds both up.
+        over: the tokens over which the loss is a mean, a field of `TokenCounts`.
 
     Raises:
         InputError: the coefficient is negative or not a number.
@@ -139,6 +140,7 @@ class RouterLoss(ABC):
     in_pieces: ClassVar[bool] = False
     logged_at_zero: ClassVar[bool] = True
     for_encoder_decoders: ClassVar[bool] = True
+    over: ClassVar[Literal["counted", "old", "tagged"]] = "counted"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coef) and self.coef >= 0):
@@ -161,13 +163,11 @@ class LayerLoss(RouterLoss):
     """The mean of `layer_loss` over the layers to which the loss applies; 0 without such a layer. Logs `{name}_loss`.
 
     Attributes:
-        over: the tokens over which the loss is a mean, a field of `TokenCounts`.
         per_micro_batch: whether the loss is computed for each micro-batch (over all ranks), since it is not linear in
             the tokens. An optimizer step is then the mean of its micro-batches, weighted by tokens.
         of_choice: whether it is constant, and then not logged, where a token takes all experts of its layer.
     """
 
-    over: ClassVar[Literal["counted", "old", "tagged"]] = "counted"
     per_micro_batch: ClassVar[bool] = False
     of_choice: ClassVar[bool] = False
 

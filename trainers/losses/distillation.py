@@ -59,6 +59,7 @@ class DistillationLoss(RouterLoss):
     needs_outputs = True
     in_pieces = True
     for_encoder_decoders = False
+    over = "old"
     logged_at_zero = False
 
     def __call__(self, batch: LossBatch) -> torch.Tensor:
