@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..core.errors import InputError, errors_at, first_line
+from ..core.saying import say_once
 from ..core.schema import check_types, shown_value, unknown_key
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .encoder_decoder import target_loss
 from .losses import LayerLoss
 from .router_losses import RouterLossMixin, classes_matter
+from .watching import CHANGE_THE_LOSS, without_compiler
 
 _COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
 _TYPES: dict[str, Any] = {
@@ -39,6 +42,11 @@ _TYPES: dict[str, Any] = {
     "formatting_func": Callable | None,
     "language_classes": Mapping[str, int] | Sequence[int] | None,
 }
+_READ_BESIDE = (
+    "labels", "language_ids", "language", "completion_mask", "assistant_masks", "attention_mask", "position_ids",
+    "seq_lengths", "image", "images", "tools", "chat_template_kwargs", "rejected", "token_type_ids",
+)  # fmt: skip
+_RECORDED = ("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
 UNKNOWN = -1  # language id of padding and of text in an unknown language
 
 
@@ -89,7 +97,10 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         language_classes: Mapping[str, int] | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        model = without_compiler(model)
         _check_arguments(language_classes, model, args, *others, **kwargs)
+        # TRL loads a name's weights in float32, in which small steps do not round away.
+        self._stored_dtype = _stored_dtype(model, args)
         self._codes_given = isinstance(language_classes, Mapping)
         self._ids_given = language_classes is not None and not self._codes_given
         class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
@@ -110,6 +121,26 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
             raise InputError(f"loss_type is {kind!r}: a loss that reads logits goes with 'nll' alone.")
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = CollatorWithLanguages(**vars(self.data_collator))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and adds the training to the history in the model's configuration. Weights that were loaded by name
+        then have their stored type again."""
+        result = super().train(*args, **kwargs)
+        model = self.accelerator.unwrap_model(self.model)
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self._stored_dtype is not None and not split and not getattr(model, "peft_config", None):
+            model.to(self._stored_dtype)
+        self._record(model, result.global_step)
+        return result
+
+    def _record(self, model: Any, steps: int) -> None:
+        """Adds the training to the history, with the parts of the model that trained."""
+        if not (history := getattr(model.config, "expansions", None)):
+            return
+        trained = sorted({_part(name) for name, parameter in model.named_parameters() if parameter.requires_grad})
+        settings = {name: getattr(self.args, name) for name in _RECORDED}
+        stage = {"stage": "sft", "steps": steps, "seed": self.args.seed, "trained": trained, "settings": settings}
+        model.config.expansions = [*history[:-1], {**history[-1], "stages": [*history[-1].get("stages", []), stage]}]
 
     @property
     def _reads_logits(self) -> bool:
@@ -140,6 +171,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
                 f"The {dataset_name} data set has the columns {', '.join(columns)}, but none that TRL reads: give "
                 f"`{args.dataset_text_field}`, `messages`, or `prompt` and `completion`."
             )
+        _check_columns([] if formatting_func is not None else columns, args.dataset_text_field, dataset_name)
         given = self._codes_given or self._ids_given
         step: Callable[..., dict]
         options: dict[str, Any]
@@ -196,6 +228,22 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self._language_classes = torch.arange(max(self._class_of_code.values()) + 1)  # a code's id is its class
 
 
+def _part(name: str) -> str:
+    """The part of an expanded model in which a parameter stands, by its name."""
+    if (expert := re.search(r"\.experts\.(\d+)\.", name)) and expert[1] != "0":
+        return "experts"
+    return next((part for part in ("router", "classifier", "conditional_gate") if f".{part}." in name), "base")
+
+
+def _stored_dtype(model: Any, args: Any) -> torch.dtype | None:
+    """The type of the weights of a checkpoint that is named, if the arguments name none."""
+    if not isinstance(model, str) or "dtype" in (getattr(args, "model_init_kwargs", None) or {}):
+        return None
+    config = _config_of(model, args)
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+
+
 def _check_arguments(language_classes: Any, *args: Any, **kwargs: Any) -> None:
     """Refuses what TRL's constructor does not take."""
     signature = inspect.signature(SFTTrainer)
@@ -210,6 +258,18 @@ def _check_arguments(language_classes: Any, *args: Any, **kwargs: Any) -> None:
         # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
         if not isinstance(settings, SFTConfig | None) and type(settings) is not TrainingArguments:
             raise InputError(f"args is {shown_value(settings)}: must be SFTConfig or None.")
+
+
+def _check_columns(columns: Sequence[str], text: str, name: str) -> None:
+    """Refuses columns that would change the loss, but that TRL does not read; names others that it does not read."""
+    left = [column for column in columns if column not in (*_COLUMNS, *_READ_BESIDE, text)]
+    if changes := [column for column in left if column in CHANGE_THE_LOSS]:
+        raise InputError(
+            f"The {name} data set has a column `{changes[0]}`, which TRL does not read, although it would change the "
+            "loss: give `labels` with -100 where a token does not count, or remove the column."
+        )
+    if left:
+        say_once(f"The {name} data set: nothing reads the column{'s' * (len(left) > 1)} {', '.join(left)}")
 
 
 def _recorded(model: Any, args: Any) -> dict[str, int]:

@@ -5,12 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel, is_compiled_module
 
 from ..core.errors import InputError
 from .freezing import TrainerBase
 
 WATCHED = 20  # steps
 _NOTHING = 1e-8  # a norm of the gradient that is rounding; the epsilon of AdamW
+# Columns that would change the loss, and that no Trainer reads.
+CHANGE_THE_LOSS = (
+    "loss_mask",
+    "loss_masks",
+    "loss_weight",
+    "loss_weights",
+    "sample_weight",
+    "token_weights",
+    "weight",
+    "weights",
+)
 _STATES = ("optimizer*", "global_step*", "pytorch_model_fsdp*")  # of an optimizer; DeepSpeed's; FSDP's
 FULL_EVALUATION = "it rounds the weights of the model that is then saved, those of the base too"
 
@@ -20,6 +32,14 @@ def check_full_evaluation(args: Any) -> None:
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name, False):
             raise InputError(f"{name}: {FULL_EVALUATION}. Leave it out; `bf16: true` evaluates under autocast.")
+
+
+def without_compiler(model: Any) -> Any:
+    """The model inside one that `torch.compile` gave: a Trainer saves its keys, and asks it for its own methods."""
+    if not is_compiled_module(model):
+        return model
+    print("the model is compiled: it trains as it was before that; torch_compile=True compiles a training")
+    return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 class WatchingMixin(TrainerBase):

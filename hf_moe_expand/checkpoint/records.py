@@ -45,6 +45,7 @@ class StageRecord(_Record):
         tokens_seen_by_language: `tokens_seen`, by language, where the batches named the languages.
         written_by: the model that wrote a language's text, by language, where a model wrote all of it.
         seed: random seed.
+        trained: the parts of the model that trained, where the stage's name does not say them: `base`, `experts`, ….
         settings: the step's settings; local paths are reduced to their last part.
     """
 
@@ -57,6 +58,7 @@ class StageRecord(_Record):
     tokens_seen_by_language: dict[Text, Any] | None = None
     written_by: dict[Text, Any] | None = None
     seed: _Count | None = None
+    trained: list[Text] | None = None
     settings: dict[Text, Any] | None = None
 
     @property
@@ -68,7 +70,12 @@ class StageRecord(_Record):
     @property
     def changes_everything(self) -> bool:
         """Whether the step may have changed every tensor, the base model's own included."""
-        return self.stage in CHANGES_EVERYTHING
+        return self.stage in CHANGES_EVERYTHING or self.trains_base
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether the step trained the base model inside."""
+        return self.stage in TRAINS_BASE or "base" in (self.trained or ())
 
 
 class ExpansionRecord(_Record):
@@ -178,7 +185,7 @@ class History:
     @property
     def trained_base(self) -> str | None:
         """The first stage that trained the base model inside, expert 0 included; None if it is as it was."""
-        return next((stage.stage for stage in self.stages if stage.stage in TRAINS_BASE), None)
+        return next((stage.stage for stage in self.stages if stage.trains_base), None)
 
     @property
     def by_expansion(self) -> list[list[str]]:

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.saying import say_once
-from ..core.schema import checked
+from ..core.schema import checked, shown_value
 from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
@@ -280,6 +281,18 @@ def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, b
     return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost)
 
 
+def _documents(language: str, given: Any, kind: type) -> Iterator[Any]:
+    """The texts, or pairs, of a language; refuses others."""
+    found = given["text"] if kind is str and "text" in (getattr(given, "column_names", None) or ()) else given
+    for number, document in enumerate([found] if isinstance(found, bytes) else found):
+        if not isinstance(document, kind):
+            raise InputError(
+                f"texts[{language!r}]: document {number} is {shown_value(document)}: must be "
+                f"{'text' if kind is str else 'a SentencePair'}."
+            )
+        yield document
+
+
 @checked
 def evaluate_model(
     model: nn.Module,
@@ -288,22 +301,28 @@ def evaluate_model(
     block_size: int = 1024,
     batch_size: int = 8,
     max_tokens: int | None = None,
+    told: bool = False,
 ) -> dict[str, LanguageScore]:
     """Scores each language's documents, in windows of `block_size` tokens; of an encoder-decoder, the translations to
     and from each language.
 
     Args:
-        texts: documents of each language, or for an encoder-decoder its sentence pairs.
+        texts: documents of each language, also as a data set with a column `text`; for an encoder-decoder its sentence
+            pairs.
+        told: tell the model the language.
 
     Raises:
-        InputError: a language has no text to score, its score is not finite, or a number is out of range.
+        InputError: a language has no text to score, or something else than text; its score is not finite, or a number
+            is out of range.
     """
     EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)  # refuses others
     check_named_once(list(texts))
     model.eval()
+    kind = SentencePair if model.config.is_encoder_decoder else str
+    texts = {language: _documents(language, given, kind) for language, given in texts.items()}
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
         stream = stream_for(model.config, language, texts, tokenizer, max_tokens)
-        with errors_at(f"language {language!r}"):
+        with errors_at(f"language {language!r}"), model.use_languages(language) if told else nullcontext():  # type: ignore[operator]
             scores[language] = score_stream(model, stream, block_size, batch_size)
     return scores

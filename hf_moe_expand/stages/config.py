@@ -52,6 +52,7 @@ from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 from ..trainers.samplers import LanguageMix
+from ..trainers.watching import check_full_evaluation
 from .base import Stage
 from .distributed import SHARDING
 from .keywords import (
@@ -270,6 +271,7 @@ class StageConfig(TrainingArguments, Stage):
                 raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if self.given.get("save_strategy") == "best":
             raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
+        check_full_evaluation(self)
         if self.save_only_model:
             raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
 

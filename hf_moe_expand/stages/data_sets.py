@@ -17,8 +17,12 @@ from ..data.packing import Blocks
 from ..data.pairs import pairs_of
 from ..data.sources import LeftOut, counted
 from ..inference.models import longest_block
+from ..trainers.watching import CHANGE_THE_LOSS
 
 _COLUMNS = ("text", "translation")
+_MASKS = ("completion_mask", "assistant_masks")
+# Beside tokens; `_check_other_columns` refuses masks and positions that a batch would lose.
+_IN_BATCHES = ("input_ids", "labels", "language_ids", "language", "attention_mask", "position_ids")
 _NAMES = ("content", "document", "sentence", "sentences", "raw_content", "body")  # of text, in others' data sets
 
 
@@ -56,6 +60,36 @@ def columns_of(data: Any, name: str, own_collator: bool) -> Collection[str]:
     return columns
 
 
+def folded(data: Any, columns: Collection[str]) -> Any:
+    """Rows of tokens whose columns `completion_mask` and `assistant_masks` became labels, as TRL's Trainer makes them:
+    -100 where a mask is 0. Labels of their own stay."""
+    masks = [name for name in _MASKS if name in columns]
+    if not masks or not isinstance(data, Dataset) or "input_ids" not in columns:
+        return data
+    if "labels" in columns:
+        return data.remove_columns(masks)
+
+    def labelled(row: dict[str, Any]) -> dict[str, Any]:
+        if {len(row[mask]) for mask in masks} != {len(row["input_ids"])}:
+            raise InputError(f"The column `{masks[0]}` has not one value for each of the row's `input_ids`.")
+        bits = zip(*(row[mask] for mask in masks), strict=True)
+        return {"labels": [one if all(of_one) else -100 for one, of_one in zip(row["input_ids"], bits, strict=True)]}
+
+    return data.map(labelled, remove_columns=masks, desc="labels")
+
+
+def check_columns(data: Any, columns: Collection[str], name: str) -> None:
+    """Refuses columns of rows that would change the loss, and that no batch has; names the others once."""
+    left = [column for column in columns if column not in _IN_BATCHES]
+    if changes := [column for column in left if column in (*CHANGE_THE_LOSS, *_MASKS)]:
+        raise InputError(
+            f"{name} has a column `{changes[0]}`, which nothing reads, although it would change the loss: give "
+            "`labels` with -100 where a token does not count, or remove the column."
+        )
+    if left:
+        say_once(f"{name}: nothing reads the column{'s' * (len(left) > 1)} {', '.join(left)}")
+
+
 def _columns_of_a_row(data: Any, name: str) -> list[str] | None:
     """The columns of a data set that does not name them; None if it is none."""
     if isinstance(data, str | bytes) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
@@ -83,11 +117,15 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
     rows = getattr(text_config(config), "vocab_size", None)
     if not own_collator and isinstance(data, Dataset):
         _check_other_columns(data, name)
-    _check_ids(data, "labels", name, rows, least=-100)
+    labels = _check_ids(data, "labels", name, rows, least=-100)
+    if labels is not None and not own_collator:
+        _check_labels(data, name)
     lengths = _check_ids(data, "input_ids", name, rows)
     of_languages = _check_ids(data, "language_ids", name, None, least=-numpy.inf, most=languages)
     if lengths is None or own_collator or config.is_encoder_decoder:
         return
+    if labels is not None and labels != lengths:
+        raise InputError(f"{name} has rows whose `labels` are not as many as their `input_ids`: each token has one.")
     if of_languages is not None and of_languages != lengths:
         raise InputError(
             f"{name} has rows whose `language_ids` are not as many as their `input_ids`: each token has one."
@@ -99,6 +137,15 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
         )
     if (longest := longest_block(config)) is not None and sizes[-1] > longest:
         raise InputError(f"{name} has rows of {sizes[-1]} tokens, but the model takes {longest} positions: cut them.")
+
+
+def _check_labels(data: Dataset, name: str) -> None:
+    """Refuses labels between -100, a token that does not count, and 0, the first token."""
+    found = pc.list_flatten(data.with_format("arrow")[:]["labels"])
+    between = pc.and_(pc.greater(found, -100), pc.less(found, 0))
+    if pc.any(between).as_py():
+        wrong = pc.filter(found, between)[0].as_py()
+        raise InputError(f"{name}: the column `labels` holds {wrong}: give -100 for a token that does not count.")
 
 
 def _check_other_columns(data: Dataset, name: str) -> None:

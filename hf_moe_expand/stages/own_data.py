@@ -15,7 +15,7 @@ from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
 from .config import languages_of
-from .data_sets import by_language, check_rows, columns_of, is_text
+from .data_sets import by_language, check_columns, check_rows, columns_of, folded, is_text
 from .mixing import is_mixed
 from .prepare import check_arguments, checked_order, prepare
 
@@ -44,7 +44,7 @@ class OwnDataMixin:
                 self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
         else:
             is_of_stage = False
-            data = self._with_ids(data, columns)
+            data = self._with_ids(self._rows(data, columns, name), columns)
             columns = columns_of(data, name, self._own_collator)
         if not is_of_stage:
             self._check_packed(data)
@@ -158,8 +158,16 @@ class OwnDataMixin:
                 check_lost(lost, self.allow_lost_text)
                 data = config.pack(texts, tokenizer, self.model_config, whole=True).dataset
         else:
-            data = self._with_ids(data, columns, key)
+            data = self._with_ids(self._rows(data, columns, name), columns, key)
         self._check_rows(data, name, classes)
+        return data
+
+    def _rows(self: Any, data: Any, columns: Collection[str], name: str) -> Any:
+        """Rows of tokens with their labels; says which columns nothing reads."""
+        if self._own_collator:
+            return data
+        data = folded(data, columns)
+        check_columns(data, columns_of(data, name, False), name)
         return data
 
     def _check_rows(self: Any, data: Any, name: str, classes: Sequence[int] | None) -> None:

@@ -28,6 +28,7 @@ from ..trainers.masking import Masking, check_conditional_gate, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
+from ..trainers.watching import without_compiler
 from .config import StageConfig
 from .own_data import OwnDataMixin
 from .recording import Progress, SeenText, took_away_usual
@@ -115,7 +116,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     ) -> None:
-        config = self._config(args)
+        config, model = self._config(args), without_compiler(model)
         self.args = config  # for what is done before the library's constructor
         name, trained = config.trained()
         self.trained_as = "everything" if everything else name
