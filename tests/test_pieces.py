@@ -163,10 +163,11 @@ def test_smoothed_labels_take_the_logits_of_the_whole_batch(small_pieces, tmp_pa
 
 def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):
     from test_own_loss import Flatness
+    from test_own_loss import made as with_other_experts
 
     logs, whole = {}, {}
-    train(tmp_path / "a", model=build(), logs=logs, losses=[Flatness(0.5)])
+    train(tmp_path / "a", model=with_other_experts(), logs=logs, losses=[Flatness(0.5)])
     assert logs["flatness_loss"] > 0
     module.LARGE = build().get_output_embeddings().weight.shape[0] * IDS.numel()
-    train(tmp_path / "b", model=build(), logs=whole, losses=[Flatness(0.5)])
+    train(tmp_path / "b", model=with_other_experts(), logs=whole, losses=[Flatness(0.5)])
     assert logs["flatness_loss"] == whole["flatness_loss"]

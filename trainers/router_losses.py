@@ -421,7 +421,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             **of_the_model, others=others,
         )  # fmt: skip
 
-    def _router_loss(self, batch: LossBatch, stack: int, training: bool) -> torch.Tensor:
+    def _router_loss(self, batch: LossBatch, stack: int = 0, training: bool = True) -> torch.Tensor:
         # Routers and classifiers that no loss reads stay in the graph, so that all ranks have the same graph.
         logits = [
             tensor for r in batch.routing for tensor in (r.router_logits, r.classifier_logits) if tensor is not None
