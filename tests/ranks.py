@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
+from uneven_rows import scores
 
 from hf_moe_expand import (
     AdaptConfig,
@@ -121,6 +122,11 @@ def ddp_in_pieces(folder):
     """The loss of some tokens at a time, outside of the wrapped model's forward pass."""
     with patch.object(pieces, "LARGE", 2 * 258), patch.object(pieces, "PIECE", 6 * 258):
         return one_step(folder, "ddp in pieces", "idle", ranks=2)
+
+
+def evaluation(folder):
+    """Every Trainer's loss of rows with labels on very different numbers of tokens."""
+    return scores(folder)
 
 
 def fsdp_by_hand(folder):

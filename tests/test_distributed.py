@@ -11,12 +11,15 @@ from conftest import accelerates_environment, fork_ranks, save_dense, write_text
 from one_step import train
 from ranks import STEPS, adapt, dense, model_of, options, post_pretraining, stage
 from safetensors.torch import load_file
+from uneven_rows import KINDS, SETTINGS, scores, slow_loss, uneven_rows
+from uneven_rows import model_of as uneven_model
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 
 CHECKS = (
-    "ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation", "streamed",
+    "ddp", "ddp_in_pieces", "evaluation", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native",
+    "adaptation", "streamed",
 )  # fmt: skip
 
 
@@ -70,6 +73,16 @@ def test_data_parallel_with_experts_that_get_no_token(found, alone, step):
 
 def test_data_parallel_with_the_loss_in_pieces(found, alone):
     same(found["ddp_in_pieces"][0], alone("idle"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_counts_each_row_and_target_once(found, tmp_path, kind):
+    alone, model = scores(tmp_path), uneven_model(kind)
+    for batch, count in SETTINGS:
+        expected = slow_loss(model, kind, uneven_rows(count))
+        for loss, of_text in (found["evaluation"][kind, batch, count], alone[kind, batch, count]):
+            assert loss == pytest.approx(expected, abs=2e-5), (batch, count)
+            assert kind == "review" or of_text == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("backbone", ["qwen2", "bloom", "gemma3_text"])
