@@ -242,7 +242,8 @@ def test_a_step_is_that_of_the_dense_model_with_its_experts(el, tmp_path, langua
 
 def test_rows_of_old_languages_alone_train_nothing(grown, tmp_path):
     model, before = load(grown), load(grown)
-    one_step(tmp_path / "old", model, *blocks(0, 1), classes=(0, 1, 2))
+    with pytest.raises(InputError, match="no row is in a language whose experts train"):
+        one_step(tmp_path / "old", model, *blocks(0, 1), classes=(0, 1, 2))
     for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
 
@@ -259,7 +260,7 @@ def test_rows_of_the_second_expansion_train_its_experts_alone(grown, tmp_path):
         assert ".experts.2." in name or torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("languages", [(2, 1, 2, 0), (0, 1), (0, 2)])
+@pytest.mark.parametrize("languages", [(2, 1, 2, 0), (0, 2)])
 def test_recomputed_the_step_is_the_same(grown, tmp_path, languages):
     """Gradient checkpointing runs the forward pass again, in the backward pass: with the same classes."""
     plain, recomputed = load(grown), load(grown)

@@ -307,8 +307,8 @@ def test_the_guides_own_plan_is_a_plan(tmp_path):
 
 def test_settings_take_positions_in_the_order_of_their_fields():
     assert Plan("own", [1, 2], [1]) == Plan(method="own", experts_per_layer=[1, 2], classifier_layers=[1])
-    with pytest.raises(TypeError, match="takes at most 12 arguments, but 13 were given"):
-        Plan("own", [1, 2], *[None] * 11)
+    with pytest.raises(TypeError, match="takes at most 11 arguments, but 12 were given"):
+        Plan("own", [1, 2], *[None] * 10)
     with pytest.raises(TypeError, match="multiple values for keyword argument 'method'"):
         Plan("own", [1, 2], method="twice")
 
