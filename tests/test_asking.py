@@ -1,7 +1,6 @@
 """Models that are asked: the same tokens as `generate`, the template, the language, and the base beside the result."""
 
 import io
-import json
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
-from hf_moe_expand.cli import asking
+from hf_moe_expand.cli import chat as verb
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.inference.asking import Answer, Answering, ChatModel, ask
+from hf_moe_expand.inference.asking import Answering, ChatModel
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -49,13 +48,12 @@ def generated(folder, text, **options):
 
 def test_answers_are_those_of_generate(home):
     asked = ChatModel.load(home / "el")
-    assert asked.answer("the cat", SHORT).text == generated(home / "el", "the cat", do_sample=False)
+    assert asked.answer("the cat", SHORT) == generated(home / "el", "the cat", do_sample=False)
     said = asked.answer("the cat", SHORT, "en")
-    assert said.text == generated(home / "el", "the cat", do_sample=False, languages="en")
-    assert said.text == generated(home / "base", "the cat", do_sample=False)
-    assert said.text != asked.answer("the cat", SHORT, "el").text
+    assert said == generated(home / "el", "the cat", do_sample=False, languages="en")
+    assert said == generated(home / "base", "the cat", do_sample=False)
+    assert said != asked.answer("the cat", SHORT, "el")
     assert asked.base_inside().answer("the cat", SHORT) == said
-    assert (said.tokens, said.ended) == (6, False)
 
 
 def test_the_checkpoints_own_generation_settings_do_not_count(home):
@@ -64,8 +62,8 @@ def test_the_checkpoints_own_generation_settings_do_not_count(home):
     plain = asked.answer("the cat", SHORT)
     asked.model.generation_config.update(repetition_penalty=9.0, num_beams=3, min_new_tokens=2)
     assert asked.answer("the cat", SHORT) == plain
-    asked.model.generation_config.eos_token_id = byte_tokenizer()(plain.text[0]).input_ids[0]
-    assert asked.answer("the cat", SHORT) == Answer(plain.text[0], 1, True)
+    asked.model.generation_config.eos_token_id = byte_tokenizer()(plain[0]).input_ids[0]
+    assert asked.answer("the cat", SHORT) == plain[0]
 
 
 def test_the_template_wraps_the_conversation(home):
@@ -75,9 +73,9 @@ def test_the_template_wraps_the_conversation(home):
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "so"},
     ]
-    said = chat.reply(talk, Answering(max_new_tokens=6, chat=True, system="be brief"))
+    said = chat.reply(talk, Answering(max_new_tokens=6, system="be brief"))
     assert said == chat.answer("<s>be brief<u>hi<a>yes<u>so<a>", plain)
-    assert chat.answer("hi", Answering(max_new_tokens=6, chat=True)) == chat.answer("<u>hi<a>", plain)
+    assert chat.reply(talk[:1], plain) == chat.answer("<u>hi<a>", plain)
 
 
 def test_drawn_answers_depend_on_the_seed_alone(home):
@@ -87,72 +85,43 @@ def test_drawn_answers_depend_on_the_seed_alone(home):
     assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))
 
 
-def test_an_answer_that_ends_by_itself_says_so(home):
-    asked = ChatModel.load(home / "el")
-    first = asked.tokenizer(asked.answer("the cat", SHORT).text).input_ids
-    asked.model.generation_config.eos_token_id = first[0] if first else 256
-    said = asked.answer("the cat", SHORT)
-    assert (said.tokens, said.ended) == (1, True)
-
-
-def test_models_are_asked_side_by_side(home):
-    questions = ["the cat", "η γάτα"]
-    found = ask([home / "el", "inside", home / "base"], questions, SHORT, ["en", "el"])
-    assert list(found) == ["el", "el: base inside", "base"]
-    assert found["el: base inside"] == found["base"]
-    assert found["el"][0] == found["base"][0]
-    assert found["el"][1] != found["base"][1]
-    assert ask([ChatModel.load(home / "el")], questions[:1], SHORT, "el")["el"] == [
-        ChatModel.load(home / "el").answer(questions[0], SHORT, "el")
-    ]
-
-
 def test_what_cannot_be_asked_is_refused(home, tmp_path):
     asked = ChatModel.load(home / "el")
     with pytest.raises(InputError, match="has no chat template, so it cannot chat"):
-        asked.answer("hi", Answering(chat=True))
+        asked.reply([{"role": "user", "content": "hi"}], SHORT)
     with pytest.raises(InputError, match="does not know 'xx'; it knows en, el"):
         asked.answer("hi", SHORT, "xx")
     with pytest.raises(InputError, match="takes 64 positions"):
         asked.answer("x" * 64, SHORT)
-    assert asked.answer("x" * 60, SHORT).tokens == 4
+    with pytest.raises(InputError, match="A system message belongs to a chat"):
+        asked.answer("hi", Answering(system="be brief"))
     with pytest.raises(InputError, match="The prompt is empty"):
         asked.answer("", SHORT)
-    with pytest.raises(InputError, match="2 questions have 1 languages"):
-        ask([home / "el"], ["a", "b"], SHORT, ["el"])
-    with pytest.raises(InputError, match="comes first"):
-        ask(["inside"], ["a"], SHORT)
-    with pytest.raises(InputError, match="two models have this name"):
-        ask([home / "el", home / "el"], ["a"], SHORT)
     with pytest.raises(InputError, match="is a dense model, which has no base inside"):
         ChatModel.load(home / "base").base_inside()
     groups = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
     expand_checkpoint(home / "base", tmp_path / "dmoe", groups)
     with pytest.raises(InputError, match="its base is not inside"):
         ChatModel.load(tmp_path / "dmoe").base_inside()
-    for wrong in ({"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"system": "x"}):
+    for wrong in ({"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}):
         with pytest.raises(InputError):
             Answering(**wrong)
 
 
-def test_generate_on_the_command_line(home, tmp_path):
-    command = [
-        "generate", home / "el", "the cat", "η γάτα", "--languages", "en,el", "--base", "inside",
-        "--max-new-tokens", 6, "--out", tmp_path / "out.json",
-    ]  # fmt: skip
-    said = CliRunner().invoke(cli.app, [str(word) for word in command]).stdout
-    assert said.startswith("the cat\n  el:")
-    english = said.split("\nη γάτα\n")[0].removeprefix("the cat\n")
-    result, inside = english.split("  el: base inside:")
-    assert result.split(":", 1)[1].split() == inside.split()
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert written["prompts"] == ["the cat", "η γάτα"]
-    answers = {name: [Answer(**one) for one in found] for name, found in written["answers"].items()}
-    assert answers == ask([home / "el", "inside"], ["the cat", "η γάτα"], SHORT, ["en", "el"])
-    result = CliRunner().invoke(cli.app, ["generate", str(home / "base"), "--max-new-tokens", "3"], input="a\n\nb\n")
-    assert [line for line in result.stdout.splitlines() if not line.startswith(" ")][:1] == ["a"]
-    with pytest.raises(InputError, match="has no chat template"):
-        invoke("generate", home / "el", "hi", "--chat")
+def test_a_prompt_is_answered_once_beside_the_base_inside(home):
+    def said(*command):
+        return CliRunner().invoke(cli.app, ["chat", *map(str, command), "--max-new-tokens", "6"]).stdout.split("\n")
+
+    plain = (
+        ChatModel.load(home / "base").answer("the cat", SHORT).split("\n")
+    )  # no template: it goes on from the prompt
+    found = said(home / "el", "--prompt", "the cat", "--languages", "en", "--base", "inside")
+    assert found == ["el:", *plain, "el: base inside:", *plain, ""]
+    chat = ChatModel.load(home / "chat")
+    assert said(home / "chat", "--prompt", "hi") == [*chat.answer("<u>hi<a>", SHORT).split("\n"), ""]
+    assert said(home / "chat", "--prompt", "hi", "--plain") == [*chat.answer("hi", SHORT).split("\n"), ""]
+    with pytest.raises(InputError, match="--plain belongs to --prompt"):
+        invoke("chat", home / "chat", "--plain")
 
 
 def test_chat_on_the_command_line(home):
@@ -169,21 +138,19 @@ def test_chat_on_the_command_line(home):
         invoke("chat", home / "el")
 
 
-@pytest.mark.parametrize("command", [["generate", "el"], ["chat", "chat"]], ids=["generate", "chat"])
-def test_an_input_that_is_not_utf_8_is_said(home, command, monkeypatch):
-    verb, folder = command
-    found = CliRunner().invoke(cli.app, [verb, str(home / folder)], input=b"hi\ncaf\xe9\nmore\n")
+def test_an_input_that_is_not_utf_8_is_said(home, monkeypatch):
+    found = CliRunner().invoke(cli.app, ["chat", str(home / "chat")], input=b"hi\ncaf\xe9\nmore\n")
     assert isinstance(found.exception, InputError)
     assert str(found.exception) == "The input is not UTF-8 (byte 0xe9)."
     # Where the locale is C, such bytes come as surrogates.
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\ncaf\xe9\n"), "utf-8", "surrogateescape"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", "surrogateescape"))
     with pytest.raises(InputError, match="the input is not UTF-8"):
-        list(asking._lines())
+        verb._read()
 
 
 @pytest.mark.parametrize(("line", "is_sent"), [("/foo", False), ("/help me", False), ("/", False), ("/etc/x ?", True)])
 def test_an_unknown_command_is_not_sent(home, line, is_sent):
     found = CliRunner().invoke(cli.app, ["chat", str(home / "chat"), "--max-new-tokens", "2"], input=f"{line}\n")
     assert ("unknown command; known: /new, /languages el, /exit." in found.stderr) != is_sent
-    assert (found.stdout == f"> {line}\n") != is_sent
+    assert (found.stdout == f"> {line}\n> \n") != is_sent
     assert found.exit_code == 0

@@ -330,7 +330,7 @@ def test_the_options_of_a_verb_follow_from_its_settings():
 def test_the_console_script_loads_expanded_checkpoints(tmp_path):
     plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
     expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
-    code, error, imported = heavy_imports("generate", tmp_path / "moe", "a", "--max-new-tokens", 1)
+    code, error, imported = heavy_imports("chat", tmp_path / "moe", "--prompt", "a", "--max-new-tokens", 1)
     assert code == 0, error
     assert {"torch", "transformers"} <= imported
 

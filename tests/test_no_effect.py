@@ -36,8 +36,8 @@ def root(tmp_path_factory):
         (["grow", "model", "out", "--plan", "grown.json", "--tokens", 7], "--tokens, .* belong to --copy-from nearest"),
         (["inspect", "model", "--lora-rank", 3], "settings of new experts belong to --plan"),
         (["expand", "base", "out", "--plan", "plan.json", "--lora-alpha", 7], "lora_alpha 7, but expert_kind is 'ffn'"),
-        (["generate", "model", "a", "--top-p", 0.1], "top_p and seed are for drawing, but the temperature is 0"),
-        (["generate", "model", "a", "--seed", 9], "top_p and seed are for drawing, but the temperature is 0"),
+        (["chat", "model", "--top-p", 0.1], "top_p and seed are for drawing, but the temperature is 0"),
+        (["chat", "model", "--seed", 9], "top_p and seed are for drawing, but the temperature is 0"),
     ],
 )
 def test_options_of_something_that_is_not_asked_for(root, monkeypatch, words, said):

@@ -51,11 +51,11 @@ def test_a_run_ends_with_three_commands_that_work(ran):
     run, said = ran
     _, *commands = said[said.index("what follows:") :].splitlines()
     assert [shlex.split(line)[:2] for line in commands] == [
-        ["hf-moe-expand", verb] for verb in ("report", "generate", "push")
+        ["hf-moe-expand", verb] for verb in ("report", "chat", "push")
     ]
-    _, generate, push = (invoke(*shlex.split(line)[1:]) for line in commands)
+    _, chat, push = (invoke(*shlex.split(line)[1:]) for line in commands)
     assert (run / "report.html").is_file()
-    assert "base inside" in generate
+    assert "base inside" in chat
     assert "model.safetensors" in push
 
 
@@ -78,7 +78,7 @@ def test_a_run_s_folder_stands_for_its_last_checkpoint(ran, tmp_path):
     run, _ = ran
     last, data = run / "post_pretrain", f"el={run.parent / 'el.jsonl'}"
     for verb in (
-        ["inspect", run], ["card", run], ["push", run, "me/x", "--dry-run"], ["generate", run, "The"],
+        ["inspect", run], ["card", run], ["push", run, "me/x", "--dry-run"], ["chat", run, "--prompt", "The"],
         ["diff", run / "expanded", run],
         ["evaluate", run, "--data", data, "--max-tokens", "20", "--out", tmp_path / "e.json", "--overwrite"],
         ["analyze", "routing", run, "--data", data, "--out", tmp_path / "r.json", "--tokens", "100", "--overwrite"],

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..core.errors import InputError, first_line, is_full_disk, is_unicode
 
 # In the order of `--help`.
-from . import analyze, asking, evaluate, gates, plan, run, surgery, train  # noqa: F401
+from . import analyze, chat, evaluate, gates, plan, run, surgery, train  # noqa: F401
 from .options import app, versions
 
 __all__ = ["app", "main"]

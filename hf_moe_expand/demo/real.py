@@ -63,4 +63,4 @@ def write_text_files(folder: Path) -> dict[str, Path]:
 def continuations(model_name: str | Path) -> dict[str, str]:
     """What a model writes after each prompt, most probable token by token."""
     model, how = ChatModel.load(model_name), Answering(max_new_tokens=NEW_TOKENS)
-    return {prompt: " ".join(model.answer(prompt, how).text.split()) for prompt in PROMPTS}
+    return {prompt: " ".join(model.answer(prompt, how).split()) for prompt in PROMPTS}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError
-from ..inference.asking import Answering, ChatModel, ask
+from ..inference.asking import Answering, ChatModel
 from ..modeling.routing_control import classes_of
 
 QUESTIONS: Mapping[str, Sequence[str]] = {
@@ -82,11 +82,11 @@ def check_chat(
     """
     if not questions:
         raise InputError(f"questions: there is no question in {language!r}: give some lines.")
-    how = Answering(max_new_tokens=_TOKENS, chat=True)
+    how = Answering(max_new_tokens=_TOKENS)
 
     def answers(model: ChatModel, told: str | None = None) -> list[str]:
-        (replies,) = ask([model], questions, how, told).values()
-        return [" ".join(answer.text.split()) for answer in replies]
+        asked = ([{"role": "user", "content": question}] for question in questions)
+        return [" ".join(model.reply(messages, how, told).split()) for messages in asked]
 
     first = ChatModel.load(base, revision)
     if not first.has_template:

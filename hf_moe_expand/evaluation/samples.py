@@ -38,7 +38,7 @@ def continue_samples(samples: Iterable[Sample], model: ChatModel) -> None:
     """Adds what the model writes; it writes nothing where the words alone fill its positions."""
     for sample in samples:
         with suppress(InputError):
-            sample.continued[model.name] = " ".join(model.answer(sample.prompt, _HOW).text.split())
+            sample.continued[model.name] = " ".join(model.answer(sample.prompt, _HOW).split())
 
 
 def _first_words(text: str) -> str:

@@ -1,9 +1,8 @@
-"""Asks models the same questions: prompts to continue, or messages in a model's chat template."""
+"""A loaded model that writes: it goes on from a prompt, or replies in its chat template."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +17,7 @@ from ..modeling.routing_control import classes_of
 from .models import check_decoder, end_tokens, generating, load_for_inference, longest_block
 from .writing import Answering
 
-# In place of a base's folder: the base inside the expanded model.
-INSIDE = "inside"
-
 Message = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer: its text, its number of tokens, and whether it ended by itself."""
-
-    text: str
-    tokens: int
-    ended: bool
 
 
 class ChatModel:
@@ -69,20 +56,20 @@ class ChatModel:
         """Refuses a tokenizer without a chat template."""
         if not self.has_template:
             raise InputError(
-                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text "
-                "(`generate` without --chat), or take over a chat model's tokenizer (`graft`)."
+                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it go on from a text "
+                "(`chat --prompt`), or take over a chat model's tokenizer (`graft`)."
             )
 
-    def answer(self, question: str, how: Answering, language: str | None = None) -> Answer:
-        """The answer to one question; see `reply`."""
-        if how.chat:
-            return self.reply([{"role": "user", "content": question}], how, language)
-        ids_1S = torch.tensor([prompt_tokens(question, self.tokenizer)], dtype=torch.long)
-        return self._write({"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}, how, language)
+    def answer(self, prompt: str, how: Answering, language: str | None = None, streamer: Any = None) -> str:
+        """What it writes after a prompt, without a template; see `reply`."""
+        if how.system is not None:
+            raise InputError("A system message belongs to a chat: ask in the chat template, or leave it out.")
+        ids_1S = torch.tensor([prompt_tokens(prompt, self.tokenizer)], dtype=torch.long)
+        return self._write({"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}, how, language, streamer)
 
     def reply(
         self, messages: Sequence[Message], how: Answering, language: str | None = None, streamer: Any = None
-    ) -> Answer:
+    ) -> str:
         """The next message of a conversation.
 
         Args:
@@ -115,7 +102,7 @@ class ChatModel:
 
     def _write(
         self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, ends: list[int] | None = None
-    ) -> Answer:
+    ) -> str:
         inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
         length = inputs["input_ids"].shape[1]
         if not length:
@@ -127,9 +114,9 @@ class ChatModel:
             raise InputError(f"{self.name}: the prompt has {length:,} tokens, but the model takes {most:,} positions.")
         new = how.max_new_tokens if most is None else min(how.max_new_tokens, most - length)
         drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
-        pad, end = self.tokenizer.pad_token_id, end_tokens(self.model, self.tokenizer)
+        pad = self.tokenizer.pad_token_id
         config = GenerationConfig(
-            max_new_tokens=new, eos_token_id=end or None,
+            max_new_tokens=new, eos_token_id=end_tokens(self.model, self.tokenizer) or None,
             pad_token_id=self.tokenizer.eos_token_id if pad is None else pad, **(drawn if how.temperature else {}),
         )  # fmt: skip
         if ends is not None and getattr(self.model.config, "language_gate", None) is not None:
@@ -137,8 +124,7 @@ class ChatModel:
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language), generating(self.model, config):
             written = self.model.generate(**inputs, streamer=streamer)[0, length:].tolist()
-        ended = bool(written) and written[-1] in end
-        return Answer(self.tokenizer.decode(written, skip_special_tokens=True), len(written), ended)
+        return self.tokenizer.decode(written, skip_special_tokens=True)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:
         """Inside, the base inside or the expanded model runs, and knows the language."""
@@ -151,48 +137,6 @@ class ChatModel:
         except ValueError as error:
             raise InputError(f"{self.name}: {error}") from None
         return self.model.use_languages(language)
-
-
-def ask(
-    models: Iterable[str | os.PathLike | ChatModel],
-    questions: Sequence[str],
-    how: Answering | None = None,
-    languages: str | Sequence[str | None] | None = None,
-) -> dict[str, list[Answer]]:
-    """Asks each model the same questions, one model after the other in memory.
-
-    Args:
-        models: folders, hub ids, or models that are loaded; `"inside"` after an expanded model asks the base inside it.
-        questions: prompts, or the user's messages (`how.chat`).
-        how: how they answer.
-        languages: the language of each question, or one for all; see `ChatModel.reply`.
-
-    Returns:
-        By each model's name in results, its answers in the order of the questions.
-    """
-    how = how or Answering()
-    named: list[str | None] = (
-        [languages] * len(questions) if languages is None or isinstance(languages, str) else list(languages)
-    )
-    if len(named) != len(questions):
-        raise InputError(f"{len(questions)} questions have {len(named)} languages: give one for each, or one for all.")
-    answers: dict[str, list[Answer]] = {}
-    before: ChatModel | None = None
-    for model in models:
-        if model == INSIDE:
-            if before is None:
-                raise InputError(f"{INSIDE!r} stands for the base inside the model before it, but comes first.")
-            loaded = before.base_inside()
-        else:
-            before = None  # frees its memory first
-            loaded = model if isinstance(model, ChatModel) else ChatModel.load(model)
-            before = loaded
-        if loaded.name in answers:
-            raise InputError(f"{loaded.name}: two models have this name; rename a folder.")
-        answers[loaded.name] = [
-            loaded.answer(question, how, code) for question, code in zip(questions, named, strict=True)
-        ]
-    return answers
 
 
 def why_no_base_inside(config: Any) -> str | None:

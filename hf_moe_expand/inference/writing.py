@@ -5,14 +5,14 @@ from typing import Any
 from pydantic import Field
 
 from ..core.errors import InputError
-from ..core.schema import Coefficient, Count, Flag, Positive, Schema, Share, Text, Whole
+from ..core.schema import Coefficient, Count, Positive, Schema, Share, Text, Whole
 
 
 class Answering(Schema):
     """How models answer.
 
     Raises:
-        InputError: a value is out of range, or there is a system message without a chat.
+        InputError: a value is out of range, or says how to draw where nothing is drawn.
     """
 
     max_new_tokens: Count = Field(256, description="most tokens of an answer")
@@ -21,12 +21,9 @@ class Answering(Schema):
     )
     top_p: Share = Field(1.0, gt=0, description="draw among the tokens with this share of the probability")
     seed: Whole = Field(0, ge=0, lt=2**32, description="random seed of each answer")
-    chat: Flag = Field(False, description="a prompt is a user's message in the chat template")
     system: Text | None = Field(None, description="system message of the chat")
 
     def model_post_init(self, _: Any) -> None:
-        if self.system is not None and not self.chat:
-            raise InputError("A system message belongs to a chat: ask with the chat template, or leave it out.")
         if not self.temperature and (self.top_p != 1 or self.seed):
             raise InputError("top_p and seed are for drawing, but the temperature is 0: raise it, or leave them out.")
 

@@ -258,7 +258,7 @@ def _what_follows(root: Path, final: Path) -> list[str]:
     if not config.is_encoder_decoder:
         inside = [] if why_no_base_inside(config) else ["--base", "inside"]
         talks = bool(load_tokenizer(final, final).chat_template)
-        asks = ["chat", str(final), *inside] if talks else ["generate", str(final), "PROMPT", *inside]
+        asks = ["chat", str(final), *([] if talks else ["--prompt", "PROMPT"]), *inside]
     name = "-".join(re.findall(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", root.resolve().name)) or "model"
     commands = [["report", str(root)], asks, ["push", str(final), f"me/{name}", "--dry-run"]]
     return [shlex.join(["hf-moe-expand", *command]) for command in commands]

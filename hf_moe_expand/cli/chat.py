@@ -1,0 +1,118 @@
+"""The verb `chat`: a model talks, or answers once."""
+
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core.errors import InputError, is_unicode
+from ..inference.writing import Answering
+from .common import check_checkpoints
+from .options import Model, Revision, app, with_settings
+
+if TYPE_CHECKING:
+    from ..inference.asking import ChatModel
+
+
+@app.command()
+@with_settings(max_new_tokens=512)
+def chat(
+    model: Model,
+    settings: Answering,
+    prompt: Annotated[
+        str | None, typer.Option(help="Answer this and end; without a chat template, go on from it.")
+    ] = None,
+    language: Annotated[
+        str | None, typer.Option("--languages", help="Language of the conversation, where you know it, e.g. el.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to ask beside: a folder, a hub id, or `inside`, the base inside the model (expert 0)."
+        ),
+    ] = None,
+    revision: Revision = None,
+) -> None:
+    """Talk with a model in its chat template, line by line, or once (--prompt); with --base, with another beside it.
+
+    /new begins a new conversation, /languages el names its language, /exit or the end of the input ends it. Another
+    word after a slash is refused, and not sent. An old language gets the base's own output, a new one all experts of
+    its expansion.
+
+    Example: hf-moe-expand chat qwen-el-chat --languages el --base inside
+
+    Example: hf-moe-expand chat qwen-el-2 --prompt "Η Ελλάδα είναι" --base inside
+    """
+    check_checkpoints(model, revision=revision)
+    if base not in (None, "inside"):
+        check_checkpoints(str(base))
+    from ..inference.asking import ChatModel
+
+    first = ChatModel.load(model, revision)
+    models = [first]
+    if base is not None:
+        models.append(first.base_inside() if base == "inside" else ChatModel.load(base))
+    if prompt is None:
+        for one in models:
+            one.check_template()
+        _talk(models, settings, language)
+        return
+    for one in models:
+        shown = settings, language, _streamer(one, len(models) > 1)
+        if one.has_template:
+            one.reply([{"role": "user", "content": prompt}], *shown)
+        else:
+            one.answer(prompt, *shown)
+
+
+def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> None:
+    """Reads lines and lets each model reply, in a conversation of its own."""
+    talks: list[list[dict[str, str]]] = [[] for _ in models]
+    while (line := _read()) is not None:
+        command, _, rest = line.partition(" ")
+        if command in ("/exit", "/quit"):
+            return
+        if command == "/new":
+            talks = [[] for _ in models]
+        elif command == "/languages":
+            language = rest.strip() or None
+        elif re.fullmatch(r"/\w*", command):  # a path has a second slash
+            print(f"error: {command}: unknown command; known: /new, /languages el, /exit.", file=sys.stderr)
+        elif line:
+            for one, talk in zip(models, talks, strict=True):
+                talk.append({"role": "user", "content": line})
+                try:
+                    said = one.reply(talk, how, language, _streamer(one, len(models) > 1))
+                except InputError as error:  # a language that it does not know, or a conversation that is too long
+                    talk.pop()
+                    if not sys.stdin.isatty():
+                        raise
+                    print(f"error: {error}", file=sys.stderr)
+                    continue
+                talk.append({"role": "assistant", "content": said})
+
+
+def _streamer(one: "ChatModel", is_named: bool) -> Any:
+    """Shows the tokens of a model's answer as they come, below its name if it `is_named`."""
+    from transformers import TextStreamer
+
+    if is_named:
+        print(f"{one.name}:")
+    return TextStreamer(one.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _read() -> str | None:
+    """The next line of the input; None at its end."""
+    try:
+        line = input("> ").strip()
+    except EOFError:
+        print()
+        return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"The input is not {error.encoding.upper()} (byte {error.object[error.start]:#x}).") from None
+    if not is_unicode(line):
+        raise InputError(f"{line!r}: the input is not UTF-8.")
+    if not sys.stdin.isatty():
+        print(line)
+    return line
