@@ -110,16 +110,16 @@ def test_what_cannot_be_asked_is_refused(home, tmp_path):
 
 def test_a_prompt_is_answered_once_beside_the_base_inside(home):
     def said(*command):
-        return CliRunner().invoke(cli.app, ["chat", *map(str, command), "--max-new-tokens", "6"]).stdout.split("\n")
+        found = CliRunner().invoke(cli.app, ["chat", *map(str, command), "--max-new-tokens", "6"])
+        assert found.exit_code == 0, found.output
+        return found.stdout
 
-    plain = (
-        ChatModel.load(home / "base").answer("the cat", SHORT).split("\n")
-    )  # no template: it goes on from the prompt
+    plain = ChatModel.load(home / "base").answer("the cat", SHORT)  # no template: it goes on from the prompt
     found = said(home / "el", "--prompt", "the cat", "--languages", "en", "--base", "inside")
-    assert found == ["el:", *plain, "el: base inside:", *plain, ""]
+    assert found == f"el:\n{plain}\nel: base inside:\n{plain}\n"
     chat = ChatModel.load(home / "chat")
-    assert said(home / "chat", "--prompt", "hi") == [*chat.answer("<u>hi<a>", SHORT).split("\n"), ""]
-    assert said(home / "chat", "--prompt", "hi", "--plain") == [*chat.answer("hi", SHORT).split("\n"), ""]
+    assert said(home / "chat", "--prompt", "hi") == chat.answer("<u>hi<a>", SHORT) + "\n"
+    assert said(home / "chat", "--prompt", "hi", "--plain") == chat.answer("hi", SHORT) + "\n"
     with pytest.raises(InputError, match="--plain belongs to --prompt"):
         invoke("chat", home / "chat", "--plain")
 

@@ -34,7 +34,7 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
     assert list(samples) == ["en", "el"]
     prompt = samples["en"]["prompt"]
     assert prompt == "A short text. A short text. A short"
-    expected = {m.name: ChatModel.load(m).answer(prompt, Answering(max_new_tokens=24)).text.split() for m in models}
+    expected = {m.name: ChatModel.load(m).answer(prompt, Answering(max_new_tokens=24)).split() for m in models}
     assert {name: text.split() for name, text in samples["en"]["continued"].items()} == expected
     header, rows = Evaluation.from_json(tmp_path / "e.json").sample_rows()
     assert header == ["language", "held-out text begins", "one", "two"]

@@ -23,6 +23,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option(help="Answer this and end; without a chat template, go on from it.")
     ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Go on from the prompt in spite of a chat template.")] = False,
     language: Annotated[
         str | None, typer.Option("--languages", help="Language of the conversation, where you know it, e.g. el.")
     ] = None,
@@ -44,6 +45,8 @@ def chat(
 
     Example: hf-moe-expand chat qwen-el-2 --prompt "Η Ελλάδα είναι" --base inside
     """
+    if plain and prompt is None:
+        raise InputError("--plain belongs to --prompt, which is not given.")
     check_checkpoints(model, revision=revision)
     if base not in (None, "inside"):
         check_checkpoints(str(base))
@@ -60,7 +63,7 @@ def chat(
         return
     for one in models:
         shown = settings, language, _streamer(one, len(models) > 1)
-        if one.has_template:
+        if one.has_template and not plain:
             one.reply([{"role": "user", "content": prompt}], *shown)
         else:
             one.answer(prompt, *shown)
