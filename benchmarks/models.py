@@ -1,4 +1,4 @@
-"""The models that the benchmark scripts measure: Qwen2 shapes with random weights, and their expansions."""
+"""The models that the benchmark scripts measure: Qwen2 shapes with random weights, and their plans."""
 
 import argparse
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hf_moe_expand import LayerMoEConfig, Plan
+from hf_moe_expand import Plan
 
 
 def add_model_options(options: argparse.ArgumentParser, hidden: int, vocabulary: int) -> None:
@@ -52,13 +52,3 @@ def uniform_plan(layers: int, experts: int, classifiers: int = 0) -> Plan:
     """The same number of experts in each layer, classifiers in the last `classifiers` layers."""
     classified = list(range(layers - classifiers, layers))
     return Plan("moe-lpr", [experts] * layers, classifier_layers=classified, old=["en"], new=["el"])
-
-
-def expanded_config(dense: Qwen2Config, plan: Plan) -> Any:
-    """The configuration of the expanded model."""
-    return LayerMoEConfig.from_dense(
-        dense,
-        num_experts_per_layer=plan.experts_per_layer,
-        classifier_layers=plan.classifier_layers,
-        router_top_k=plan.top_k,
-    )

@@ -24,9 +24,8 @@ def fuzz(monkeypatch):
 
 
 def test_broken_files_end_in_success_or_one_sentence(fuzz):
-    counts, bad = fuzz.run_cases(16, seed=2, limit=60)
-    assert not bad
-    assert min(counts["refused"], counts["ok"]) >= 2  # the files are neither all refused nor all taken
+    endings = fuzz.run_cases(range(16), seed=2, limit=60)
+    assert set(endings) == {"refused", "ok"}
 
 
 @pytest.mark.parametrize(

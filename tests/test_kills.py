@@ -1,16 +1,14 @@
-"""A sample of `benchmarks/kills.py`, and what interrupted commands leave, say and clean up."""
+"""Commands that are killed at a write lose nothing, and what interrupted commands leave, say and clean up."""
 
 import errno
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from socket import gethostname
 
 import pytest
-from conftest import invoke, save_dense, write_texts
+from conftest import HERE, invoke, run_python, save_dense, write_texts
 from transformers import TrainerCallback
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
@@ -22,7 +20,6 @@ from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.resume import remove_training
 from hf_moe_expand.stages.trainer import StageTrainer
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
 # No process has it: Linux counts to 2 ** 22.
 DEAD = 2**22 + 1
@@ -62,13 +59,14 @@ def stop_at(step, monkeypatch):
     monkeypatch.setattr(StageTrainer, "__init__", made)
 
 
-def test_killed_commands_lose_nothing():
+def test_killed_commands_lose_nothing(root, tmp_path):
     """In a process of its own, which forks: this one has threads."""
-    command = [sys.executable, str(BENCHMARKS / "kills.py"), "--cases", "4", "--seed", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 cases: 0 failures, 0 hangs, 0 foreign files lost, 0 differing bytes" in done.stdout
+    inputs = Path(shutil.copytree(root, tmp_path / "inputs"))
+    PLAN.save(inputs / "plan.json")
+    (inputs / "stage.yaml").write_text("{block_size: 16, max_steps: 3, save_steps: 1, per_device_train_batch_size: 1}")
+    code = "sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nimport kills\n"
+    said = run_python(f"{code}print(*kills.run(Path(sys.argv[2])), sep='\\n')", str(HERE), str(inputs))
+    assert said.strip() == ""
 
 
 def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, monkeypatch, capsys, caplog):
