@@ -19,8 +19,9 @@ from ..core.schema import checked, shown_value
 from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, language_models, model_class, stack_sizes
 from ..modeling.expanded_config import AdapterKind, ExpandedConfig, ExpertKind
 from ..planning.plan import Plan
+from .base_tensors import base_hashes
 from .gate_file import Gate
-from .loaded import blank, filled
+from .loaded import LoadedModel, blank, filled
 from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight
 from .promises import check_architecture
@@ -125,7 +126,7 @@ def expand_checkpoint(
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
         expert_init=expert_init, base_parameters=base_parameters, parameters=parameters,
-        language_gate=config.language_gate,
+        language_gate=config.language_gate, base_hashes=base_hashes(dense),
     )  # fmt: skip
     History([record]).write(config)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
@@ -214,6 +215,7 @@ def expand_model(
         plan, old_languages=plan.old, base_model=name, base_revision=revision, seed=seed,
         expert_init=expert_init, base_parameters=_parameters(dense),
         parameters=_parameters(expanded), language_gate=config.language_gate,
+        base_hashes=base_hashes(LoadedModel(expanded)),
     )  # fmt: skip
     History([record]).write(expanded.config)
     return expanded

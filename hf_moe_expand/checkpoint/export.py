@@ -18,6 +18,7 @@ from ..core.errors import InputError
 from ..modeling import layer_names
 from ..modeling.experts import LoraLinear, LoraUpdate
 from ..modeling.routing_control import classes_of
+from .base_tensors import moved_tensors
 from .records import StageRecord, add_stage
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, block_names, network_of, rounded, widened
@@ -64,6 +65,8 @@ def export_dense(
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
     write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
+    if not any(chosen) and (verdict := moved_tensors(source)).moved:
+        print(f"{out}: is not the base that was expanded: {verdict.names} moved since")
     return config.architectures[0]
 
 

@@ -16,6 +16,7 @@ from ..core.errors import InputError
 from ..core.jsonfile import write_json
 from ..core.schema import checked
 from .adapter_maps import Maps, adapter_of, entry_of, layer_modules
+from .base_tensors import moved_tensors
 from .export import StoredUpdate, dense_config, experts_of, lora_updates
 from .local import ADAPTER
 from .peft_adapter import STAGE, WEIGHTS
@@ -120,7 +121,14 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         if config.has_kind("added"):
             instead = "publish the checkpoint with its own code (`push`)"
         raise InputError(f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: {instead}.")
-    if changed := next((stage.stage for stage in history.stages if stage.changes_everything), None):
+    verdict = moved_tensors(source)
+    if verdict.moved:
+        raise InputError(
+            f"{source.folder}: {verdict.names} moved since the expansion, so that its adapters are none of "
+            f"{history.first.base_model}: `export --language` writes the dense model of a language."
+        )
+    changed = next((stage.stage for stage in history.stages if stage.changes_everything), None)
+    if changed and not verdict.checked:
         raise InputError(
             f"{source.folder}: `{changed}` changed the weights beside the adapters, so that they are no adapters of "
             f"{history.first.base_model}: `export --language` writes the dense model of a language."

@@ -98,6 +98,7 @@ class ExpansionRecord(_Record):
         copied_expert: the expert that a DMoE adaptation copied in every layer.
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).
         base_parameters, parameters: parameter counts of the dense and the expanded model.
+        base_hashes: a hash of each of the base's tensors (`base_tensors`), in the first expansion; None if unknown.
         versions: versions of the software that made the expansion.
         stages: the steps after this expansion.
     """
@@ -120,6 +121,7 @@ class ExpansionRecord(_Record):
     copied_experts: dict[Any, Any] | None = None
     base_parameters: _Count | None = None
     parameters: _Count | None = None
+    base_hashes: list[Text] | None = None
     versions: dict[Text, Any] | None = None
     stages: list[StageRecord] = Field([])
 

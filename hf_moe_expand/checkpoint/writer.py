@@ -34,6 +34,7 @@ from .tokenizer import keep_tokenizer
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
+    "base_check.json",
     "plan.json", "recipe.yaml", "settings.json", "analysis.json", "evaluation.json", "validation.json",
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", ADAPTER, "__pycache__/*.pyc",

@@ -54,6 +54,8 @@ def chat(
 
     first = ChatModel.load(model, revision)
     models = [first]
+    if base == "inside":
+        _warn_of_moved(model, revision)
     if base is not None:
         models.append(first.base_inside() if base == "inside" else ChatModel.load(base))
     if prompt is None:
@@ -67,6 +69,15 @@ def chat(
             one.reply([{"role": "user", "content": prompt}], *shown)
         else:
             one.answer(prompt, *shown)
+
+
+def _warn_of_moved(model: str, revision: str | None) -> None:
+    """Says where the recorded verdict is that the base inside is not the base."""
+    from ..checkpoint.base_tensors import recorded_verdict
+    from ..checkpoint.source import resolve_checkpoint
+
+    if (verdict := recorded_verdict(resolve_checkpoint(model, revision))).moved:
+        print(f"warning: expert 0 is not the base that was expanded: {verdict.names} moved since", file=sys.stderr)
 
 
 def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> None:

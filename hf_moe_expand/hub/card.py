@@ -16,10 +16,12 @@ from huggingface_hub.utils import validate_repo_id
 from markupsafe import Markup
 
 from .. import __version__
+from ..checkpoint.base_tensors import Verdict, moved_tensors
 from ..checkpoint.expansion_only import BaseModel, base_of
 from ..checkpoint.local import name_in_results, own_name
 from ..checkpoint.records import ExpansionRecord, History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.stored import StoredModel
 from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..core.hub_access import hub_problem, patiently
@@ -72,7 +74,10 @@ def make_card(
     name = location.rpartition("/")[2]
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
     inspection = inspect_checkpoint(folder)
+    has_weights = any(folder.glob("*.safetensors"))  # those of a hub id stay there
+    verdict = moved_tensors(StoredModel(folder, config)) if has_weights else Verdict()
     history = History.of(config)
+    trained = any(stage.changes_everything for stage in history.stages)
     template, has_adapters = _method(config, history), config.has_kind("adapter")
     method = METHODS.get(history.last.method)
     old, new = _languages(history)
@@ -103,6 +108,7 @@ def make_card(
         expansion_only=expansion_only,
         config=config,
         history=history,
+        moved=verdict.names or ("the weights beside the adapters" if trained and not verdict.checked else ""),
         inspection=inspection,
         words=method.words if method else "",
         grafted=any(stage.stage == "graft" for stage in history.stages),

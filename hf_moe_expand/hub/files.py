@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .. import modeling
+from ..checkpoint.base_tensors import BASE_CHECK
 from ..checkpoint.expansion_only import BaseModel
 from ..checkpoint.graft import COMPUTATION
 from ..checkpoint.local import run_of
@@ -41,7 +42,7 @@ PROVENANCE = (RECIPE, SETTINGS, "plan.json", "analysis.json")
 # Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",
-    "scaler.pt", "rng_state*.pth", "checkpoint-*", "_push-*", "runs", "__pycache__", ".*",
+    "scaler.pt", "rng_state*.pth", BASE_CHECK, "checkpoint-*", "_push-*", "runs", "__pycache__", ".*",
 )  # fmt: skip
 
 _PROGRAM = """

@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.base_tensors import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
 from ..checkpoint.local import check_expanded
 from ..checkpoint.new_experts import check_kinds, chosen_kind
@@ -75,6 +76,7 @@ class Inspection:
         packs: the language packs that the model joins.
         after_join: number of the last expansion's steps that the joined model took.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
+        base_check: the recorded verdict on the base inside, in words; None for a configuration alone.
     """
 
     backbone: str
@@ -93,6 +95,7 @@ class Inspection:
     packs: Sequence[InspectedPack] = ()
     after_join: int = 0
     encoder_layers: int = 0
+    base_check: str | None = None
 
     def lines(self) -> list[str]:
         """The report, line by line."""
@@ -129,7 +132,10 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
     inspection = inspect_config(config)
-    return replace(inspection, leftovers=leftovers(Path(model)), after_join=len(stages_after_join(folder, config)))
+    return replace(
+        inspection, leftovers=leftovers(Path(model)), after_join=len(stages_after_join(folder, config)),
+        base_check=recorded_verdict(folder).words,
+    )  # fmt: skip
 
 
 def inspect_config(config: Any) -> Inspection:
