@@ -178,7 +178,7 @@ class Study:
         if not row.get("packs"):
             return run("run", self.new, 1.0, recipe)
         packs = [str(run(f"pack-{code}", [code], 1 / parts, recipe)) for code in self.new]
-        return run("joined", self.new, 1.0, {"join": {"packs": packs, "calibrate": True}})
+        return run("joined", self.new, 1.0, {"join": {"packs": packs}})
 
     def stage(self, kind: str, tokens: float) -> dict[str, Any]:
         """The settings of a stage on a number of tokens."""

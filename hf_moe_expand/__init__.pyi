@@ -1,4 +1,3 @@
-from .analysis.calibration import join_calibrated as join_calibrated
 from .analysis.deviation import measure_deviation as measure_deviation
 from .analysis.gating import fit_base_gate as fit_base_gate
 from .analysis.gating import fit_gates as fit_gates
@@ -11,9 +10,7 @@ from .checkpoint.expand import expand_model as expand_model
 from .checkpoint.expansion_only import save_expansion as save_expansion
 from .checkpoint.graft import graft_delta as graft_delta
 from .checkpoint.grow import grow_checkpoint as grow_checkpoint
-from .checkpoint.grow import shrink_checkpoint as shrink_checkpoint
 from .checkpoint.join import join_expansions as join_expansions
-from .checkpoint.join import leave_out_pack as leave_out_pack
 from .checkpoint.merge import average_checkpoints as average_checkpoints
 from .checkpoint.merge import average_experts as average_experts
 from .checkpoint.peft_adapter import expand_from_peft as expand_from_peft

@@ -17,7 +17,7 @@ class LayerMoEConfig(ExpandedConfig):
         earlier_experts_per_layer: `num_experts_per_layer` after each expansion before the last; empty with one
             expansion. Expansion g added the languages of the classifiers' class g.
         packs: number of expansions of each language pack that the model joins; None if it joins none. The first
-            expansions are those of the packs, in order. A class of a pack may use its pack's experts and expert 0.
+            expansions are those of the packs, in order.
         updates_of_packs: settings of each pack's experts: rank and alpha of LoRA experts, the width of added ones, None
             for FFNs; None where `expert_kind` holds for all packs.
 
@@ -56,6 +56,11 @@ class LayerMoEConfig(ExpandedConfig):
         if packs is not None and (not packs or min(packs) < 1 or sum(packs) > expansions):
             raise ValueError(
                 f"packs is {packs}: must give the number of expansions of each language pack, of {expansions} in all."
+            )
+        if packs is not None and not self.exclusive_experts:
+            raise ValueError(
+                "packs: the checkpoint joins packs whose routers choose among all experts, of an earlier version: "
+                "expand the base with exclusive experts for each language, and join those packs."
             )
         updates = self.updates_of_packs
         if updates is None:

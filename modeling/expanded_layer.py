@@ -38,8 +38,7 @@ class ExpandedLayer(nn.Module):
         earlier = [counts[layer_index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
         self.experts_after_expansion = (1, *earlier, config.num_experts_per_layer[layer_index])
         self.exclusive = bool(getattr(config, "exclusive_experts", False))
-        packs = getattr(config, "packs", None) or ()
-        self.expert_ranges = expert_ranges(self.experts_after_expansion, packs, self.exclusive)
+        self.expert_ranges = expert_ranges(self.experts_after_expansion, self.exclusive)
         self.gate_rule = GateRule.of(config)
         self.layer_index = layer_index
         self.control = control

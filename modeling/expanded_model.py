@@ -30,7 +30,7 @@ from .dispatch import ExpertsImplementationMixin
 from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
 from .expanded_layer import ExpandedLayer
-from .expansion_only import HUB_OPTIONS, carry_files, index_weights, load_assembled
+from .expansion_only import HUB_OPTIONS, load_assembled
 from .experts import AddedExpert, LoraUpdate
 from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, pass_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
@@ -426,11 +426,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
-        result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("is_main_process", True):
-            carry_files(self.config, save_directory, self.hub_options)  # type: ignore[attr-defined]
-            index_weights(save_directory)
-        return result
+        return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
 def _expanded_class(cls: Any, config: Any) -> type:

@@ -9,23 +9,17 @@ import copy
 import hashlib
 import json
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig
-from transformers.utils import logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 ADDED = "expansion"
 RECORD = "expansion_base.json"
-PACK_FILE = "pack_{}.safetensors"  # beside the weights of a joined model: a language pack as it was
-KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"  # by `grow --keep-routers`
-_LOG = logging.get_logger(__name__)
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -95,42 +89,3 @@ def _check(tensors: dict[str, torch.Tensor], record: dict[str, dict[str, str]], 
 def _sha256(tensor: torch.Tensor) -> str:
     data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data).hexdigest()
-
-
-def carry_files(config: Any, folder: Any, hub: dict[str, Any]) -> None:
-    """Copies the packs' files, and the routers that a growth kept, from where a model was loaded to where it is saved.
-    Warns where those of packs are not to be had: the saved model works, but no pack can be taken out of it."""
-    packs = [PACK_FILE.format(number) for number in range(1, 1 + len(getattr(config, "packs", None) or ()))]
-    earlier = getattr(config, "earlier_experts_per_layer", None) or ()
-    for name in (*packs, *(KEPT_ROUTERS.format(number) for number in range(1, 1 + len(earlier)))):
-        target = os.path.join(folder, name)
-        if os.path.isfile(target):
-            continue
-        try:
-            source = cached_file(config.name_or_path, name, **hub) if config.name_or_path else None
-        except (OSError, ValueError):
-            source = None
-        if source is not None:
-            shutil.copyfile(source, target)
-        elif name in packs:
-            _LOG.warning(
-                f"{name} is not saved, as it is not where the model was loaded: packs cannot be taken out of the saved "
-                "model. Copy the file from the joined checkpoint."
-            )
-            packs = []  # said once
-
-
-def index_weights(folder: Any) -> None:
-    """Where other safetensors files lie beside a checkpoint's one file of weights, writes the index that says which is
-    meant: servers such as vLLM read every safetensors file of a folder without one."""
-    folder = Path(folder)
-    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    others = [path for path in folder.glob("*.safetensors") if path != weights]
-    if not others or not weights.is_file():
-        return
-    with open(weights, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        names = sorted(json.loads(file.read(size)).keys() - {"__metadata__"})
-    total = weights.stat().st_size - 8 - size
-    content = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, weights.name)}
-    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

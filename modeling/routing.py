@@ -183,45 +183,30 @@ def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
     return last - classifier_logits_TC.flip(-1).argmax(-1)
 
 
-def expert_ranges(
-    counts: Sequence[int], packs: Sequence[int] = (), exclusive: bool = False
-) -> tuple[tuple[int, int], ...]:
+def expert_ranges(counts: Sequence[int], exclusive: bool = False) -> tuple[tuple[int, int], ...]:
     """The experts `first, ..., end - 1` that each class may use, as `(first, end)`, besides expert 0 (LayerMoE Eq. 13).
 
     Class 0 (the base model's languages) may use only expert 0, class g the experts that existed after expansion g, and
-    the last class all experts. A class of a language pack may use, besides expert 0, the pack's own experts, up to
-    those of its expansion. With exclusive experts class g has the experts of expansion g alone, without expert 0.
+    the last class all experts. With exclusive experts class g has the experts of expansion g alone, without expert 0.
 
     Args:
         counts: number of the layer's experts before any expansion (1), and after each expansion.
-        packs: number of expansions of each language pack; the first expansions are those of the packs, in order.
     """
-    if exclusive:
-        return ((1, 1), *pairwise(counts))
-    first = [1] * len(counts)
-    end = 1
-    for size in packs:
-        first[end : end + size] = [counts[end - 1]] * size
-        end += size
-    return tuple(zip(first, counts, strict=True))
+    return ((1, 1), *pairwise(counts)) if exclusive else tuple((1, count) for count in counts)
 
 
 def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]], exclusive: bool = False) -> torch.Tensor:
     """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `expert_ranges`.
     With exclusive experts expert 0 is left to the classes that have no other."""
     expert_N = torch.arange(max(end for _, end in ranges), device=class_T.device)
-    if all(first == 1 for first, _ in ranges):  # no packs: a class has its own experts and all before
+    if not exclusive:  # a class has its own experts and all before
         class_N = sum(expert_N >= end for _, end in ranges[:-1])
-        allowed_TN = class_T.unsqueeze(-1) >= class_N
-    else:
-        first_T, end_T = torch.full_like(class_T, ranges[-1][0]), torch.full_like(class_T, ranges[-1][1])
-        for number, (first, end) in enumerate(ranges[:-1]):
-            first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
-        own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
-        allowed_TN = own_TN | (expert_N == 0)
-    if not exclusive:
-        return allowed_TN
-    return allowed_TN & ((expert_N > 0) | (allowed_TN.sum(-1, keepdim=True) == 1))
+        return class_T.unsqueeze(-1) >= class_N
+    first_T, end_T = torch.full_like(class_T, ranges[-1][0]), torch.full_like(class_T, ranges[-1][1])
+    for number, (first, end) in enumerate(ranges[:-1]):
+        first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
+    own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
+    return own_TN | ((expert_N == 0) & ~own_TN.any(-1, keepdim=True))
 
 
 class ConditionalGate(Scores):

@@ -1,6 +1,5 @@
 """Refuses what a server would compute wrongly or not at all: vLLM, SGLang, and the library's continuous batching."""
 
-from pathlib import Path
 from typing import Any
 
 from .routing_control import RoutingRequest
@@ -40,14 +39,6 @@ def check_model(config: Any, has_mixtures: bool) -> None:
         raise ValueError(
             f"{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: "
             "load it with from_pretrained, save the whole model with save_pretrained, and serve that."
-        )
-    folder = Path(config.name_or_path or ".")
-    more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
-    if more and not (folder / "model.safetensors.index.json").is_file():
-        raise ValueError(
-            f"{server} reads every safetensors file of a folder that has no index, {more[0]} too, which holds what the "
-            "model can be grown or joined from: load it with from_pretrained, save it to another folder with "
-            "save_pretrained, which writes an index, and serve that."
         )
 
 

@@ -25,9 +25,7 @@ from hf_moe_expand import (
     graft_delta,
     grow_checkpoint,
     join_expansions,
-    leave_out_pack,
     save_expansion,
-    shrink_checkpoint,
 )
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
@@ -43,10 +41,10 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
-def test_growing_and_shrinking(base, saved, tmp_path):
+def test_growing(base, saved, tmp_path):
     folder = saved(base)
     plan = Plan("moe-lpr", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
-    grow_checkpoint(folder / "moved", tmp_path / "grown", plan, copy_from={0: 2}, keep_routers=True)
+    grow_checkpoint(folder / "moved", tmp_path / "grown", plan, copy_from={0: 2})
     plain = Plan("moe-lpr", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
     grow_checkpoint(folder / "moved", tmp_path / "anew", plain)
     before, copied, anew = tensors(folder / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
@@ -60,30 +58,26 @@ def test_growing_and_shrinking(base, saved, tmp_path):
     old, new = load(folder / "moved"), load(tmp_path / "anew")
     with torch.no_grad(), new.use_expert(1), old.use_expert(1):
         assert torch.equal(new(IDS).logits, old(IDS).logits)
-    shrink_checkpoint(tmp_path / "grown", tmp_path / "shrunk", 1)
-    shrunk = tensors(tmp_path / "shrunk")
-    assert shrunk.keys() == before.keys()
-    assert all(torch.equal(shrunk[name], value) for name, value in before.items())
 
 
 def pack_of(folder, base, plan, seed, **arguments):
-    """An expanded checkpoint whose new experts and routers are no one else's."""
+    """An expanded checkpoint whose new experts are no one else's."""
     assert expand_checkpoint(base, folder, plan, seed=seed, **arguments).left_out == []
     model = moved(load(folder))
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():
-            ffn.router.weight.add_(seed)
+            ffn.experts[1].down_proj.weight.add_(seed)
     model.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
-def test_packs_of_any_width_are_joined_and_taken_out(base, saved, tmp_path):
+def test_packs_of_any_width_are_joined(base, saved, tmp_path):
     folder = saved(base)
     plans = [
-        Plan("moe-lpr", [2, 1, 3], old=["en"], new=["el"]),
-        Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"]),
-        Plan("moe-lpr", [3, 1, 1], old=["en"], new=["tr"]),
+        Plan("moe-lpr", [2, 1, 3], old=["en"], new=["el"], exclusive=True),
+        Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"], exclusive=True),
+        Plan("moe-lpr", [3, 1, 1], old=["en"], new=["tr"], exclusive=True),
     ]
     widths = (WIDTH, 24, WIDTH)
     packs = [
@@ -103,15 +97,11 @@ def test_packs_of_any_width_are_joined_and_taken_out(base, saved, tmp_path):
         assert f"pack {number}              {plan.new[0]}" in invoke("inspect", tmp_path / "joined")
     with torch.no_grad(), joined.use_expert(0):
         assert torch.equal(joined(IDS).logits, load(folder / "base")(IDS).logits)
-    leave_out_pack(tmp_path / "joined", tmp_path / "left", "hu")
     join_expansions([packs[0], packs[2]], tmp_path / "two")
-    assert (tmp_path / "left/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
-    assert load(tmp_path / "left").config.updates_of_packs is None
-    leave_out_pack(tmp_path / "left", tmp_path / "one", "tr")
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (packs[0] / "model.safetensors").read_bytes()
+    assert load(tmp_path / "two").config.updates_of_packs is None
     if base == "qwen2":
         copies = tmp_path / "copies"
-        expand_checkpoint(folder / "base", copies, Plan("u", [2, 2, 2], old=["en"], new=["de"]))
+        expand_checkpoint(folder / "base", copies, Plan("u", [2, 2, 2], old=["en"], new=["de"], exclusive=True))
         with pytest.raises(InputError, match="added experts are joined with added experts alone"):
             join_expansions([packs[0], copies], tmp_path / "out")
 

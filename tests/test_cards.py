@@ -241,7 +241,7 @@ def test_names_add_no_markup_to_the_card(saved, tmp_path, name, evaluation):
     """Of a pack, a base, a stage and a model in the evaluation."""
     parts = []
     for number, code in enumerate(("el", "hu")):
-        plan = Plan("moe-lpr", [2, 2, 2], old=["en", "zh"], new=[code])
+        plan = Plan("moe-lpr", [2, 2, 2], old=["en", "zh"], new=[code], exclusive=True)
         expand_checkpoint(saved / "tiny", tmp_path / code, plan, seed=number)
         parts.append(tmp_path / code)
     joined = tmp_path / "tiny-el"

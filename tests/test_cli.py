@@ -271,7 +271,6 @@ def heavy_imports(*arguments):
         ["grow", "base", "out", "--plan", "none.json"],
         ["graft", "nowhere/at-all/x", "out", "--base", "base", "--instruct", "base"],
         ["join", "out", "nowhere/at-all/x", "base"],
-        ["join", "out", "base", "base", "--calibrate", "el=el.jsonl"],
         ["train", "review", "base", "out", "--data", "el=el.jsonl"],
         ["evaluate", "nowhere/at-all/x", "--data", "el=el.jsonl", "--out", "e.json"],
         ["analyze", "routing", "base", "--data", "el=el.jsonl", "--out", "r.json"],

@@ -17,7 +17,6 @@ from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -343,19 +342,6 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
             validate_recipe(recipe(new=el, post_pretrain=held_out))
     smooth = {"block_size": 32, "label_smoothing_factor": 0.1}
     assert validate_recipe(recipe(new=el, post_pretrain=smooth))
-
-
-def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
-    plan = Plan("own", [2, 1, 1, 1, 2], old=["en"], new=["es"], encoder_layers=ENCODER)
-    for code in ("es", "el"):
-        expand_checkpoint(folder / "base", tmp_path / code, changed(plan, new=[code]), seed=len(code))
-    text = {code: str(folder / f"{code}.jsonl") for code in ("es", "el")}
-    recipe = Recipe(
-        base=str(folder / "base"), output=str(tmp_path / "run"), old={"en": text["es"]}, new=text, review=None,
-        join={"packs": [str(tmp_path / code) for code in text], "calibrate": True, "tokens": 16},
-    )  # fmt: skip
-    with pytest.raises(InputError, match=r"join\.calibrate: .* is an encoder-decoder, but gates that are"):
-        validate_recipe(recipe)
 
 
 def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monkeypatch):

@@ -40,22 +40,17 @@ from hf_moe_expand import (
     RouterLossMixin,
     expand_checkpoint,
     expand_model,
+    fit_gates,
     grow_checkpoint,
-    join_calibrated,
     join_expansions,
-    leave_out_pack,
     measure_routing,
-    shrink_checkpoint,
     train_stage,
 )
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.gate_file import Gate
-from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.report.inspection import inspect_checkpoint, inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
@@ -94,7 +89,7 @@ def grown(el, tmp_path_factory):
     """The same with a second expansion, for Turkish."""
     folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
     plan = Plan("moe-lpr", [3, 2, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
-    grow_checkpoint(el, folder, plan, keep_routers=True)
+    grow_checkpoint(el, folder, plan)
     return moved(folder, 1)
 
 
@@ -380,18 +375,15 @@ def test_what_needs_a_choice_or_a_router_is_refused_in_stage_1(el, tmp_path, set
 # --- growth, packs, averages ---------------------------------------------------------------------------------------
 
 
-def test_growth_keeps_all_earlier_bytes_and_shrinking_takes_it_back(el, grown, tmp_path):
+def test_growth_keeps_all_earlier_bytes(el, grown):
     before, after = (load_file(folder / "model.safetensors") for folder in (el, grown))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not any("router" in name for name in after)
-    assert shrink_checkpoint(grown, tmp_path / "back", 1).routers_restored is None
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (el / name).read_bytes()
 
 
 def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(el, tmp_path):
     plan = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
-    grow_checkpoint(el, tmp_path / "two", plan, keep_routers=True)
+    grow_checkpoint(el, tmp_path / "two", plan)
     before, after = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (el, tmp_path / "two"))
     ids = tokens(2, 12)
     for code in ("en", "el"):
@@ -401,8 +393,6 @@ def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(e
     for layer in routing:
         assert set(layer.experts.unique().tolist()) == {2, 3}
         assert layer.router_logits.std() > 0.01
-    shrink_checkpoint(tmp_path / "two", tmp_path / "back", 1)
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (el / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("count", [1, 3], ids=["one", "three"])
@@ -447,14 +437,6 @@ def test_packs_join_and_each_language_is_its_packs(el, hu, tmp_path):
     assert all(ffn.router is None for ffn in joined.expanded_ffns().values())
     for code, pack in (("el", el), ("hu", hu), ("en", el)):
         assert torch.equal(logits(joined, languages=code), logits(pack, languages=code))
-    leave_out_pack(tmp_path / "out", tmp_path / "one", "hu")
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (el / name).read_bytes()
-    gate = Gate(GateRule(0, [["en"], ["el"], ["hu"]]), torch.randn(3, 32), torch.zeros(3))
-    write_joined(load_packs([el, hu], tmp_path / "gated", False), tmp_path / "gated", gate=gate)
-    assert torch.equal(logits(tmp_path / "gated", languages="hu"), logits(hu, languages="hu"))
-    weight = load_file(tmp_path / "gated" / "model.safetensors")["model.layers.0.mlp.language_gate.weight"]
-    assert torch.equal(weight, gate.weight_Rh)
 
 
 @pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's own
@@ -480,20 +462,16 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path
         PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train()
 
 
-def test_calibrated_packs_have_a_gate(el, hu, tmp_path, quick_gates):
+def test_joined_packs_get_a_gate(el, hu, tmp_path, quick_gates):
     texts = {"en": ["the cat sat on the mat "] * 40, "el": ["η γάτα κάθισε στο χαλί "] * 40}
     texts["hu"] = ["őűáéíóú ő űá éí óúőűá "] * 40
     settings = GateSettings(unseen_share=0.5, tokens=300, anchor_tokens=200)
-    join_calibrated([el, hu], tmp_path / "out", texts, tokens=50, gates=settings)
-    joined = load(tmp_path / "out")
+    join_expansions([el, hu], tmp_path / "out")
+    fit_gates(tmp_path / "out", tmp_path / "gated", texts, settings=settings)
+    joined = load(tmp_path / "gated")
     assert joined.config.language_gate["languages"][1:] == [["el"], ["hu"]]
     assert torch.equal(logits(joined, languages="el"), logits(el, languages="el"))
-
-
-def test_a_pack_with_routers_joins_no_exclusive_one(base, el, tmp_path):
-    expand_checkpoint(base, tmp_path / "qwen-fi", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["fi"]))
-    with pytest.raises(InputError, match="exclusive_experts is True in qwen-el, but False in qwen-fi"):
-        join_expansions([el, tmp_path / "qwen-fi"], tmp_path / "out")
+    assert torch.equal(logits(joined, languages="hu"), logits(hu, languages="hu"))
 
 
 def test_an_average_of_two_is_the_mean_of_their_experts(base, el, tmp_path):

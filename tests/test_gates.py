@@ -16,11 +16,9 @@ from hf_moe_expand import (
     expand_checkpoint,
     fit_gates,
     grow_checkpoint,
-    shrink_checkpoint,
 )
 from hf_moe_expand.analysis.gate_fit import PENALTY, _marked, candidates, softmax_regression
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
-from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.cli.common import texts_of
 from hf_moe_expand.core.errors import InputError
@@ -222,7 +220,7 @@ def test_token_by_token_is_one_pass_and_anchors_may_be_named(gated):
         assert torch.equal(model(ids, languages="qaa").logits, base)
 
 
-def test_growth_leaves_the_gate_out_and_says_so_and_shrinking_brings_it_back(gated, tmp_path):
+def test_growth_leaves_the_gate_out_and_says_so(gated, tmp_path):
     plan = Plan("moe-lpr", [3, 3, 3], old=["en", "el", "hu"], new=["tr"], grows_from=[2, 2, 2])
     plan.save(tmp_path / "plan.json")
     said = invoke("grow", gated.out, tmp_path / "grown", "--plan", tmp_path / "plan.json")
@@ -230,33 +228,6 @@ def test_growth_leaves_the_gate_out_and_says_so_and_shrinking_brings_it_back(gat
     config = json.loads((tmp_path / "grown" / "config.json").read_text())
     assert not config["classifier_layers"]
     assert config.get("language_gate") is None
-    grow_checkpoint(gated.out, tmp_path / "kept", plan, keep_routers=True)
-    shrink_checkpoint(tmp_path / "kept", tmp_path / "back", 1)
-    texts = {**TEXTS, "tr": words("çşğıöü")}
-    fit_gates(tmp_path / "kept", tmp_path / "new", texts, ANCHORS, SETTINGS)
-    shrink_checkpoint(tmp_path / "new", tmp_path / "again", 1)
-    for folder in ("back", "again"):
-        for name in ("config.json", "model.safetensors"):
-            assert (tmp_path / folder / name).read_bytes() == (gated.out / name).read_bytes()
-    # Without kept routers the gate is lost.
-    assert "gate: lost" in invoke("shrink", tmp_path / "grown", tmp_path / "without", "--to", 1)
-    model, _ = load_for_inference(tmp_path / "without")
-    assert model.config.num_experts_per_layer == [2, 2, 2]
-    assert model.config.language_gate is None
-
-
-def test_shrinking_below_a_later_gate_gives_the_model_without_one_back(expanded, tmp_path):
-    plain, plan = expanded, Plan("moe-lpr", [3, 3, 3], old=["en", "el", "hu"], new=["tr"], grows_from=[2, 2, 2])
-    grow_checkpoint(plain, tmp_path / "grown", plan, keep_routers=True)
-    fit_gates(tmp_path / "grown", tmp_path / "new", {**TEXTS, "tr": words("çşğıöü")}, ANCHORS, SETTINGS)
-    report = shrink_checkpoint(tmp_path / "new", tmp_path / "back", 1)
-    assert (report.routers_restored, report.gate_lost) == (True, False)
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
-
-
-def test_two_packs_of_one_language_have_no_gate():
-    with pytest.raises(InputError, match="two joined packs have one language"):
-        check_languages({"en": 0, "el": 2}, ["en", "el"], None)
 
 
 def test_numbers_of_what_is_not_there_are_refused(gated):

@@ -3,10 +3,7 @@
 import copy
 import inspect
 import json
-import logging
 import re
-import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +18,11 @@ from hf_moe_expand import (
     ReviewConfig,
     expand_checkpoint,
     grow_checkpoint,
-    shrink_checkpoint,
     train_stage,
 )
 from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.cli import surgery
@@ -35,7 +30,6 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.models import load_for_inference
-from hf_moe_expand.modeling.expansion_only import carry_files
 from hf_moe_expand.modeling.routing import expert_ranges, experts_allowed, select_experts, token_classes
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
@@ -70,7 +64,7 @@ def first(tmp_path_factory, text):
 
 @pytest.fixture(scope="module")
 def grown(first):
-    return grow_checkpoint(first, first.with_name("grown"), SECOND, keep_routers=True)
+    return grow_checkpoint(first, first.with_name("grown"), SECOND)
 
 
 def logits(folder):
@@ -161,84 +155,23 @@ def test_both_stages_after_growth(first, grown, text, monkeypatch, tmp_path):
     history = History.of(LayerMoEForCausalLM.from_pretrained(tmp_path / "stage2").config)
     assert [len(expansion.stages) for expansion in history.expansions] == [2, 2]
     assert history.last.old_languages == ["en", "el"]
-    back = shrink_checkpoint(tmp_path / "stage2", tmp_path / "back", 1)
-    assert back.routers_restored
-    assert compare_checkpoints(tmp_path / "back", first).changed == []
 
 
-def test_there_is_no_way_back_from_a_graft(first, grown, tmp_path):
-    config = json.loads((grown / "config.json").read_text())
-    config["expansions"][-1]["stages"] = [{"stage": "graft", "settings": {}}]
-    shutil.copytree(grown, tmp_path / "grafted")
-    (tmp_path / "grafted" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="`graft` changed the earlier experts"):
-        shrink_checkpoint(tmp_path / "grafted", tmp_path / "back", 1)
-
-
-def test_the_way_back_is_byte_for_byte(first, grown, tmp_path):
-    report = shrink_checkpoint(grown, tmp_path / "back", 1)
-    assert report.routers_restored
-    for file in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "back" / file).read_bytes() == (first / file).read_bytes(), file
-    assert not list((tmp_path / "back").glob(KEPT_ROUTERS.format("*")))
+def test_a_fresh_process_loads_the_grown_model(grown):
     code = "import sys; from transformers import AutoModelForCausalLM as A; " \
         "print(A.from_pretrained(sys.argv[1], trust_remote_code=True).config.num_experts_per_layer)"  # fmt: skip
     assert "[4, 4, 3]" in run_fresh(code, str(grown))
 
 
-def test_a_saved_model_has_the_kept_routers(first, grown, tmp_path):
-    """As a Trainer's `save_model` writes it."""
-    model = AutoModelForCausalLM.from_pretrained(grown)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            ffn.router.weight.add_(1.0)
-    model.save_pretrained(tmp_path / "saved")
-    back = shrink_checkpoint(tmp_path / "saved", tmp_path / "back", 1)
-    assert back.routers_restored
-    assert compare_checkpoints(tmp_path / "back", first).changed == []
-
-
-def test_kept_routers_are_carried_where_the_packs_are_gone(tmp_path, caplog):
-    (tmp_path / "from").mkdir()
-    (tmp_path / "out").mkdir()
-    for number in (1, 2):
-        (tmp_path / "from" / KEPT_ROUTERS.format(number)).write_bytes(b"kept")
-    config = SimpleNamespace(packs=[1, 1], earlier_experts_per_layer=[[2], [3]], name_or_path=str(tmp_path / "from"))
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    carry_files(config, tmp_path / "out", {})
-    logger.removeHandler(caplog.handler)
-    assert caplog.text.count("packs cannot be taken out") == 1
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [KEPT_ROUTERS.format(n) for n in (1, 2)]
-
-
-def test_without_kept_routers_it_says_what_is_lost(first, tmp_path):
-    grow_checkpoint(first, tmp_path / "grown", SECOND)
-    report = shrink_checkpoint(tmp_path / "grown", tmp_path / "back", 1)
-    assert not report.routers_restored
-    assert report.classifiers_lost == [1]
-    config = LayerMoEForCausalLM.from_pretrained(tmp_path / "back").config
-    assert config.classifier_layers == [2]
-    assert config.num_experts_per_layer == FIRST.experts_per_layer
-    with pytest.raises(InputError, match="expansion 1 was asked for, but it was expanded once only"):
-        shrink_checkpoint(first, tmp_path / "x", 1)
-    with pytest.raises(InputError, match=r"expansion 2 was asked for, but only 1\.\.1 came before its last"):
-        shrink_checkpoint(tmp_path / "grown", tmp_path / "x", 2)
-
-
-def test_three_expansions(first, grown, tmp_path):
+def test_three_expansions(grown, tmp_path):
     third = Plan("moe-lpr", [5, 5, 4], [1], old=["en", "el", "tr"], new=["hi"], grows_from=[4, 4, 3])
-    grow_checkpoint(grown, tmp_path / "third", third, keep_routers=True, copy_from={0: 3})
+    grow_checkpoint(grown, tmp_path / "third", third, copy_from={0: 3})
     model = LayerMoEForCausalLM.from_pretrained(tmp_path / "third")
     assert model.expanded_ffns()[0].experts_after_expansion == (1, 3, 4, 5)
     assert model.expanded_ffns()[1].classifier.weight.shape == (4, 32)
     reader = CheckpointReader(tmp_path / "third")
     name = "model.layers.0.mlp.experts.{}.up_proj.weight"
     assert torch.equal(reader.tensor(name.format(4)), reader.tensor(name.format(3)))
-    for to, folder in ((2, grown), (1, first)):
-        shrink_checkpoint(tmp_path / "third", tmp_path / f"back{to}", to)
-        found = (tmp_path / f"back{to}" / "model.safetensors").read_bytes()
-        assert found == (folder / "model.safetensors").read_bytes()
     copied = copy.deepcopy(model)
     assert copied.expanded_ffns()[2].experts_after_expansion == (1, 2, 3, 4)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.checkpoint.expand import versions
-from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
+from hf_moe_expand.checkpoint.grow import add_experts
 from hf_moe_expand.checkpoint.new_experts import new_weight
 from hf_moe_expand.checkpoint.records import ExpansionRecord
 from hf_moe_expand.core.errors import InputError
@@ -139,19 +139,6 @@ def test_the_base_and_the_old_languages_are_the_historys(made, tmp_path):
     (_, entry) = json.loads((tmp_path / "second" / "config.json").read_text())["expansions"]
     assert (entry["base_model"], entry["base_revision"]) == ("Qwen/Qwen2.5-0.5B", "0123abc")
     assert entry["old_languages"] == ["en", "el"]
-
-
-@pytest.mark.parametrize("kind", ["ffn", "conditional"])
-def test_kept_routers_are_those_of_before_by_the_number_of_the_expansion(made, kind, tmp_path):
-    grow_checkpoint(made(kind), tmp_path / "second", SECOND, keep_routers=True)
-    grow_checkpoint(tmp_path / "second", tmp_path / "third", THIRD, keep_routers=True)
-    kinds = ("router.weight", "classifier.weight", "conditional_gate.weight")
-    for number, before in ((1, made(kind)), (2, tmp_path / "second")):
-        kept = load_file(tmp_path / "third" / KEPT_ROUTERS.format(number))
-        check_equal(kept, {name: value for name, value in weights(before).items() if name.endswith(kinds)})
-    assert len(list((tmp_path / "third").glob(KEPT_ROUTERS.format("*")))) == 2
-    grow_checkpoint(made(kind), tmp_path / "without", SECOND)
-    assert not list((tmp_path / "without").glob(KEPT_ROUTERS.format("*")))
 
 
 def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, tmp_path):

@@ -43,15 +43,15 @@ def test_everything_that_there_can_be():
     facts = PLAIN | {"layers": [(2, True, 5), (1, False, 3), (3, True, 9)]}
     model = Inspection(
         **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], leftovers=["A folder is left."],
-        after_join=2, encoder_layers=1,
+        encoder_layers=1,
         gate=GateRule(1, [["en", "zxx", "de"], ["el"], ["hu"]]), exclusive=True,
-        packs=[InspectedPack("greek", ["el"], 2, "FFNs", 0.5), InspectedPack("magyar", ["und"], 1, "FFNs")],
+        packs=[InspectedPack("greek", ["el"], 2, "FFNs"), InspectedPack("magyar", ["und"], 1, "FFNs")],
     )  # fmt: skip
     assert model.lines() == [
         "backbone            qwen2, 1 encoder and 2 decoder layers",
         "experts per layer   encoder 2, decoder 1 3 (total 6, exclusive)",
         "new experts         updates of rank 8",
-        "pack 1              greek: el; FFNs, 2 expansions, router x 0.5",
+        "pack 1              greek: el; FFNs, 2 expansions",
         "pack 2              magyar: und (undetermined); FFNs",
         "mixtures before     layers decoder.0, decoder.1; not expanded: decoder.0",
         "language gate       in layer 1, for it and all later layers: 2 languages stay home, as does what it does not "
@@ -66,7 +66,6 @@ def test_everything_that_there_can_be():
         "  review",
         "expansion 3         own on None: old en, el; new tr",
         "  review",
-        "joined model",
         "  gates",
         "  gates",
         "left over           A folder is left.",

@@ -34,11 +34,11 @@ def fields(home, tmp_path, **changes):
     found = {
         "base": str(home / "base"),
         "output": str(tmp_path / "run"),
-        "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")], "calibrate": True, "tokens": 60},
+        "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")]},
         "old": {code: texts[code] for code in ("en", "de")},
         "new": {code: texts[code] for code in ("el", "hu")},
         "test": {code: str(home / f"{code}.test.jsonl") for code in ("en", "el", "hu", "tr")},
-        "review": {"block_size": 32, **TRAINING},
+        "gates": {"tokens": 200, "anchor_tokens": 100},
         "evaluation": {"block_size": 32, "batch_size": 4},
         **changes,
     }
@@ -55,34 +55,30 @@ def steps(said):
     return [line.split("] ")[1].split(":")[0] for line in said if line.startswith("[") and not line.endswith("...")]
 
 
-def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path, quick_gates):
+def test_it_joins_fits_the_gate_and_evaluates_and_resumes(home, tmp_path, quick_gates):
     loaded = recipe(home, tmp_path)
     found = validate_recipe(loaded)
     assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in found
     said = []
-    assert run_recipe(loaded, said.append) == tmp_path / "run" / "review"
-    assert steps(said) == ["join", "review", "evaluate"]
+    assert run_recipe(loaded, said.append) == tmp_path / "run" / "gates"
+    assert steps(said) == ["join", "gates", "evaluate"]
     again = []
     run_recipe(loaded, again.append)
     assert all("done already" in line for line in again if line.startswith("["))
     evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert list(evaluation["models"]) == ["base", "joined", "reviewed"]
+    assert list(evaluation["models"]) == ["base", "joined", "gated"]
     assert (evaluation["expansions"], evaluation["unnamed"]) == ([["el"], ["hu"]], ["tr"])
-    record = json.loads((tmp_path / "run" / "steps.json").read_text())["join"]
-    assert set(record["facts"]["before"]) == set(record["facts"]["after"]) == set(WORDS) - {"tr"}
-    config = json.loads((tmp_path / "run" / "joined" / "config.json").read_text())
+    config = json.loads((tmp_path / "run" / "gates" / "config.json").read_text())
     assert config["language_gate"]["languages"][1:] == [["el"], ["hu"]]
     page = make_page(tmp_path / "run")
     assert "New: el, then hu." in page
     assert "Packs: qwen-el, qwen-hu." in page
-    (tmp_path / "run" / "joined").rename(tmp_path / "gone")
-    run_recipe(loaded, again.append)  # the review stands for it
 
 
 def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
     join = {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")]}
     said = []
-    loaded = recipe(home, tmp_path, old=None, new=None, review=None, join=join)
+    loaded = recipe(home, tmp_path, old=None, new=None, gates=None, join=join)
     validate_recipe(loaded)
     assert run_recipe(loaded, said.append) == tmp_path / "run" / "joined"
     assert steps(said) == ["join", "evaluate"]
@@ -102,10 +98,9 @@ def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
         ({"graft": {"instruct": "x"}}, "graft: a recipe with `join`"),
         ({"expand": {"expert_kind": "lora"}}, "expand: a recipe with `join`"),
         ({"join": {"packs": ["only-one"]}}, "join.packs"),
-        ({"new": None}, "join.calibrate: fits gates on text: give some of each pack's languages"),
         ({"join": {"packs": ["a", "b"], "gates": False}}, "join: unknown key `gates`"),
-        ({"old": None}, "old: no old language: the review stage"),
-        ({"join": {"packs": ["a", "b"], "tokens": 3}}, "join: tokens is 3: must be at least 16"),
+        ({"review": {**TRAINING}}, "review: a recipe with `join` makes and trains no new"),
+        ({"join": {"packs": ["a", "b"], "calibrate": True}}, "join: unknown key `calibrate`"),
     ],
 )
 def test_what_a_recipe_cannot_say(home, tmp_path, changes, message):
@@ -123,16 +118,11 @@ def test_what_validation_refuses(home, tmp_path):
     refused("join.packs: .*no such folder", join={"packs": [el, str(tmp_path / "nothing")]})
     refused("join.packs: .*is a qwen2 checkpoint, which is no language pack", join={"packs": [el, str(home / "base")]})
     shutil.copytree(el, tmp_path / "copy")
-    refused("join.packs: copy: is the same pack as qwen-el", join={"packs": [el, str(tmp_path / "copy")]})
+    refused("join.packs: el: qwen-el and copy both add it", join={"packs": [el, str(tmp_path / "copy")]})
     wide = save_dense(tmp_path / "wide", intermediate_size=64)
     refused("qwen-el: is no expansion of `base`, .*wide: tensor .* differs", base=str(wide))
     texts = {code: str(home / f"{code}.jsonl") for code in WORDS}
     refused("new: tr: the packs do not have it as a new language", new={**{c: texts[c] for c in ("el", "hu", "tr")}})
-    refused("review: de: needs text of every language of the packs", old={"en": texts["en"]})
-    refused(r"join: calibration: no text in a language of qwen-hu \(hu\)", new={"el": texts["el"]}, review=None)
-    refused(
-        "has .* tokens, but the calibration reads 5,000", join={"packs": [el, hu], "calibrate": True, "tokens": 5000}
-    )
     refused("output: .*lies in the input folder", output=el + "/run")
 
 

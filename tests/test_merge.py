@@ -11,7 +11,7 @@ from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.grow import grow_checkpoint, shrink_checkpoint
+from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts, merge_delta
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -154,10 +154,6 @@ def test_new_experts_are_averaged_with_the_ffns_that_they_copied(tmp_path, backb
     history = json.loads((tmp_path / "out" / "config.json").read_text())["expansions"]
     assert [[stage["stage"] for stage in one["stages"]] for one in history] == [["average-experts"]] * 2
     assert history[1]["stages"][0]["settings"] == {"weight": 0.25}
-    # The base is still inside, so the further expansion can be left out again.
-    shrink_checkpoint(tmp_path / "out", tmp_path / "shrunk", 1)
-    shrunk = tensors(tmp_path / "shrunk")
-    assert all(torch.equal(shrunk[name], before[name]) for name in shrunk if "router" not in name)
     # Weight 1 leaves the model as it is, and weight 0 the experts as they began.
     average_experts(trained, tmp_path / "all", 1.0)
     average_experts(trained, tmp_path / "none", 0.0)
@@ -167,7 +163,7 @@ def test_new_experts_are_averaged_with_the_ffns_that_they_copied(tmp_path, backb
             assert torch.equal(tensors(tmp_path / "none")[name], tensors(tmp_path / "new")[name]), name
 
 
-def test_updates_of_lora_and_added_experts_shrink(tmp_path):
+def test_updates_of_lora_and_added_experts_become_smaller(tmp_path):
     make(tmp_path / "base")
     for kind in ({"expert_kind": "lora", "lora_rank": 2}, {"expert_kind": "added", "expert_width": 8}):
         expand_checkpoint(tmp_path / "base", tmp_path / "new", UNIFORM, overwrite=True, **kind)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import invoke, save_dense
-from test_join import EL, HU, make_pack
+from test_join import EL, HU, TR, make_pack
 from typer.testing import CliRunner
 
 from hf_moe_expand import cli, join_expansions
@@ -19,7 +19,8 @@ def made(tmp_path_factory):
     home = tmp_path_factory.mktemp("odd")
     base = save_dense(home / "base")
     EL.save(home / "plan.json")
-    join_expansions([make_pack(home / "el", base, EL, 1), make_pack(home / "hu", base, HU, 2)], home / "joined")
+    packs = [make_pack(home / plan.new[0], base, plan, seed) for seed, plan in enumerate((EL, HU, TR), start=1)]
+    join_expansions(packs[:2], home / "joined")
     return home
 
 
@@ -38,7 +39,7 @@ def test_names_without_a_last_part_are_refused_as_models(made, tmp_path, monkeyp
     (tmp_path / "inner").mkdir()
     monkeypatch.chdir(tmp_path / "inner")
     for command in (
-        ["inspect", name], ["card", name], ["push", name, "me/x", "--dry-run"], ["shrink", name, "out", "--to", "1"],
+        ["inspect", name], ["card", name], ["push", name, "me/x", "--dry-run"],
         ["join", "out", name, made / "hu"], ["expand", name, "out", "--plan", made / "plan.json"],
         ["evaluate", name, "--data", "el=el.jsonl"],
     ):  # fmt: skip
@@ -53,7 +54,6 @@ def test_names_without_a_last_part_are_refused_as_outputs(made, tmp_path, monkey
     monkeypatch.chdir(tmp_path / "inner")
     for command in (
         ["join", name, made / "el", made / "hu"], ["expand", made / "base", name, "--plan", made / "plan.json"],
-        ["shrink", made / "joined", name, "--without", "el"],
         ["card", made / "el", "--out", name],
     ):  # fmt: skip
         assert refused(*command, *overwrite)
@@ -92,9 +92,7 @@ def test_odd_values_are_refused_by_every_command_that_reads_them(made, tmp_path,
     (model / "config.json").write_text(json.dumps(written))
     out = tmp_path / "out"
     for command in (
-        ["inspect", model], ["card", model], ["shrink", model, out, "--without", "el"],
-        ["shrink", model, out, "--to", 1], ["join", out, model, made / "el", "--keep-both"],
-        ["push", model, "me/x", "--dry-run"],
+        ["inspect", model], ["card", model], ["join", out, model, made / "tr"], ["push", model, "me/x", "--dry-run"],
     ):  # fmt: skip
         assert refused(*command)
 

@@ -21,9 +21,7 @@ from hf_moe_expand import (
     adapt_language,
     fit_gates,
     grow_checkpoint,
-    leave_out_pack,
     make_card,
-    shrink_checkpoint,
     train_stage,
 )
 from hf_moe_expand.analysis.settings import GateSettings
@@ -121,19 +119,22 @@ def test_a_dmoe_takes_a_further_language(tmp_path):
             assert torch.equal(logits(before), logits(after))
 
 
-def test_joined_packs_grow_and_come_out_again(tmp_path):
+def test_joined_packs_grow(tmp_path):
     folder = copied("packs", tmp_path)
-    before, after = load(folder), grown(folder, [3, 4], [4, 5], [1])
-    # By language: a token that the classifiers give to the last pack is given to the new class now, which sees all.
+    before, after = load(folder), grown(folder, [3, 4], [4, 5], exclusive=True)
     for language in ("en", "el", "hu"):
-        torch.testing.assert_close(logits(after, languages=[language]), logits(before, languages=[language]))
-    leave_out_pack(folder, tmp_path / "one", "hu")
-    as_recorded(logits(load(tmp_path / "one")), "packs", "pack_el_alone")
+        assert torch.equal(logits(after, languages=[language]), logits(before, languages=[language]))
+    as_recorded(logits(before, languages=["el"]), "packs", "pack_el_alone")
 
 
-def test_the_first_expansion_comes_back(tmp_path):
-    assert shrink_checkpoint(copied("layer_moe", tmp_path), tmp_path / "back", 1).routers_restored
-    as_recorded(logits(load(tmp_path / "back")), "layer_moe", "after_expansion_1")
+def test_joined_packs_with_routers_of_all_experts_are_refused(tmp_path):
+    folder = copied("packs", tmp_path)
+    config = json.loads((folder / "config.json").read_text("utf-8")) | {"exclusive_experts": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="joins packs whose routers choose among all experts, of an earlier version"):
+        load(folder)
+    with pytest.raises(InputError, match="joins packs whose routers choose among all experts, of an earlier version"):
+        inspect_checkpoint(folder)
 
 
 def test_languages_with_tokens_of_their_own_are_refused(tmp_path):

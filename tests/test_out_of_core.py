@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import ADDED, save_dense
 
-from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
@@ -25,8 +25,6 @@ def place(tmp_path_factory):
     save_dense(root / "base")
     save_dense(root / "instruct", dtype=torch.bfloat16)
     expand_checkpoint(root / "base", root / "expanded", UNIFORM)
-    further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
-    grow_checkpoint(root / "expanded", root / "grown", further)
     expand_checkpoint(save_dense(root / "olmoe", "olmoe", num_experts=4), root / "mixture", UNIFORM, **ADDED)
     return root
 
@@ -38,7 +36,6 @@ WORK = {
     "grow": lambda at, out: grow_checkpoint(
         at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     ),
-    "shrink": lambda at, out: shrink_checkpoint(at / "grown", out, 1),
     "graft": lambda at, out: graft_delta(at / "expanded", out, at / "base", at / "instruct"),
     "merge delta": lambda at, out: merge_delta(at / "base", out, at / "base", at / "instruct"),
     "merge average": lambda at, out: average_checkpoints([at / "expanded", at / "instruct"], out),

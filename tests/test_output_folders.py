@@ -54,7 +54,6 @@ WRITERS = {
     "expand": "expand IN OUT --plan {plan}",
     "grow": "grow IN OUT --plan {further}",
     "grow with text": "grow IN OUT --plan {further} --copy-from nearest --data hu={text}",
-    "shrink": "shrink IN OUT --to 1",
     "graft": "graft IN OUT --base {base} --instruct {base}",
     "graft base": "graft {expanded} OUT --base IN --instruct {base}",
     "graft instruct": "graft {expanded} OUT --base {base} --instruct IN",

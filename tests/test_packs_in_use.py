@@ -1,4 +1,4 @@
-"""A joined model in use: inspected, reviewed, trained, averaged, grown, shown on a card."""
+"""A joined model in use: inspected, trained, averaged, grown, shown on a card."""
 
 import json
 
@@ -7,12 +7,10 @@ import torch
 import yaml
 from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file
-from test_join import EL, HU, TR, load, make_pack, same_files
+from test_join import EL, HU, TR, load, make_pack
 
-from hf_moe_expand import Plan, freeze, join_expansions, leave_out_pack, make_card
+from hf_moe_expand import Plan, freeze, join_expansions, make_card
 from hf_moe_expand.checkpoint.merge import average_experts
-from hf_moe_expand.checkpoint.records import History
-from hf_moe_expand.core.errors import InputError
 
 WORDS = {
     "en": "the cat {} sits",
@@ -34,7 +32,7 @@ def home(tmp_path_factory):
     for seed, (code, plan) in enumerate({"el": EL, "hu": HU, "tr": TR}.items(), start=1):
         make_pack(home / f"qwen-{code}", home / "base", plan, seed)
     join_expansions([home / "qwen-el", home / "qwen-hu", home / "qwen-tr"], home / "joined")
-    (home / "review.yaml").write_text(yaml.safe_dump({"block_size": 16, **QUICK}))
+    (home / "stage1.yaml").write_text(yaml.safe_dump({"block_size": 16, **QUICK}))
     return home
 
 
@@ -46,115 +44,48 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def reviewed(home, out, settings="review.yaml"):
-    options = ["--config", home / settings, *data(home, "en", "de", "el", "hu", "tr")]
-    return invoke("train", "review", home / "joined", out, *options)
-
-
-def test_review_trains_routers_and_classifiers_on_every_packs_languages(home, tmp_path):
-    assert "frozen tensors are byte-identical" in reviewed(home, tmp_path / "out")
-    before, after = weights(home / "joined"), weights(tmp_path / "out")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "router" in name or "classifier" in name}
-    stage = History.of(json.loads((tmp_path / "out" / "config.json").read_text())).last.stages[-1]
-    assert set(stage.tokens_seen_by_language) <= set(WORDS)
-    said = invoke("inspect", tmp_path / "out")
-    assert "\njoined model\n  review, 2 steps" in said
-    card = str(make_card(tmp_path / "out"))
-    assert "### Expansion 2: hu (pack qwen-hu)\n\nNot at all yet." in card
-    assert "### The joined model\n\nStage `review`, 2 steps" in card
-
-
-@pytest.mark.parametrize(("gone", "rows"), [("hu", [0, 1, 4]), ("qwen-tr", [0, 1, 2, 3])])
-def test_a_pack_comes_out_after_a_review(home, tmp_path, gone, rows):
-    reviewed(home, tmp_path / "out")
-    said = invoke("shrink", tmp_path / "out", tmp_path / "two", "--without", gone)
-    assert "their rows as trained after the join" in said
-    name = "model.layers.0.mlp.router.weight"
-    trained, left = weights(tmp_path / "out"), weights(tmp_path / "two")
-    assert torch.equal(left[name], trained[name][rows])
-    history = History.of(json.loads((tmp_path / "two" / "config.json").read_text()))
-    assert [stage.stage for stage in history.stages] == ["review"]
-    assert "joined model\n  review, 2 steps" in invoke("inspect", tmp_path / "two")
-    with torch.no_grad():
-        load(tmp_path / "two")(torch.arange(12)[None])
-
-
-def test_review_by_self_distillation_on_text_that_the_base_inside_wrote(home, tmp_path):
-    given = []
-    for code in ("en", "de"):
-        written = tmp_path / f"{code}.jsonl"
-        invoke("sample", home / "joined", "--language", code, "--documents", 6, "--tokens", 12, "--out", written)
-        given += ["--data", f"{code}={written}"]
-    settings = {"block_size": 16, "distillation_coef": 1.0, "fewer_documents": True, **QUICK}
-    (tmp_path / "kd.yaml").write_text(yaml.safe_dump(settings))
-    invoke(
-        "train", "review", home / "joined", tmp_path / "out", *given, *data(home, "el", "hu", "tr"), "--config",
-        tmp_path / "kd.yaml",
-    )  # fmt: skip
-    stage = History.of(json.loads((tmp_path / "out" / "config.json").read_text())).last.stages[-1]
-    assert set(stage.written_by) == {"en", "de"}
-    log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    assert any("distillation_loss" in entry for entry in log)
-    with pytest.raises(InputError, match="tr: no text was given; review needs text of every old and new language"):
-        invoke("train", "review", home / "joined", tmp_path / "no", *data(home, "en", "de", "el", "hu"))
-
-
 def test_post_pretraining_trains_the_experts_of_all_packs(home, tmp_path):
     model = load(home / "joined")
     freeze(model, "post-pretrain")
     for ffn in model.expanded_ffns().values():
         trained = [any(p.requires_grad for p in expert.parameters()) for expert in ffn.experts]
         assert trained == [False] + [True] * (len(ffn.experts) - 1)
-    options = ["--config", home / "review.yaml", *data(home, "el", "hu", "tr")]
+    options = ["--config", home / "stage1.yaml", *data(home, "el", "hu", "tr")]
     assert "frozen tensors are byte-identical" in invoke(
         "train", "post-pretrain", home / "joined", tmp_path / "out", *options
     )
     before, after = weights(home / "joined"), weights(tmp_path / "out")
     same = {name for name in before if torch.equal(before[name], after[name])}
-    assert {name for name in before if ".experts.0." in name or "attn" in name or "classifier" in name} <= same
+    assert {name for name in before if ".experts.0." in name or "attn" in name} <= same
     assert not {name for name in before if ".experts.1.down" in name} & same
-    invoke("shrink", tmp_path / "out", tmp_path / "two", "--without", "el")
-    left = weights(tmp_path / "two")
-    place = "model.layers.0.mlp.experts.{}.up_proj.weight"
-    assert torch.equal(left[place.format(1)], after[place.format(2)])
-    with pytest.raises(InputError, match="was trained or grown after its packs were joined"):
-        invoke("join", tmp_path / "no", tmp_path / "out", home / "qwen-el")
 
 
-def test_a_joined_model_grows_and_shrinks_back(home, tmp_path):
-    plan = ["--experts", 1, "--from", home / "joined", "--new", "fi", "--classifiers-in", "0,2"]
+def test_a_joined_model_grows(home, tmp_path):
+    plan = ["--experts", 1, "--from", home / "joined", "--new", "fi", "--exclusive"]
     invoke("plan", "moe-lpr", *plan, "--old", "en,de,el,hu,tr", "--out", tmp_path / "plan.json")
-    invoke("grow", home / "joined", tmp_path / "grown", "--plan", tmp_path / "plan.json", "--keep-routers")
+    invoke("grow", home / "joined", tmp_path / "grown", "--plan", tmp_path / "plan.json")
     config = json.loads((tmp_path / "grown" / "config.json").read_text())
     assert (config["packs"], config["num_experts_per_layer"]) == ([1, 1, 1], [6, 4, 5])
     model = load(tmp_path / "grown")
     with torch.no_grad(), model.capture_routing() as routing:
         model(torch.arange(12)[None].repeat(2, 1), languages=["fi", "hu"])
     sees = routing.layers[0].allowed.view(2, 12, 6)[:, 0]
-    assert [row.nonzero().flatten().tolist() for row in sees] == [[0, 1, 2, 3, 4, 5], [0, 2, 3]]
+    assert [row.nonzero().flatten().tolist() for row in sees] == [[5], [2, 3]]
     write_texts(tmp_path / "fi.jsonl", [f"kissa {number}" for number in range(20)])
-    trained = ["--config", home / "review.yaml", "--data", f"fi={tmp_path}/fi.jsonl"]
+    trained = ["--config", home / "stage1.yaml", "--data", f"fi={tmp_path}/fi.jsonl"]
     invoke("train", "post-pretrain", tmp_path / "grown", tmp_path / "grown-1", *trained)
-    invoke("shrink", tmp_path / "grown-1", tmp_path / "again", "--to", 3)
-    same_files(tmp_path / "again", home / "joined")
-    with pytest.raises(InputError, match="was grown after its packs were joined: `shrink --to` the join first"):
-        invoke("shrink", tmp_path / "grown", tmp_path / "no", "--without", "el")
-    with pytest.raises(InputError, match="joins language packs, which have no order"):
-        invoke("shrink", home / "joined", tmp_path / "no", "--to", 1)
+    before, after = weights(home / "joined"), weights(tmp_path / "grown-1")
+    assert all(torch.equal(after[name][: len(tensor)], tensor) for name, tensor in before.items())
 
 
 def test_inspection_and_card_show_the_packs(home, tmp_path):
-    lora = make_pack(
-        tmp_path / "qwen-fr", home / "base", Plan("mola", [2, 3, 1], old=["en"], new=["fr"]), 7, expert_kind="lora",
-        lora_rank=4, lora_alpha=6.0,
-    )  # fmt: skip
+    plan = Plan("mola", [2, 3, 1], old=["en"], new=["fr"], exclusive=True)
+    lora = make_pack(tmp_path / "qwen-fr", home / "base", plan, 7, expert_kind="lora", lora_rank=4, lora_alpha=6.0)
     join_expansions([home / "joined", lora], tmp_path / "out")
     said = invoke("inspect", tmp_path / "out")
     assert "\npack 2              qwen-hu: hu; FFNs\n" in said
     assert "\npack 4              qwen-fr: fr; expert 0 with updates of rank 4, alpha 6\n" in said
     assert "\nexpansion 4         pack qwen-fr: mola on base: old en, de; new fr\n" in said
-    assert "joined model" not in said
     card = str(make_card(tmp_path / "out"))
     assert "It joins 4 language packs" in card
     assert "| qwen-hu | hu | FFNs |\n" in card
@@ -165,9 +96,6 @@ def test_inspection_and_card_show_the_packs(home, tmp_path):
     fields["expansions"][0]["pack"] = "me/qwen-el"
     (tmp_path / "out" / "config.json").write_text(json.dumps(fields))
     assert "| [me/qwen-el](https://huggingface.co/me/qwen-el) | el |" in str(make_card(tmp_path / "out"))
-    (tmp_path / "out" / "pack_4.safetensors").write_bytes(b"no")
-    with pytest.raises(InputError, match=r"pack_4\.safetensors: cannot be read"):
-        invoke("inspect", tmp_path / "out")
 
 
 def test_all_packs_experts_are_averaged_before_the_join_or_after_it(home, tmp_path):
@@ -179,10 +107,6 @@ def test_all_packs_experts_are_averaged_before_the_join_or_after_it(home, tmp_pa
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    leave_out_pack(tmp_path / "after", tmp_path / "left", "qwen-tr")  # the base inside is still the base
-    left, alone = (load_file(folder / "model.safetensors") for folder in (tmp_path / "left", halves[0]))
-    kept = [name for name in alone if "router" not in name and "classifier" not in name]
-    assert all(torch.equal(left[name], alone[name]) for name in kept)
 
 
 def test_two_packs_new_languages_are_both_new(home, tmp_path):

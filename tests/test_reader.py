@@ -11,7 +11,7 @@ from conftest import save_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import Plan, expand_checkpoint, shrink_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint import reader as reader_module
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
@@ -194,8 +194,6 @@ def test_an_incomplete_or_quantised_checkpoint_is_refused_at_every_door(expanded
         with pytest.raises(InputError, match=message):
             load_for_inference(folder)
     grown = copied(expanded / "grown", tmp_path / "grown", change)
-    with pytest.raises(InputError, match=message):
-        shrink_checkpoint(grown, tmp_path / "out", 1)
     plan = Plan("layer-moe", [4, 1, 4], [], old=["en", "el", "tr"], new=["hu"], grows_from=[3, 1, 3])
     with pytest.raises(InputError, match=message):
         grow_checkpoint(grown, tmp_path / "out", plan)

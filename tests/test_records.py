@@ -59,7 +59,7 @@ def folders(tmp_path_factory):
     expand_checkpoint(base, root / "expand", Plan("moe-lpr", [2, 2, 2], [2], old=["en"], new=["el"]))
     train_stage(root / "expand", root / "stage", {"el": data["el"]}, PostPretrainConfig(**QUICK))
     second = Plan("moe-lpr", [3, 3, 3], [2], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
-    grow_checkpoint(root / "stage", root / "grow", second, copy_from={0: 1}, keep_routers=True)
+    grow_checkpoint(root / "stage", root / "grow", second, copy_from={0: 1})
     with pytest.warns(UserWarning, match="look unrelated"):
         graft_delta(root / "stage", root / "graft", base, other)
     average_checkpoints([root / "stage", root / "graft"], root / "average")

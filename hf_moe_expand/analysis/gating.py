@@ -274,11 +274,6 @@ def check_languages(
             f"gates: {', '.join(unknown)}: not a language of the model ({', '.join(classes)}): give text of a language "
             "that is not new as an anchor (--anchors; `anchors` in a recipe)."
         )
-    if len({*classes.values()} - {0}) < max(classes.values()):
-        raise InputError(
-            "gates: two joined packs have one language (keep_both), but a gate knows packs by their languages: join "
-            "one of them."
-        )
     if missing := [code for code, number in classes.items() if number and code not in texts]:
         raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
     if anchors is None:

@@ -28,7 +28,7 @@ from .promises import check_architecture
 from .reader import TORCH_DTYPES
 from .records import ExpansionRecord, History
 from .settings import LORA_ALPHA, LORA_RANK
-from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
+from .source import TOKENIZER_FILES, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import Place, StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint
 
@@ -129,7 +129,7 @@ def expand_checkpoint(
         language_gate=config.language_gate, base_hashes=base_hashes(dense),
     )  # fmt: skip
     History([record]).write(config)
-    write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
+    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "expand", max_shard_size, overwrite)
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
 
 

@@ -16,7 +16,7 @@ from ..modeling.expansion_only import ADDED, RECORD
 from .local import name_and_commit
 from .reader import StoredTensor
 from .records import History
-from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
@@ -102,7 +102,7 @@ def save_expansion(
     fields = read_json(folder / "config.json", "a configuration")
     contents = {"config.json": {**fields, "expansion_base": reference}, RECORD: record}
     files = {name: (json.dumps(it, indent=2, ensure_ascii=False) + "\n").encode() for name, it in contents.items()}
-    write_checkpoint(out, config, added, [(folder, COMPANIONS)], None, max_shard_size, overwrite, files, ADDED)
+    write_checkpoint(out, config, added, [(folder, TOKENIZER_FILES)], None, max_shard_size, overwrite, files, ADDED)
     return SavedExpansion(Path(out), size, in_base, [tensor.name for tensor in changed])
 
 

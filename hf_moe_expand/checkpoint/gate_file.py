@@ -4,9 +4,9 @@ tensors stay byte for byte."""
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,13 @@ from ..core.scratch import link, scratch_folder, sibling
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.language_gate import GateRule
 from .loaded import check_place, finished, opened
-from .packs import GATE_ROWS, Rows
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
 from .source import OLD_GATES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, block_names
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
 
-# The fields of a configuration and of an expansion's record.
-GATE_FIELDS = ("classifier_layers", "language_gate")
+_ROWS = ("language_gate.weight", "language_gate.bias")
 
 
 @dataclass(frozen=True)
@@ -44,21 +42,14 @@ class Gate:
     bias_R: torch.Tensor
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> dict[tuple[int, str], torch.Tensor]:
         """Its tensors, by layer and inner name."""
-        weight, bias = ((self.rule.layer, inner) for inner in GATE_ROWS)
+        weight, bias = ((self.rule.layer, inner) for inner in _ROWS)
         return {weight: self.weight_Rh, bias: self.bias_R}
 
     def set_in(self, config: Any) -> None:
         """Writes the gate into a configuration."""
         config.classifier_layers, config.language_gate = [], asdict(self.rule)
-
-    def without_classes(self, gone: Collection[int]) -> "Gate":
-        """The gate without the rows of some classes; the later classes move up."""
-        classes = [number for number, codes in enumerate(self.rule.languages) for _ in codes]
-        rows = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
-        languages = [codes for number, codes in enumerate(self.rule.languages) if number not in gone]
-        return Gate(replace(self.rule, languages=languages), self.weight_Rh[rows], self.bias_R[rows])
 
 
 @contextmanager
@@ -113,13 +104,13 @@ def write_gate(
     stored = opened(model)
     check_place(model, out, overwrite, stored.folder)
     config: Any = stored.config
-    judging = ("classifier.weight", *GATE_ROWS)
+    judging = ("classifier.weight", *_ROWS)
     kept = [key for key in stored.tensors if stored.places[key].inner not in judging]
     outputs = [one for key in kept for one in stored.copies(key)]
     outputs += gate_tensors(stored, gate)
     gate.set_in(config)
     parameters = sum(tensor.numel for tensor in outputs)
-    fields = {name: getattr(config, name) for name in GATE_FIELDS}
+    fields = {"classifier_layers": config.classifier_layers, "language_gate": config.language_gate}
     History.of(config).with_last(parameters=parameters, **fields).with_stage(record).write(config)
     return finished(stored, outputs, out, "gates", max_shard_size, overwrite)
 
@@ -130,12 +121,3 @@ def gate_tensors(stored: StoredModel, gate: Gate) -> list[OutputTensor]:
     like = next(key for key in stored.tensors if key.startswith(f"{place}.") and stored[key].dtype in TORCH_DTYPES)
     dtype = TORCH_DTYPES[stored[like].dtype]
     return [in_memory(f"{place}.{inner}", rows.to(dtype)) for (_, inner), rows in gate.rows.items()]
-
-
-def stored_gate(stored: StoredModel) -> Gate | None:
-    """The gate of a checkpoint; None if it has none."""
-    rule = GateRule.of(stored.config)
-    if rule is None:
-        return None
-    place = block_names(stored.network)[rule.layer]
-    return Gate(rule, *(stored.tensor(f"{place}.{inner}") for inner in GATE_ROWS))

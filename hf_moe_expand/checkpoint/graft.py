@@ -16,7 +16,7 @@ from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from .reader import StoredTensor, is_finite
 from .records import History, StageRecord, add_stage
-from .source import COMPANIONS, TOKENIZER_FILES, differences
+from .source import TOKENIZER_FILES, differences
 from .stored import StoredModel, computed, layer_list, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
@@ -145,11 +145,7 @@ def add_delta(
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
     step = "graft" if isinstance(config, ExpandedConfig) else "merge delta"
     add_stage(config, StageRecord(stage=step, settings=settings))
-    companions = [
-        (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
-        (tokenizer.folder, TOKENIZER_FILES),
-    ]
-    write_checkpoint(out, config, tensors, companions, step, max_shard_size, overwrite)
+    write_checkpoint(out, config, tensors, [(tokenizer.folder, TOKENIZER_FILES)], step, max_shard_size, overwrite)
     return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
 
 

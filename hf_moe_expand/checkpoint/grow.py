@@ -1,30 +1,24 @@
-"""Adds experts to an expanded checkpoint, and takes later ones out again. Existing weights stay byte for byte; all is
-streamed, one tensor in memory."""
+"""Adds experts to an expanded checkpoint. Existing weights stay byte for byte; all is streamed."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
-from ..modeling.expansion_only import KEPT_ROUTERS
 from ..planning.plan import Plan
 from .expand import planned_record
-from .gate_file import stored_gate
 from .new_experts import new_weight
-from .packs import GATE_ROWS
 from .records import ExpansionRecord, History
-from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint, zeros
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, write_checkpoint, zeros
 
 
 @checked
@@ -34,7 +28,6 @@ def grow_checkpoint(
     plan: Plan,
     *,
     copy_from: Mapping[int, int] | None = None,
-    keep_routers: bool = False,
     seed: int = 0,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -50,7 +43,6 @@ def grow_checkpoint(
         out: folder to write.
         plan: made with `--from`, for this model: experts of each layer after the growth.
         copy_from: the expert that the new ones copy, by layer; expert 0 by default.
-        keep_routers: store the present routers and classifiers beside the weights, for `shrink_checkpoint`.
 
     Raises:
         InputError: see `check_growth`; or a layer lacks the expert to copy.
@@ -77,8 +69,8 @@ def grow_checkpoint(
     if config.has_kind("adapter"):
         changes["adapters"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
     return add_experts(
-        folder, out, sources, record, config_changes=changes, keep_routers=keep_routers, seed=seed,
-        max_shard_size=max_shard_size, overwrite=overwrite,
+        folder, out, sources, record, config_changes=changes, seed=seed, max_shard_size=max_shard_size,
+        overwrite=overwrite,
     )  # fmt: skip
 
 
@@ -164,7 +156,6 @@ def add_experts(
     *,
     copy_router_rows: bool = False,
     config_changes: Mapping[str, Any] | None = None,
-    keep_routers: bool = False,
     seed: int = 0,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -177,7 +168,6 @@ def add_experts(
         record: record of the expansion, for the history; its parameter count is filled in here.
         copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row is drawn.
         config_changes: further fields of the configuration.
-        keep_routers: store the present routers and classifiers beside the weights.
         seed: random seed of the new rows.
     """
     folder = resolve_checkpoint(model)
@@ -198,14 +188,9 @@ def add_experts(
         setattr(config, name, value)
     outputs = list(_grown_tensors(stored, config, sources, copy_router_rows, seed))
     history = History.of(config)
-    files = {}
-    if keep_routers:
-        routing = [key for key, place in stored.places.items() if place.is_routing]
-        today = {key: stored.tensor(key) for key in routing}
-        files[KEPT_ROUTERS.format(len(history))] = save(today, metadata={"format": "pt"})
     parameters = sum(tensor.numel for tensor in outputs)
     History([*history.expansions, changed(record, parameters=parameters)]).write(config)
-    return write_checkpoint(out, config, outputs, [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files)
+    return write_checkpoint(out, config, outputs, [(folder, TOKENIZER_FILES)], "grow", max_shard_size, overwrite)
 
 
 def _grown_tensors(
@@ -255,96 +240,3 @@ def _more_experts(
     # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
     drawn = new_weight("router.weight", (experts, old.shape[1]), place)
     return torch.cat([old, drawn[len(old) :].to(old.dtype)])
-
-
-@dataclass(frozen=True)
-class ShrinkReport:
-    """Result of `shrink_checkpoint`.
-
-    Attributes:
-        routers_restored: whether routers and classifiers are restored byte for byte; else they are the first rows of
-            the later ones, which later stages retrained. None where there are none.
-        gate_lost: whether the model had a gate after this expansion, which was not kept.
-        classifiers_lost: layers whose classifier could not be restored.
-        names_lost: the names of these layers.
-    """
-
-    out: Path
-    routers_restored: bool | None
-    gate_lost: bool
-    classifiers_lost: list[int]
-    names_lost: list[str]
-
-
-@checked
-def shrink_checkpoint(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    to: int,
-    *,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
-) -> ShrinkReport:
-    """Writes the checkpoint as it was after expansion `to` (1 is the first).
-
-    Raises:
-        InputError: the checkpoint was not grown, or has no such expansion.
-    """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    config: Any = load_expanded_config(folder)
-    history = list(getattr(config, "earlier_experts_per_layer", None) or [])
-    if not isinstance(config, LayerMoEConfig) or not 1 <= to <= len(history):
-        raise InputError(
-            f"{folder}: expansion {to} was asked for, but "
-            + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
-        )
-    if config.packs and to < sum(config.packs):
-        raise InputError(f"{folder}: joins language packs, which have no order: take one out with --without PACK.")
-    expansions = History.of(config).expansions
-    if stage := next((stage.stage for stage in History(expansions[to:]).stages if stage.changes_everything), None):
-        raise InputError(
-            f"{folder}: `{stage}` changed the earlier experts and shared weights: leaving out the later experts does "
-            "not restore the earlier model. Shrink the checkpoint from before that stage."
-        )
-    stored = StoredModel(folder, config)
-    kept_file = folder / KEPT_ROUTERS.format(to)
-    routers = load_file(kept_file) if kept_file.is_file() else None
-    config.num_experts_per_layer = history[to - 1]
-    config.adapters = config.adapters and config.adapters[:to]
-    config.earlier_experts_per_layer = history[: to - 1] or None
-    kept_history = History(expansions[:to])
-    kept_history.write(config)
-    config.classifier_layers = kept_history.last.classifier_layers
-    gate = None
-    if any(key.endswith(GATE_ROWS) for key in routers or ()):
-        config.language_gate = kept_history.last.language_gate
-    elif routers is not None:  # those of a model without a gate
-        config.language_gate = None
-    elif (gate := stored_gate(stored)) is not None:
-        gate = gate.without_classes(range(to + 1, len(history) + 2))
-        gate.set_in(config)
-    lost, outputs = [], []
-    in_model = places(network_of(config))
-    routed = any(place.is_routing and place.inner not in GATE_ROWS for place in in_model.values())
-    for key, place in in_model.items():
-        if not place.is_routing:
-            outputs += stored.copies(key) if key in stored else []  # else it is tied
-        elif gate is not None and place.inner in GATE_ROWS:
-            outputs.append(in_memory(key, gate.rows[place.layer, place.inner]))
-        elif routers is not None and key in routers:
-            outputs.append(in_memory(key, routers[key]))
-        elif key in stored:
-            outputs.append(_resized(stored, key, place.shape[0], lambda old, rows: old[:rows]))
-        elif place.layer not in lost:
-            lost.append(place.layer)
-    if lost:
-        config.classifier_layers = [layer for layer in config.classifier_layers if layer not in lost]
-    companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
-    companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
-    write_checkpoint(out, config, outputs, [(folder, companions)], "shrink", max_shard_size, overwrite)
-    names = layer_names(config)
-    restored = routers is not None if routed else None
-    had_gate = kept_history.last.language_gate or any(stage.stage == "gates" for stage in kept_history.last.stages)
-    gate_lost = bool(had_gate) and config.language_gate is None
-    return ShrinkReport(Path(out), restored, gate_lost, lost, [names[layer] for layer in lost])

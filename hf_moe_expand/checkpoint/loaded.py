@@ -14,7 +14,7 @@ from transformers import initialization as init
 from ..core.errors import InputError
 from ..modeling import auto_class
 from .reader import TORCH_DTYPES, StoredTensor
-from .source import COMPANIONS
+from .source import TOKENIZER_FILES
 from .stored import StoredModel, places
 from .writer import DTYPE_NAMES, OutputTensor, check_output, copy_of, write_checkpoint
 
@@ -91,7 +91,7 @@ def finished(
     """The model of these tensors: of a checkpoint, the folder that is written; of a loaded model, a loaded one, which
     shares the tensors that are copies."""
     if not isinstance(source, LoadedModel):
-        companions = [(source.folder, COMPANIONS)]
+        companions = [(source.folder, TOKENIZER_FILES)]
         return write_checkpoint(out, source.config, tensors, companions, what, max_shard_size, overwrite)  # type: ignore[arg-type]
     state = {}
     for tensor in tensors:

@@ -24,7 +24,7 @@ from .local import ADAPTER, own_name
 from .promises import check_architecture
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
 from .records import History, StageRecord, without_folders
-from .source import COMPANIONS, load_base_config, resolve_adapter, resolve_checkpoint
+from .source import TOKENIZER_FILES, load_base_config, resolve_adapter, resolve_checkpoint
 from .stored import StoredModel, network_of, stored_tensors
 from .writer import DEFAULT_SHARD_SIZE, check_output, copy_of, write_checkpoint
 
@@ -245,7 +245,7 @@ def expand_from_peft(
     ]  # fmt: skip
     parameters = sum(tensor.numel for tensor in tensors)
     History(records).with_last(parameters=parameters, language_gate=config.language_gate).write(config)
-    write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], STAGE, max_shard_size, overwrite)
+    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], STAGE, max_shard_size, overwrite)
     said = [line for one in loaded for line in one.warnings(name, commit or None)]
     return FromPeftReport(Path(out), base_parameters, parameters, said)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from ..core.errors import InputError
-from ..core.schema import Flag, Number, Schema, Text, Whole, changed, read
+from ..core.schema import Flag, Schema, Text, Whole, changed, read
 
 # Steps that may change every tensor, by their names in histories ("everything" and "joint" train all parameters).
 CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint"})
@@ -89,7 +89,6 @@ class ExpansionRecord(_Record):
         experts_per_layer: experts of each layer after this expansion, expert 0 counted.
         classifier_layers: layers with a routing classifier, after this expansion.
         pack: name of the language pack that brought the expansion into a joined model.
-        router_scale: factor of the pack's router, if a release before this one calibrated it.
         language_gate: the gate of the model (`GateRule`); None without one.
         exclusive: whether tokens of the new languages take its experts alone.
         seed: random seed of routers and random experts.
@@ -111,7 +110,6 @@ class ExpansionRecord(_Record):
     experts_per_layer: list[Whole] = Field([])
     classifier_layers: list[Whole] = Field([])
     pack: Text | None = None
-    router_scale: Annotated[Number, Field(gt=0)] | None = None
     language_gate: dict[Text, Any] | None = None
     exclusive: Flag | None = None
     seed: _Count | None = None

@@ -51,11 +51,6 @@ class JoinSettings(Schema):
     packs: list[Place] = Field(
         min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
     )
-    keep_both: Flag = Field(False, description="join packs that add one and the same language, too")
-    calibrate: Flag = Field(
-        False, description="fit gates that tell the packs' languages from all others, on text under `old` and `new`"
-    )
-    tokens: Whole = Field(500, ge=16, description="tokens of each language by which the join is scored")
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
 
 

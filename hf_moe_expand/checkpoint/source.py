@@ -33,8 +33,6 @@ TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "generation_config.json",
 )  # fmt: skip
-# Everything that travels with a model besides its weights and configuration.
-COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")
 # The fields of gates that an earlier version fitted in all layers.
 OLD_GATES = ("prefix_gate", "gate_languages")
 # The code that travels inside an expanded checkpoint, by file name.
@@ -86,7 +84,9 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     folder = local_checkpoint(name, revision)
     if folder is not None:
         return folder
-    snapshot = _downloaded(name, revision, ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else []))
+    snapshot = _downloaded(
+        name, revision, ["*.json", "*.py", *TOKENIZER_FILES] + (["*.safetensors"] if weights else [])
+    )
     refuse_adapter(snapshot, name)
     return snapshot
 

@@ -24,20 +24,22 @@ from ..core.errors import InputError, first_line, is_full_disk, named_as
 from ..core.jsonfile import read_json, write_json
 from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
-from ..modeling.expansion_only import RECORD, index_weights
+from ..modeling.expansion_only import RECORD
 from .local import ADAPTER
 from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
-from .source import CODE, COMPANIONS, lies_inside
+from .source import CODE, TOKENIZER_FILES, lies_inside
 from .tokenizer import keep_tokenizer
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
-    *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
+    *TOKENIZER_FILES, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
     "base_check.json",
     "plan.json", "recipe.yaml", "settings.json", "analysis.json", "evaluation.json", "validation.json",
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", ADAPTER, "__pycache__/*.pyc",
+    # Of earlier versions.
+    "vocabulary.py", "routers_after_expansion_*.safetensors", "pack_*.safetensors",
 )  # fmt: skip
 # Removed from a configuration before it is written: the base's own code, and what speaks of an expansion alone.
 _LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
@@ -276,7 +278,6 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     try:
         with named_as(partial, out):
             yield partial
-            index_weights(partial)
         _give_usual_modes(partial)
         if os.path.lexists(out):  # perhaps since a moment ago, by another process
             _check_replaceable(out, overwrite)

@@ -20,7 +20,6 @@ from .options import (
     Seed,
     ShardSize,
     app,
-    whole_number,
     with_settings,
 )
 
@@ -186,34 +185,17 @@ def join(
         list[str] | None,
         typer.Option(help="Name of a pack, one for each PACK in order; by default that of its run's or own folder."),
     ] = None,
-    keep_both: Annotated[
-        bool, typer.Option("--keep-both", help="Join packs that add one and the same language, too.")
-    ] = False,
-    calibrate: Annotated[
-        list[str] | None,
-        typer.Option(help="LANGUAGE=FILE of text by which gates tell the packs' languages from all others; repeat."),
-    ] = None,
-    anchors: Anchors = None,
-    tokens: Annotated[
-        int | None, whole_number("With --calibrate: tokens of each language to score; 500 by default.")
-    ] = None,
     max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
 
-    The model has the experts of all packs, byte for byte. With a little text of each pack's languages (--calibrate),
-    gates send every text to its pack, or home: without them most of a pack's gain is lost. `shrink --without PACK`
-    takes a pack out again.
+    A pack's experts are exclusive. The model has those of all packs, byte for byte, and no gate: fit one with `gates`.
 
-    A pack has the name of its run's folder (`run`), else of its own; `--without` and the card use it.
+    A pack has the name of its run's folder (`run`), else of its own; the card uses it.
 
-    Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
-    --calibrate hu=hu.jsonl
+    Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu
     """
-    for option, value in (("--tokens", tokens), ("--anchors", anchors)):
-        if value is not None and not calibrate:
-            raise InputError(f"{option} belongs to --calibrate, which is not given.")
     if name:
         if len(name) != len(packs):
             raise InputError(
@@ -223,17 +205,8 @@ def join(
     from ..checkpoint.local import pack_and_name
 
     check_checkpoints(*(pack_and_name(pack)[0] for pack in packs), expanded=True)
-    if not calibrate:
-        from ..checkpoint.join import join_expansions
+    from ..checkpoint.join import join_expansions
 
-        report = join_expansions(packs, out, keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite)
-        print("\n".join(report.lines()))
-        print("no gates           text of each pack's languages (--calibrate) keeps more of what the packs learned")
-        return
-    from ..analysis.calibration import join_calibrated
-
-    report, calibration = join_calibrated(
-        packs, out, texts_of(calibrate, seed=0), tokens=tokens, anchors=None if anchors is None else texts_of(anchors),
-        keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
-    print("\n".join([*calibration.lines(), *report.lines()]))
+    report = join_expansions(packs, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    print("\n".join(report.lines()))
+    print(f"no gate            text that is told no language gets the last pack, until you run `gates {out} OUT`")

@@ -64,9 +64,6 @@ def grow(
     out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan ... --from MODEL`.")],
     settings: AnalysisSettings,
-    keep_routers: Annotated[
-        bool, typer.Option("--keep-routers", help="Store the present routers, so that `shrink` can restore them.")
-    ] = False,
     copy_from: Annotated[
         str, typer.Option(help="Expert that new experts copy: a number, or nearest: the one that --data uses most.")
     ] = "0",
@@ -85,7 +82,7 @@ def grow(
     classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
     dense. The checkpoint then needs `train post-pretrain` on the new languages and `train review` on all.
 
-    Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
+    Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json
     """
     from ..planning.plan import Plan
 
@@ -106,10 +103,7 @@ def grow(
         raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
     else:
         origin = dict.fromkeys(range(len(growth.experts_per_layer)), int(copy_from))
-    grow_checkpoint(
-        model, out, growth, copy_from=origin, keep_routers=keep_routers, seed=seed, max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )  # fmt: skip
+    grow_checkpoint(model, out, growth, copy_from=origin, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
     for sentence in classifier_changes(model, growth):
         print(sentence)
     print(f"wrote {out}")
@@ -135,45 +129,6 @@ def _nearest_experts(
     names = layer_names(network.config)
     print("nearest experts: " + ", ".join(f"layer {names[layer]}: {expert}" for layer, expert in nearest.items()))
     return nearest
-
-
-@opt.app.command()
-def shrink(
-    model: opt.Model,
-    out: opt.OutFolder,
-    to: Annotated[int | None, opt.whole_number("Expansion to go back to; 1 is the first.")] = None,
-    without: Annotated[
-        str | None, typer.Option(help="Pack of a joined model to leave out: its name, or one of its languages.")
-    ] = None,
-    overwrite: opt.Overwrite = False,
-) -> None:
-    """Return to an earlier expansion, without the experts that were added later; or take a language pack out.
-
-    Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
-    """
-    if (to is None) == (without is None):
-        raise InputError("Give --to EXPANSION, for a model that grew, or --without PACK, for one that joins packs.")
-    check_checkpoints(model, expanded=True)
-    if without is not None:
-        from ..checkpoint.join import leave_out_pack
-
-        left = leave_out_pack(model, out, without, overwrite=overwrite)
-        state = "as before the pack came" if left.restored else "their rows as trained after the join"
-        print(f"routers and classifiers: {state}\npacks left: {', '.join(left.left)}\nwrote {left.out}")
-        return
-    from ..checkpoint.grow import shrink_checkpoint
-
-    assert to is not None
-    report = shrink_checkpoint(model, out, to, overwrite=overwrite)
-    if report.routers_restored:
-        print("routers and classifiers: restored byte for byte")
-    elif report.routers_restored is not None:
-        print("routers and classifiers: cut to that expansion, but later stages retrained them (no --keep-routers)")
-    if report.gate_lost:
-        print("gate: lost, as the growth did not keep it (no --keep-routers): fit it anew with `gates`")
-    if report.classifiers_lost:
-        print(f"classifiers of layers {', '.join(report.names_lost)}: lost; these layers have none")
-    print(f"wrote {out}")
 
 
 @opt.app.command("expand-branches")

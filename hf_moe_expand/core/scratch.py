@@ -2,9 +2,8 @@
 lock of a folder in which one process at a time may work.
 
 `.OUT.partial-PID-HOST` is an output in the making, a folder or a file; `.OUT.replaced-PID-HOST` is the folder that it
-replaces, which is set aside between two renames; `.OUT.grown-PID-HOST` is the model that an adaptation trains,
-`.OUT.joined-PID-HOST` the one that a join calibrates. A work folder carries a marker file, so that nothing but a work
-folder is ever removed.
+replaces, which is set aside between two renames; `.OUT.grown-PID-HOST` is the model that an adaptation trains. A work
+folder carries a marker file, so that nothing but a work folder is ever removed.
 """
 
 import os
@@ -23,7 +22,7 @@ from .errors import InputError
 
 MARKER = ".hf-moe-expand"
 LOCK = ".hf-moe-expand.lock"
-_KINDS = ("partial", "replaced", "grown", "joined", "gated")
+_KINDS = ("partial", "replaced", "grown", "gated")
 _OF_PROCESS = re.compile(rf"^\..+\.({'|'.join(_KINDS)})-\d+")
 _DAY = 24 * 60 * 60
 

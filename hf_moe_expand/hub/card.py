@@ -127,7 +127,7 @@ def make_card(
             (record, [after - count for after, count in zip(now, before, strict=True)])
             for record, (before, now) in zip(history.expansions, pairwise(counts), strict=True)
         ],
-        trainings=list(_trainings(history, inspection.after_join)),
+        trainings=list(_trainings(history)),
         results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
         unnamed=scores.unnamed if scores else [],
         notes=scores.notes() if scores else [],
@@ -235,16 +235,12 @@ def _plan_rows(layers: list[tuple[int, bool, int]], encoder: int) -> list[dict[s
     return rows
 
 
-def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
-    """The title and the stages of each expansion; then of the joined model, if stages followed the join."""
-    several = len(history) > 1 or after_join
+def _trainings(history: History) -> Iterator[dict[str, Any]]:
+    """The title and the stages of each expansion."""
     for number, record in enumerate(history.expansions, start=1):
-        own = len(record.stages) - (after_join if number == len(history) else 0)
         pack = f" (pack {record.pack})" if record.pack else ""
-        title = f"Expansion {number}: {', '.join(record.new_languages)}{pack}" if several else None
-        yield {"title": title, "stages": record.stages[:own]}
-    if after_join:
-        yield {"title": "The joined model", "stages": history.last.stages[-after_join:]}
+        title = f"Expansion {number}: {', '.join(record.new_languages)}{pack}" if len(history) > 1 else None
+        yield {"title": title, "stages": record.stages}
 
 
 def _copied(record: ExpansionRecord, added: list[int]) -> str:

@@ -28,7 +28,7 @@ from ..checkpoint.graft import COMPUTATION
 from ..checkpoint.local import run_of
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import History
-from ..checkpoint.source import CODE, COMPANIONS, lies_inside, load_config, text_config
+from ..checkpoint.source import CODE, TOKENIZER_FILES, lies_inside, load_config, text_config
 from ..core.errors import InputError
 from ..core.hub_access import hub_problem, patiently
 from ..core.jsonfile import read_json
@@ -87,7 +87,7 @@ def published_files(
     """
     reader = CheckpointReader(folder)
     names = [file.name for file in reader.files] + ["config.json", *_code(folder)]
-    for pattern in (*COMPANIONS, "*.safetensors.index.json", RECORD, CARD, EVALUATION, *PROVENANCE):
+    for pattern in (*TOKENIZER_FILES, "*.safetensors.index.json", RECORD, CARD, EVALUATION, *PROVENANCE):
         names += [str(file.relative_to(folder)) for file in folder.glob(pattern)]
     for name in include:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts

@@ -12,7 +12,6 @@ from ..checkpoint.base_tensors import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
 from ..checkpoint.local import check_expanded
 from ..checkpoint.new_experts import check_kinds, chosen_kind
-from ..checkpoint.packs import stages_after_join
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import ExpansionRecord, History, StageRecord
 from ..checkpoint.settings import LORA_ALPHA, LORA_RANK
@@ -43,19 +42,16 @@ class InspectedPack:
         languages: those that it adds.
         expansions: number of its expansions.
         experts: the kind of its experts, in words.
-        scale: factor of its router: 1, unless a release before this one calibrated it.
     """
 
     name: str
     languages: list[str]
     expansions: int
     experts: str
-    scale: float = 1.0
 
     def line(self) -> str:
         several = f", {self.expansions} expansions" if self.expansions > 1 else ""
-        scale = f", router x {self.scale:g}" if self.scale != 1 else ""
-        return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}{scale}"
+        return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,6 @@ class Inspection:
         exclusive: whether tokens of a new language take its experts alone.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
         packs: the language packs that the model joins.
-        after_join: number of the last expansion's steps that the joined model took.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
         base_check: the recorded verdict on the base inside, in words; None for a configuration alone.
     """
@@ -93,7 +88,6 @@ class Inspection:
     gate: GateRule | None = None
     exclusive: bool = False
     packs: Sequence[InspectedPack] = ()
-    after_join: int = 0
     encoder_layers: int = 0
     base_check: str | None = None
 
@@ -104,7 +98,7 @@ class Inspection:
     def rendered(self, template: str, **further: Any) -> str:
         """A template of this model's facts and of `further` ones."""
         experts, encoder = [experts for experts, _, _ in self.layers], self.encoder_layers
-        stages = [stage for expansion in self.expansions for stage in reversed(expansion.stages)]
+        stages = [stage for expansion in reversed(self.expansions) for stage in reversed(expansion.stages)]
         fitted = next((stage.settings for stage in stages if stage.stage == "gates"), None) or {}
         shares = {code: of["0"] for code, of in fitted.get("shares", {}).items()} | fitted.get("home", {})
         facts = {
@@ -132,10 +126,7 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
     inspection = inspect_config(config)
-    return replace(
-        inspection, leftovers=leftovers(Path(model)), after_join=len(stages_after_join(folder, config)),
-        base_check=recorded_verdict(folder).words,
-    )  # fmt: skip
+    return replace(inspection, leftovers=leftovers(Path(model)), base_check=recorded_verdict(folder).words)
 
 
 def inspect_config(config: Any) -> Inspection:
@@ -209,7 +200,7 @@ def _packs(config: Any) -> list[InspectedPack]:
         own = records[end - size : end]
         kind = replace(kind, adapters=kind.adapters[end - size : end]) if isinstance(kind, AdapterKind) else kind
         codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
-        packs.append(InspectedPack(own[0].pack or "", codes, size, kind.words, own[0].router_scale or 1.0))
+        packs.append(InspectedPack(own[0].pack or "", codes, size, kind.words))
     return packs
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
-from ..analysis.settings import AnalysisSettings, DeviationSettings
+from ..analysis.settings import AnalysisSettings, DeviationSettings, GateSettings
 from ..checkpoint.settings import ExpandSettings, JoinSettings
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
@@ -30,7 +30,7 @@ _NOT_WITH_JOIN = (
     "expand",
     "analysis",
     "deviation",
-    *(key for key in recipe_stages() if key != "review"),
+    *(key for key in recipe_stages() if key != "gates"),
 )
 
 
@@ -74,9 +74,8 @@ class _Expansion(Schema):
         return "dmoe" if not self.joins and self.planned.makes_groups else "layer_moe"
 
     def stages(self) -> list[tuple[type[Stage], Any]]:
-        """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
-        keys = self.model_fields_set if self.joins else recipe_stages()
-        stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
+        """The stages that run, in order, with their settings."""
+        stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family)]
         if getattr(self.plan, "exclusive", False) and "review" not in self.model_fields_set:
             stages = [(stage, settings) for stage, settings in stages if stage.key != "review"]  # no routers
         if self.classified_later:
@@ -167,12 +166,7 @@ class Recipe(Expansion):
         if self.join is not None:
             self._check_join()
         known = dict.fromkeys(self.old, "")
-        joins_with_gate = self.join is not None and self.join.calibrate
-        if (
-            self.anchors
-            and not joins_with_gate
-            and not any(expansion.has("gates") for expansion in self.all_expansions)
-        ):
+        if self.anchors and not any(expansion.has("gates") for expansion in self.all_expansions):
             raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
@@ -187,7 +181,7 @@ class Recipe(Expansion):
         return self
 
     def _check_join(self) -> None:
-        """Refuses settings of new experts beside a join, and a calibration without text."""
+        """Refuses settings of new experts beside a join."""
         for key in _NOT_WITH_JOIN:
             if key in self.model_fields_set and getattr(self, key) is not None:
                 raise InputError(
@@ -195,17 +189,18 @@ class Recipe(Expansion):
                     "by a recipe of its own."
                 )
         check_old_and_new(list(self.old), list(self.new))
-        if self.join is not None and not self.join.calibrate and "tokens" in self.join.model_fields_set:
-            raise InputError("join.tokens: are read by `calibrate` alone: set `calibrate: true`, or leave tokens out.")
-        if self.join is not None and self.join.calibrate and not self.new:
-            raise InputError(
-                "join.calibrate: fits gates on text: give some of each pack's languages under `new`, and of the base's "
-                "under `old`."
-            )
 
     @property
     def joins(self) -> bool:
         return self.join is not None
+
+    def stages(self) -> list[tuple[type[Stage], Any]]:
+        """The stages that run, in order, with their settings. A join fits the gate alone, where there is new text."""
+        if self.join is None:
+            return super().stages()
+        is_set = "gates" in self.model_fields_set or not self.new
+        settings = self.gates if is_set else GateSettings()  # type: ignore[attr-defined]
+        return [] if settings is None else [(recipe_stages()["gates"], settings)]
 
     def _check_old(self) -> None:
         """Refuses a recipe that needs old text and has none."""

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from ..checkpoint.records import History
-from ..checkpoint.source import COMPANIONS, load_expanded_config
+from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Place
@@ -120,7 +120,7 @@ class StageConfig(TrainingArguments, Stage):
 
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
-    companions: ClassVar[Sequence[str]] = COMPANIONS
+    companions: ClassVar[Sequence[str]] = TOKENIZER_FILES
     is_built = False  # no field: whether the library has taken the arguments
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 

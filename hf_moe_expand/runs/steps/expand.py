@@ -70,7 +70,7 @@ class Expand(RunStep):
             nearest = self._copies_nearest
             layers = range(len(plan.grows_from))
             origin = self._nearest() if nearest else dict.fromkeys(layers, int(settings.copy_from))
-            grow_checkpoint(run.start, self.output, plan, copy_from=origin, keep_routers=True, **options)
+            grow_checkpoint(run.start, self.output, plan, copy_from=origin, **options)
             summary = f"{plan.total_experts - sum(plan.grows_from)} new experts"
             copied = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else ""
             return StepResult(summary + copied)

@@ -16,7 +16,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, set_seed
 
 from ...checkpoint.compare import compare_checkpoints
-from ...checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from ...checkpoint.source import load_base_config, resolve_checkpoint
 from ...checkpoint.stored import layer_list, network_of
 from ...core.errors import InputError
 from ...core.languages import LanguageCode
@@ -48,7 +48,6 @@ class DenseConfig(StageConfig):
     result_name = "trained"
     families = ()
     trains = EVERYTHING
-    companions = TOKENIZER_FILES
 
     tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
     replay: list[LanguageCode] = setting(list, "the old languages of the text, for `replay_share`")

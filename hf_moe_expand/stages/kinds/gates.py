@@ -39,7 +39,7 @@ class FitGates(Stage):
 
     @classmethod
     def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
-        if outlook.config is not None and not run.recipe.joins:
+        if outlook.config is not None:
             anchors = run.recipe.anchor_sources or None
             with errors_at("gates"):
                 check_languages(run.history.classes, [*run.old, *run.new], anchors)
@@ -53,7 +53,7 @@ class FitGates(Stage):
         texts, anchors = run.documents()
         report = fit_gates(
             before, out, texts, anchors, settings, seed=run.recipe.seed,
-            max_shard_size=run.expansion.expand.max_shard_size, overwrite=True,
+            max_shard_size=(run.recipe.join or run.expansion.expand).max_shard_size, overwrite=True,
         )  # fmt: skip
         return gate_result(report.gates)
 
