@@ -114,7 +114,7 @@ def test_what_validation_refuses(home, tmp_path):
             validate_recipe(recipe(home, tmp_path, **changes))
         assert not (tmp_path / "run").exists()
 
-    el, hu = str(home / "qwen-el"), str(home / "qwen-hu")
+    el = str(home / "qwen-el")
     refused("join.packs: .*no such folder", join={"packs": [el, str(tmp_path / "nothing")]})
     refused("join.packs: .*is a qwen2 checkpoint, which is no language pack", join={"packs": [el, str(home / "base")]})
     shutil.copytree(el, tmp_path / "copy")

@@ -318,7 +318,7 @@ def evaluate_model(
     EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)  # refuses others
     check_named_once(list(texts))
     model.eval()
-    kind = SentencePair if model.config.is_encoder_decoder else str
+    kind = SentencePair if getattr(model.config, "is_encoder_decoder", False) else str
     texts = {language: _documents(language, given, kind) for language, given in texts.items()}
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
