@@ -40,7 +40,7 @@ class EvaluationMixin(TrainerBase):
             labels[kept:] = _IGNORED
             inputs = {**inputs, "labels": labels}
         # Else the library divides a rank's loss by the targets of all ranks.
-        arguments: dict[str, Any] = vars(self.args)
+        arguments: Any = vars(self.args)
         averages, arguments["average_tokens_across_devices"] = self.args.average_tokens_across_devices, False
         try:
             loss, *others = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
