@@ -37,7 +37,7 @@ def moved(model):
     torch.manual_seed(4)
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():
-            for module in (*list(ffn.experts)[1:], ffn.router):
+            for module in filter(None, (*list(ffn.experts)[1:], ffn.router)):
                 for parameter in module.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.2)
     return model

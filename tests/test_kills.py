@@ -161,7 +161,7 @@ def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, k
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["joined", "grown"])
+@pytest.mark.parametrize("kind", ["gated", "grown"])
 def test_the_next_command_removes_a_folder_of_a_process_that_died_while_it_removed_it(tmp_path, monkeypatch, kind):
     folder = work_folder(tmp_path / f".out.{kind}-{DEAD}-{gethostname()}")
 

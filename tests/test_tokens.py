@@ -107,7 +107,7 @@ def test_a_chat_begins_once_and_is_ended_by_its_template_alone(template, before,
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     given = []
     monkeypatch.setattr(asked, "generate", lambda input_ids=None, **options: given.append(input_ids) or input_ids)
-    ChatModel(asked, tokenizer, "model").answer("ab", Answering(chat=True))
+    ChatModel(asked, tokenizer, "model").reply([{"role": "user", "content": "ab"}], Answering())
     assert given[0].tolist() == [[BOS, *plain("ab")]]
     text = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     (document,) = encode_documents([text], tokenizer)
