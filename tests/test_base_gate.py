@@ -12,10 +12,11 @@ from test_gates import ANCHORS, SETTINGS, TEXTS
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model, fit_gates
 from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file, layer_of_file
-from hf_moe_expand.checkpoint.gate_file import stored_gate
-from hf_moe_expand.checkpoint.stored import StoredModel
+from hf_moe_expand.checkpoint.gate_file import Gate
+from hf_moe_expand.checkpoint.stored import StoredModel, block_names
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.modeling.language_gate import GateRule
 
 NEW = ["el", "hu"]
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=NEW)
@@ -35,9 +36,10 @@ def file(base, tmp_path_factory):
 
 
 def the_gate(folder):
-    found = stored_gate(StoredModel(folder))
-    assert found is not None
-    return found
+    stored = StoredModel(folder)
+    rule = GateRule.of(stored.config)
+    place = block_names(stored.network)[rule.layer]
+    return Gate(rule, *(stored.tensor(f"{place}.{inner}") for inner in ("language_gate.weight", "language_gate.bias")))
 
 
 def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):
