@@ -110,7 +110,8 @@ def run(guide: str, section: str = "") -> dict[str, str]:
     said = {}
     for words in commands(guide, section):
         verb = " ".join(words[:2])
-        said[verb] = invoke(*words, *EXTRA.get(verb, []))
+        extra = EXTRA.get(verb, []) if words[0] != "grow" or "nearest" in words else []  # which alone reads text
+        said[verb] = invoke(*words, *extra)
     return said
 
 

@@ -393,6 +393,6 @@ def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
     assert [where for where, _ in pushed] == [("qwen-hu-1", "me/qwen-hu")]
     assert "pack 2  qwen-hu-1: hu" in said["join qwen-el-hu me/qwen-el"]
     assert "pack 1              qwen-el: el; FFNs" in said["inspect qwen-el-hu"]
-    assert "passes" in said["gates qwen-el-hu qwen-el-hu-gated"]
+    assert "judged by their end" in said["gates qwen-el-hu qwen-el-hu-gated"]
     assert said["validate join.yaml"].rstrip("\n").endswith("join.yaml: ok")
     assert "final checkpoint: runs/qwen-el-hu/gates" in said["run join.yaml"]
