@@ -23,7 +23,7 @@ CHANGE_THE_LOSS = (
     "weight",
     "weights",
 )
-_STATES = ("optimizer*", "global_step*", "pytorch_model_fsdp*")  # of an optimizer; DeepSpeed's; FSDP's
+_STATES = ("optimizer*", "global_step*")  # of an optimizer; DeepSpeed's
 FULL_EVALUATION = "it rounds the weights of the model that is then saved, those of the base too"
 
 
@@ -96,7 +96,7 @@ class WatchingMixin(TrainerBase):
         )
 
     def _why_not_reached(self) -> str:
-        if self._without_target:
+        if self._without_target >= self._watched:
             return "the rows have no label to predict (each is -100, or the first token's)"
         model = self.accelerator.unwrap_model(self.model)
         control = getattr(model, "routing_control", None)
