@@ -31,6 +31,7 @@ from zygote import Child, Zygote
 
 from hf_moe_expand import Plan, cli
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
@@ -213,6 +214,14 @@ def invoke(*arguments) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def refused(call, *given, says=".", **keywords) -> str:
+    """The one line with which a call is refused."""
+    with pytest.raises(InputError, match=says) as error:
+        call(*given, **keywords)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def checkpointed(wanted: bool = True, reentrant: bool = False) -> dict:

@@ -4,11 +4,13 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sys
 import zipfile
 
 import pyarrow
 import pytest
+from conftest import write_texts
 from pyarrow import parquet
 
 from hf_moe_expand import cli
@@ -277,3 +279,14 @@ def test_a_giant_line_of_text_is_named(tmp_path, capsys, monkeypatch):
     assert "a.txt:2: the line has 56 characters, and is one document: put each" in capsys.readouterr().err
     list(read_rows(tmp_path / "a.jsonl"))
     assert not capsys.readouterr().err
+
+
+def test_text_of_the_same_relative_path_is_another_text(tmp_path, monkeypatch):
+    for project, text in (("one", "first"), ("two", "other")):
+        (tmp_path / project).mkdir()
+        write_texts(tmp_path / project / "el.jsonl", [text])
+    times = (tmp_path / "one" / "el.jsonl").stat()
+    os.utime(tmp_path / "two" / "el.jsonl", ns=(times.st_atime_ns, times.st_mtime_ns))
+    for project, text in (("one", "first"), ("two", "other")):
+        monkeypatch.chdir(tmp_path / project)
+        assert load("el.jsonl") == [text]

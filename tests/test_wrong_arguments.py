@@ -4,7 +4,7 @@ line that names it."""
 import inspect
 
 import pytest
-from conftest import byte_tokenizer, checkpointed, tiny_dense, write_texts
+from conftest import byte_tokenizer, checkpointed, refused, tiny_dense
 from datasets import Dataset, DatasetDict
 from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainingArguments
@@ -31,7 +31,6 @@ from hf_moe_expand import (
     ReviewTrainer,
     expand_model,
 )
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import checked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
@@ -109,7 +108,6 @@ TAKES = {
     "config": CONFIG,
 }  # fmt: skip
 OF_LOADED = ("evaluate_model", "mask_routing", "measure_deviation", "measure_routing", "measure_similarity")
-CASES = [(name, argument) for name, given in FUNCTIONS.items() for argument in given]
 
 
 def takes(name, argument):
@@ -121,78 +119,6 @@ def takes(name, argument):
     return TAKES.get(argument, set())
 
 
-@pytest.mark.parametrize(("name", "argument"), CASES, ids=[f"{name}-{argument}" for name, argument in CASES])
-def test_a_wrong_argument_of_a_function_is_named(name, argument):
-    function, given = getattr(hf_moe_expand, name), FUNCTIONS[name]
-    for kind in WRONG.keys() - takes(name, argument):
-        with pytest.raises(InputError) as refused:
-            function(**{**given, argument: WRONG[kind]})
-        assert str(refused.value).startswith(f"{name}: {argument} is "), kind
-        assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match=f"{name}: unknown key `{argument}_`; did you mean `{argument}`"):
-        function(**{**given, f"{argument}_": 1})
-    if inspect.signature(function).parameters[argument].default is inspect.Parameter.empty:
-        with pytest.raises(InputError, match=f"{name}: missing a required argument: '{argument}'"):
-            function(**{key: value for key, value in given.items() if key != argument})
-
-
-RESULTS = (SimilarityResult, DeviationResult, RoutingResult)
-READERS = [
-    (one, name)
-    for one in (Recipe, Plan, *RESULTS, Evaluation, ValidationCurves)
-    for name in ("load", "from_json")
-    if hasattr(one, name)
-]
-
-
-@pytest.mark.parametrize(("one", "name"), READERS, ids=[f"{one.__name__}.{name}" for one, name in READERS])
-@pytest.mark.parametrize("wrong", [None, 5, {"base": "m"}, ["a"]])
-def test_what_is_no_path_is_named(one, name, wrong):
-    with pytest.raises(InputError, match=rf"^{one.__name__}\.{name}: path is .*: must be str or Path"):
-        getattr(one, name)(wrong)
-
-
-def test_no_public_function_is_left_out():
-    public = {name for name in hf_moe_expand.__all__ if inspect.isfunction(getattr(hf_moe_expand, name))}
-    assert public <= FUNCTIONS.keys()
-
-
-@pytest.mark.parametrize("name", [name for name, given in FUNCTIONS.items() if "o" in given.values()])
-def test_a_missing_checkpoint_is_named(name, tmp_path):
-    given = {**FUNCTIONS[name], "out": tmp_path / "o"}
-    first = next(iter(given))
-    missing = str(tmp_path / "missing")
-    with pytest.raises(InputError, match="missing") as refused:
-        getattr(hf_moe_expand, name)(**{**given, first: [missing, missing] if first == "packs" else missing})
-    assert "\n" not in str(refused.value)
-
-
-def test_arguments_of_the_right_type_pass():
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import numpy
-
-    @checked
-    def f(a: int, b: Sequence[float], c: Mapping[str, Iterable[str]], d: Callable | None = None, e: float = 1.0):
-        return a, b, c
-
-    column = Dataset.from_dict({"text": ["a"]})["text"]
-    for arguments in (
-        (numpy.int64(3), numpy.ones(2), {"el": (one for one in "ab")}),
-        (3, (1, 2.0), {"el": column, "en": {"a"}}, len, 2),
-    ):
-        assert f(*arguments) == arguments[:3]
-    given = (one for one in "ab")
-    f(1, [1.0], {"el": given})
-    assert list(given) == ["a", "b"]  # not read
-    for wrong in ((True, [1.0], {}), (1, "ab", {}), (1, ["a"], {}), (1, [1.0], {"el": "text"}), (1, [1.0], {1: []}),
-                  (1, [1.0], {"el": Dataset.from_dict({"text": ["a"]})})):  # fmt: skip
-        with pytest.raises(InputError, match=r"^f: [abc] is "):
-            f(*wrong)
-
-
-# --- Trainers --------------------------------------------------------------------------------------------------------
-
 STAGES = {
     PostPretrainTrainer: PostPretrainConfig, ReviewTrainer: ReviewConfig, JointTrainer: JointConfig,
     GroupTrainer: GroupConfig, AdaptTrainer: AdaptConfig,
@@ -201,9 +127,12 @@ QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "di
 TAGGED = Dataset.from_list([{"text": text * 3, "language": code} for code, (text,) in TEXTS.items() for _ in range(9)])
 
 
+def model_of(dmoe):
+    return expand_model(DENSE, Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]) if dmoe else PLAN)
+
+
 def model_for(kind):
-    groups = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
-    return expand_model(DENSE, groups if kind in (GroupTrainer, AdaptTrainer) else PLAN)
+    return model_of(kind in (GroupTrainer, AdaptTrainer))
 
 
 class Unknown(TorchDataset):
@@ -248,24 +177,12 @@ DATA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-@pytest.mark.parametrize("case", DATA.values(), ids=DATA)
-def test_a_wrong_data_set_is_named(case, name):
-    data, message = case
-    given = {"train_dataset": TAGGED, "processing_class": TOKENIZER, name: data}
-    with pytest.raises(InputError, match=message.format(name=name)) as refused:
-        PostPretrainTrainer(model_for(PostPretrainTrainer), PostPretrainConfig("out", replay=True, **QUICK), **given)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("kind", STAGES)
-def test_a_wrong_argument_of_a_trainer_is_named(kind, tmp_path):
-    model = model_for(kind)
-    good = {"model": model, "args": STAGES[kind](str(tmp_path), **QUICK), "processing_class": TOKENIZER}
-    siblings = [config(str(tmp_path)) for config in STAGES.values() if config is not STAGES[kind]]
-    plain = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    wrong = {
-        "model": [None, 5, "missing", tmp_path / "missing", siblings[0], DENSE],
+def wrong_of_trainer(kind):
+    """The wrong values of each argument of a stage's Trainer."""
+    siblings = [config("out") for config in STAGES.values() if config is not STAGES[kind]]
+    plain = TrainingArguments("out", use_cpu=True, report_to="none")
+    return {
+        "model": [None, 5, "missing", siblings[0], DENSE],
         "args": [5, "out", {"output_dir": "out"}, plain, *siblings],
         **dict.fromkeys(
             ("data_collator", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"), (5, "a")
@@ -278,80 +195,127 @@ def test_a_wrong_argument_of_a_trainer_is_named(kind, tmp_path):
         "language_classes": [5, "ab", {"en": 0}, [None]],
         "train_dataset": [DatasetDict({"train": TAGGED})],
     }  # fmt: skip
-    for argument, values in wrong.items():
+
+
+WRONG_OF_CHAT = {
+    "model": [None, 5, "missing", DENSE],
+    "args": ["out", {"output_dir": "out"}, PostPretrainConfig("out"), ReviewConfig("out")],
+    "train_dataset": [None, 5, "el.jsonl", ["a"], DENSE],
+    "eval_dataset": [5, "el.jsonl"],
+    "processing_class": [5, "gpt2"],
+    "language_classes": [5, "ab", {"en": "old"}],
+    "router_losses": [5, [5]],
+    "callbacks": [5],
+    "peft_config": [5],
+}
+OF_CONFIGURATION = (
+    ("output_dir", 5),
+    ("output_dir", DENSE),
+    ("report_to", 5),
+    ("run_name", 5),
+    ("bf16", "yes"),
+    ("learning_rate", "fast"),
+    ("eval_steps", "often"),
+    ("masking", 5),
+    ("hub_model_id", 5),
+)
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, one) for name in FUNCTIONS for one in FUNCTIONS[name]])
+def test_a_wrong_argument_of_a_function_is_named(name, argument):
+    function, given = getattr(hf_moe_expand, name), FUNCTIONS[name]
+    for kind in WRONG.keys() - takes(name, argument):
+        assert refused(function, **{**given, argument: WRONG[kind]}).startswith(f"{name}: {argument} is "), kind
+    refused(function, **given, **{f"{argument}_": 1}, says=f"unknown key `{argument}_`; did you mean `{argument}`")
+    if inspect.signature(function).parameters[argument].default is inspect.Parameter.empty:
+        others = {key: value for key, value in given.items() if key != argument}
+        refused(function, **others, says=f"{name}: missing a required argument: '{argument}'")
+
+
+@pytest.mark.parametrize(
+    "one", [Recipe, Plan, SimilarityResult, DeviationResult, RoutingResult, Evaluation, ValidationCurves]
+)
+def test_what_is_no_path_is_named(one):
+    for name in {"load", "from_json"} & set(dir(one)):
+        for value in (None, 5, {"base": "m"}, ["a"]):
+            refused(getattr(one, name), value, says=rf"^{one.__name__}\.{name}: path is .*: must be str or Path")
+
+
+def test_no_public_function_is_left_out():
+    public = {name for name in hf_moe_expand.__all__ if inspect.isfunction(getattr(hf_moe_expand, name))}
+    assert public <= FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, given in FUNCTIONS.items() if "o" in given.values()])
+def test_a_missing_checkpoint_is_named(name, tmp_path):
+    given, missing = {**FUNCTIONS[name], "out": tmp_path / "o"}, str(tmp_path / "missing")
+    first = next(iter(given))
+    given[first] = [missing, missing] if first == "packs" else missing
+    refused(getattr(hf_moe_expand, name), **given, says="missing")
+
+
+def test_arguments_of_the_right_type_pass():
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import numpy
+
+    @checked
+    def f(a: int, b: Sequence[float], c: Mapping[str, Iterable[str]], d: Callable | None = None, e: float = 1.0):
+        return a, b, c
+
+    rows, unread = of_rows(text=["a"]), (one for one in "ab")
+    for given in (
+        (numpy.int64(3), numpy.ones(2), {"el": unread}),
+        (3, (1, 2.0), {"el": rows["text"], "en": {"a"}}, len, 2),
+    ):
+        assert f(*given) == given[:3]
+    assert list(unread) == ["a", "b"]
+    for given in ((True, [1.0], {}), (1, "ab", {}), (1, ["a"], {}), (1, [1.0], {"el": "text"}), (1, [1.0], {1: []}),
+                  (1, [1.0], {"el": rows})):  # fmt: skip
+        refused(f, *given, says=r"^f: [abc] is ")
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("case", DATA.values(), ids=DATA)
+def test_a_wrong_data_set_is_named(case, name):
+    data, message = case
+    given = {"train_dataset": TAGGED, "processing_class": TOKENIZER, name: data}
+    config, kind = PostPretrainConfig("out", replay=True, **QUICK), PostPretrainTrainer
+    refused(kind, model_for(kind), config, **given, says=message.format(name=name))
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_wrong_argument_of_a_trainer_is_named(kind, tmp_path):
+    config, rows = STAGES[kind](str(tmp_path), **QUICK), of_rows(input_ids=[BLOCK] * 4)
+    good = {"model": model_for(kind), "args": config, "processing_class": TOKENIZER}
+    for argument, values in wrong_of_trainer(kind).items():
         for value in values:
-            with pytest.raises(InputError) as refused:
-                kind(**{**good, argument: value})
-            assert argument in str(refused.value), value
-            assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="unknown key `train_datasets`; did you mean `train_dataset`"):
-        kind(**good, train_datasets=TAGGED)
-    with pytest.raises(InputError, match="missing a required argument: 'model'"):
-        kind()
+            refused(kind, **{**good, argument: value}, says=argument)
+    refused(kind, **good, train_datasets=rows, says="unknown key `train_datasets`; did you mean `train_dataset`")
+    refused(kind, says="missing a required argument: 'model'")
     if kind not in (ReviewTrainer, GroupTrainer):  # whose losses want the languages of a data set
-        with pytest.raises(InputError, match="train_dataset is None"):
-            kind(**good).train()
-
-
-@pytest.mark.parametrize("kind", [ReviewTrainer, GroupTrainer])
-def test_tokens_without_languages_are_refused_where_they_are_needed(kind):
-    rows = of_rows(input_ids=[BLOCK] * 4)
-    with pytest.raises(InputError, match="train_dataset has no column `language_ids`"):
-        kind(model_for(kind), STAGES[kind]("out", **QUICK), train_dataset=rows)
-    beyond = of_rows(input_ids=[BLOCK] * 4, language_ids=[[2] * 16] * 4)
-    with pytest.raises(InputError, match="train_dataset holds the language id 2, but there are 2 languages"):
-        kind(model_for(kind), STAGES[kind]("out", **QUICK), train_dataset=beyond)
-
-
-def test_a_trainer_of_another_family_is_refused():
-    for kind in (GroupTrainer, AdaptTrainer):
-        with pytest.raises(InputError, match="no language groups"):
-            kind(model_for(PostPretrainTrainer), STAGES[kind]("out"), train_dataset=of_rows(input_ids=[BLOCK]))
-    dmoe = model_for(GroupTrainer)
-    assert isinstance(dmoe, DMoEForCausalLM)
-    with pytest.raises(InputError, match="This is a DMoE"):
-        PostPretrainTrainer(dmoe, PostPretrainConfig("out"), train_dataset=of_rows(input_ids=[BLOCK]))
+        refused(lambda: kind(**good).train(), says="train_dataset is None")
+    else:
+        refused(kind, **good, train_dataset=rows, says="train_dataset has no column `language_ids`")
+        beyond = rows.add_column("language_ids", [[2] * 16] * 4)
+        refused(kind, **good, train_dataset=beyond, says="language id 2, but there are 2 languages")
+    if kind not in (JointTrainer, ReviewTrainer):
+        other = model_of(dmoe=not isinstance(good["model"], DMoEForCausalLM))
+        refused(kind, **{**good, "model": other}, train_dataset=rows, says="no language groups|This is a DMoE")
 
 
 def test_a_wrong_argument_of_the_chat_trainer_is_named(tmp_path):
     options = {"max_length": 16, "use_cpu": True, "bf16": False, "report_to": "none", **checkpointed(False)}
-    config = SFTConfig(str(tmp_path), **options)
-    good = {"model": model_for(None), "args": config, "train_dataset": TAGGED, "processing_class": TOKENIZER}
-    wrong = {
-        "model": [None, 5, str(tmp_path / "missing"), DENSE],
-        "args": ["out", {"output_dir": "out"}, PostPretrainConfig("out"), ReviewConfig("out")],
-        "train_dataset": [None, 5, "el.jsonl", ["a"], DENSE],
-        "eval_dataset": [5, "el.jsonl"],
-        "processing_class": [5, "gpt2"],
-        "language_classes": [5, "ab", {"en": "old"}],
-        "router_losses": [5, [5]],
-        "callbacks": [5],
-        "peft_config": [5],
-    }
-    for argument, values in wrong.items():
+    kind, good = MoESFTTrainer, {"model": model_of(dmoe=False), "processing_class": TOKENIZER}
+    good |= {"args": SFTConfig(str(tmp_path), **options), "train_dataset": TAGGED}
+    for argument, values in WRONG_OF_CHAT.items():
         for value in values:
-            with pytest.raises(InputError) as refused:
-                MoESFTTrainer(**{**good, argument: value})
-            assert argument in str(refused.value), value
-            assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="train data set has the columns content"):
-        MoESFTTrainer(**{**good, "train_dataset": of_rows(content=["a"])})
-    with pytest.raises(InputError, match="unknown key `tokenizer`"):
-        MoESFTTrainer(**good, tokenizer=TOKENIZER)
+            refused(kind, **{**good, argument: value}, says=argument)
+    columns = good | {"train_dataset": of_rows(content=["a"])}
+    refused(kind, **columns, says="train data set has the columns content")
+    refused(kind, **good, tokenizer=TOKENIZER, says="unknown key `tokenizer`")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("output_dir", 5), ("output_dir", DENSE), ("report_to", 5), ("run_name", 5), ("bf16", "yes"),
-                        ("learning_rate", "fast"), ("eval_steps", "often"), ("masking", 5), ("hub_model_id", 5)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), OF_CONFIGURATION)
 def test_a_wrong_argument_of_a_configuration_is_named(name, value):
-    with pytest.raises(InputError, match=f"{name}") as refused:
-        PostPretrainConfig(**{"output_dir": "out", name: value})
-    assert "\n" not in str(refused.value)
-
-
-def test_a_source_is_text(tmp_path):
-    file = write_texts(tmp_path / "el.jsonl", ["η γάτα"])
-    assert LanguageText("el", str(file)).load()["text"][:] == ["η γάτα"]
-    with pytest.raises(InputError, match=r"source is PosixPath.*must be str"):
-        LanguageText("el", file)
+    refused(PostPretrainConfig, **{"output_dir": "out", name: value}, says=name)

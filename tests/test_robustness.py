@@ -1,0 +1,605 @@
+"""What is wrong is refused in one sentence that names it: settings, options, names, files, values and text. Each
+kind stands here once; wrong_settings.yaml has the cases of settings, test_wrong_arguments.py those of arguments."""
+
+import json
+import math
+import platform
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import byte_tokenizer, invoke, refused, save_dense, start_python, tiny_dense, write_texts
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_moe_expand
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, cli, expand_checkpoint
+from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.expand import check_plan_of_gate
+from hf_moe_expand.checkpoint.grow import grow_checkpoint
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.source import load_config
+from hf_moe_expand.cli import orderly_stops
+from hf_moe_expand.cli.common import check_file
+from hf_moe_expand.cli.options import versions
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.jsonfile import write_json
+from hf_moe_expand.core.schema import read
+from hf_moe_expand.evaluation import known, report
+from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.evaluation.settings import EvaluationSettings
+from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.modeling.expanded_config import ExpertKind
+from hf_moe_expand.planning.methods import read_plan_settings
+from hf_moe_expand.report.inspection import inspect_checkpoint
+from hf_moe_expand.runs.pipeline import validate_recipe
+from hf_moe_expand.stages.run import train_stage
+
+PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+GROWTH = Plan("moe-lpr", [3, 1, 3], old=["en", "el"], new=["tr"], grows_from=[2, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("wrong")
+    save_dense(root / "base")
+    for code, text in {"en": "a text", "el": "ένα κείμενο", "tr": "bir metin"}.items():
+        write_texts(root / f"{code}.jsonl", [text] * 20)
+    (root / "curriculum.json").write_text('{"steps": 9, "entry": {"el": 0, "hi": 4}}')
+    expand_checkpoint(root / "base", root / "expanded", PLAN)
+    expand_checkpoint(root / "base", root / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    PLAN.save(root / "plan.json")
+    GROWTH.save(root / "grown.json")
+    return root
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = yaml.safe_load((Path(__file__).parent / "wrong_settings.yaml").read_text("utf-8"))
+GOOD = """
+base: ROOT/base
+output: ROOT/run
+old: {en: ROOT/en.jsonl}
+new: {el: ROOT/el.jsonl}
+analysis: {tokens: 30}
+plan: {total_experts: 7, classifier_layers: 1}
+post_pretrain: {block_size: 32, max_steps: 2}
+review: {block_size: 32, max_steps: 2}
+"""
+DMOE = """
+base: ROOT/base
+output: ROOT/run
+new: {el: ROOT/el.jsonl, tr: ROOT/tr.jsonl, en: ROOT/en.jsonl}
+deviation: {steps: 1, batch_size: 1, block_size: 16}
+plan: {method: dmoe, groups: 2, ratio: 0.5}
+group: {block_size: 32, max_steps: 2}
+joint: {block_size: 32, max_steps: 2}
+"""
+
+
+def merged(one, other):
+    """`other`'s keys in `one`; null takes a key out, and `"null"` is null."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return None if other == "null" else other
+    both = {key: merged(one.get(key), other[key]) if key in other else one[key] for key in {**one, **other}}
+    return {key: value for key, value in both.items() if other.get(key, 0) is not None}
+
+
+def try_settings(case, root, number):
+    """Does what the case asks for, in the folder `root`."""
+    case = yaml.safe_load(yaml.safe_dump(case).replace("ROOT", str(root)))
+    if "recipe" in case:
+        good = yaml.safe_load((DMOE if case.get("dmoe") else GOOD).replace("ROOT", str(root)))
+        path, offline = root / f"{number}.yaml", bool(case.get("offline"))
+        path.write_text(yaml.safe_dump(merged(good, case["recipe"])), "utf-8")
+        validate_recipe(Recipe.load(path, unset_ok=offline), offline)
+    elif "stage" in case:
+        config = getattr(hf_moe_expand, case["stage"])(**case["keywords"])
+        texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in case.get("texts", ["el"])}
+        train_stage(root / case.get("model", "expanded"), root / f"out{number}", texts, config)
+    else:
+        read_plan_settings(case["plan"])
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_the_line_says_which_setting_is_wrong_and_where(root, number):
+    line = refused(try_settings, SETTINGS[number], root, number)
+    line = line.replace(str(root), "ROOT").replace(f"{number}.yaml", "recipe.yaml")
+    # A line that lists what the library knows is kept as far as the list.
+    wanted = SETTINGS[number]["line"]
+    assert line.startswith(wanted[:-3]) if wanted.endswith("...") else line == wanted
+
+
+def test_the_good_recipes_are_good(root):
+    for number, text in enumerate((GOOD, DMOE)):
+        (root / f"good{number}.yaml").write_text(text.replace("ROOT", str(root)), "utf-8")
+        assert validate_recipe(Recipe.load(root / f"good{number}.yaml"))
+
+
+# --- what would have no effect, and names -----------------------------------------------------------------------------
+
+COMMANDS = {
+    "grow expanded out --plan grown.json --tokens 7": "--tokens, .* belong to --copy-from nearest",
+    "inspect expanded --lora-rank 3": "settings of new experts belong to --plan",
+    "expand base out --plan plan.json --lora-alpha 7": "lora_alpha 7, but expert_kind is 'ffn'",
+    "chat expanded --seed 9": "top_p and seed are for drawing, but the temperature is 0",
+    "inspect ''": "empty", "inspect .": "not a checkpoint", "inspect /": "not a checkpoint",
+    "push . me/x --dry-run": "not a checkpoint", "expand .. out --plan plan.json": "not a checkpoint",
+    "expand base '' --plan plan.json --overwrite": ".", "expand base . --plan plan.json --overwrite": ".",
+    "expand base / --plan plan.json --overwrite": ".", "card expanded --out .": "is a folder",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "says"), COMMANDS.items(), ids=COMMANDS)
+def test_commands_without_effect_and_names_without_a_last_part(root, monkeypatch, words, says):
+    monkeypatch.chdir(root)
+    before = sorted(root.rglob("*"))
+    refused(invoke, *shlex.split(words), says=says)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_the_working_folder_is_a_model_like_any_other(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(root / "expanded", tmp_path / "qwen-el"))
+    assert "experts per layer" in invoke("inspect", ".")
+    assert "# qwen-el" in invoke("card", "./")
+    assert "model.safetensors" in invoke("push", ".", "me/qwen-el", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (PostPretrainConfig(budget_coef=9.0), "budget_coef: is for conditional routing"),
+        (PostPretrainConfig(gate_budget=0.1), "gate_budget: is for conditional routing"),
+        (ReviewConfig(classifier_coef=9.0), "classifier_coef: the model has no classifiers"),
+        (ReviewConfig(classifier_tokens=9), "classifier_tokens: says where new classifiers go"),
+    ],
+)
+def test_losses_that_apply_to_nothing(config, says):
+    refused(config.check_settings, hf_moe_expand.expand_model(tiny_dense("qwen2"), PLAN).config, says=says)
+
+
+def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
+    placed = Plan("moe-lpr", [1, 2, 2], [2], old=["en"], new=["el"])
+    refused(check_plan_of_gate, placed, 1, ExpertKind(), says="the place of classifiers, .* in layers 2: plan")
+    dmoe = Plan("dmoe", [1, 2, 2], groups=[["en"], ["el"]])
+    refused(check_plan_of_gate, dmoe, 1, ExpertKind(), says="DMoE trains the base: leave the gate out")
+    given = (root / "expanded", tmp_path / "out")
+    refused(grow_checkpoint, *given, GROWTH, copy_from={99: 1}, says="copy_from names layer 99, but .* layers 0 to 2")
+    gate = {"processing_class": byte_tokenizer(), "says": "processing_class: a checkpoint has its own tokenizer"}
+    refused(hf_moe_expand.fit_gates, *given, {"el": ["a"]}, **gate)
+    groups = {"groups": [["el"], ["tr"]], "new": ["el", "hu"]}
+    refused(Plan, "dmoe", [2, 1, 2], **groups, says="new: hu stands in no group, so that no expert learns it")
+
+
+def test_long_numbers_are_cut(root, tmp_path):
+    assert str(InputError(f"size is {'7' * 400}, not 1")) == f"size is {'7' * 20}... (400 digits), not 1"
+    (tmp_path / "plan.json").write_text('{"method": "layer-moe", "experts_per_layer": [' + "1" * 400 + "]}")
+    assert len(refused(invoke, "expand", root / "base", tmp_path / "out", "--plan", tmp_path / "plan.json")) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("there.json", "exists already; choose another file or pass --overwrite"),
+        ("folder", "is a folder; give the name of a file in it"),
+        ("there.json/out.json", "cannot be written there"), ("n" * 300, "cannot be written there"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, name, says):
+    (tmp_path / "there.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    refused(check_file, tmp_path / name, overwrite=False, says=says)
+    check_file(tmp_path / "there.json", overwrite=True)
+    check_file(tmp_path / "new" / "out.json", overwrite=False)
+    assert not (tmp_path / "new").exists()
+
+
+# --- files of strangers -----------------------------------------------------------------------------------------------
+
+
+def entry(start, end, dtype="F32", shape=(2,)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"a": entry(-8, 0)}, "-8"), ({"a": entry(0, 8), "b": entry(4, 12)}, "invalid offset"),
+        ({"a": entry(0, 8, shape=(2.0,))}, "floating"), ({"a": entry(0, 8, shape=(1 << 40, 1 << 40))}, "overflow"),
+        ({"a": entry(0, 8, dtype="F33\n")}, "F33"), ({"a": entry(0, 80, shape=(20,))}, "incomplete"),
+        ({"a": 7}, "not a safetensors file"), ([], "not a safetensors file"), (None, "model.safetensors: "),
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_is_refused(tmp_path, header, says):
+    encoded = json.dumps(header).encode()
+    content = b"" if header is None else struct.pack("<Q", len(encoded)) + encoded + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    refused(CheckpointReader, tmp_path, says=says)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ({"a": "../x.safetensors"}, "not a safetensors file in this folder"),
+        ({"a": ["model-1.safetensors"]}, "not a safetensors file in this folder"),
+        ({"a": "link.safetensors"}, "link that leads out of the folder"),
+        ({"a": "model-3.safetensors"}, "but the file is missing"), ({}, "weight_map is missing"),
+        ({"a": "model-1.safetensors", "b": "model-2.safetensors"}, "tensor 'a' is in model-1.safetensors too"),
+    ],
+)  # fmt: skip
+def test_an_index_that_lies_is_refused(tmp_path, where, says):
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for number in (1, 2):
+        save_file({"a": torch.ones(2)}, folder / f"model-{number}.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "x.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    refused(CheckpointReader, folder, says=says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "Expecting value"), ("[]", "found a list"), ('{"a": 1, "a": 3}', "duplicate key 'a'"),
+        ('{"a": NaN}', "NaN is not a JSON number"), ('{"a": [-Infinity]}', "-Infinity is not a JSON number"),
+        ('{"a": 1e999}', "too large"), ('{"a": ' + "[" * 100_000, "nested too deep"),
+        ('{"a": ' + "9" * 5000 + "}", "thousands of digits"), (r'{"a": "\ud800"}', "surrogate"),
+        ("\xff", "not a configuration"),
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_a_config_json_that_is_no_json(tmp_path, text, says):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    refused(load_config, tmp_path, says=says)
+
+
+def copied(source: Path, target: Path, change=lambda tensors: None, **fields) -> Path:
+    """A copy of a checkpoint with other tensors or fields of config.json."""
+    shutil.copytree(source, target)
+    weights = load_file(source / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    return target
+
+
+EXPANSION = {"method": "layer-moe", "base_model": "x", "old_languages": ["en"], "new_languages": ["el"], "stages": []}
+# These show when the model runs.
+RUNNING = [{"num_attention_heads": 5}, {"rope_parameters": {"rope_type": "spiral"}}]
+FIELDS = [
+    {"hidden_act": "magic"}, {"num_attention_heads": 0}, {"num_hidden_layers": "three"}, {"num_hidden_layers": 2.5},
+    {"num_hidden_layers": 10**30, "num_experts_per_layer": None, "layer_types": None}, {"hidden_size": [32]},
+    {"vocab_size": 10**20}, {"dtype": "float99"}, {"rope_parameters": 3}, {"layer_types": ["nothing"] * 3},
+    {"text_config": {"num_hidden_layers": 17}}, {"model_type": 7}, {"model_type": "no-such-model"},
+    {"num_experts_per_layer": [2, 1]}, {"num_experts_per_layer": [4000, 1, 1]}, {"num_experts_per_layer": [2, 1, "2"]},
+    {"router_top_k": 0}, {"classifier_layers": [9]}, {"expansions": {}}, {"expansions": [{}]},
+    {"expansions": [{**EXPANSION, "old_languages": None}]}, {"expansions": [{**EXPANSION, "stages": [None]}]},
+    {"earlier_experts_per_layer": [[1]]}, {"earlier_experts_per_layer": [[0, 1, 3]]}, {"packs": [1, 1, 1]},
+    {"updates_of_packs": [[0, "x"], None]}, {"language_gate": {"layer": 0, "languages": [["en"], "el", 3]}},
+    {"backbone_model_type": "no-such-model"}, {"expert_kind": "big"}, {"conditional_routing": "yes"},
+    {"transformers_weights": "other.safetensors"}, {"pad_token_id": "x"}, *RUNNING,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: str(fields)[1:60])
+def test_a_configuration_with_a_wrong_value(root, tmp_path, fields):
+    folder = copied(root / "expanded", tmp_path / "x", **fields)
+    for door in (load_for_inference, *([] if fields in RUNNING else [inspect_checkpoint])):
+        refused(door, folder, says=f"^{folder}: ")
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda weights: weights.pop(NAME), f"missing from the checkpoint: {NAME}"),
+        (lambda weights: weights.update({NAME: weights[NAME][:3].clone()}), r"has shape \[3, 32\]"),
+        (lambda weights: weights.update({NAME: weights[NAME].to(torch.int8)}), "stored as I8"),
+        (lambda weights: weights[NAME].view(-1).__setitem__(7, math.nan), f"'{NAME}' holds NaN or infinite values"),
+    ],
+    ids=["missing", "of another shape", "quantised", "NaN"],
+)
+def test_a_checkpoint_with_wrong_tensors_is_refused_at_every_door(root, tmp_path, change, says):
+    base, expanded = (copied(root / name, tmp_path / name, change) for name in ("base", "expanded"))
+    out, text = tmp_path / "out", {"el": LanguageText("el", str(root / "el.jsonl"))}
+    for door, *given in (
+        (load_for_inference, base), (load_for_inference, expanded), (expand_checkpoint, base, out, PLAN),
+        (expand_depth, base, out, 1), (grow_checkpoint, expanded, out, GROWTH),
+        (invoke, "export", expanded, out, "--expert", "0"),
+        (train_stage, expanded, out, text, PostPretrainConfig(block_size=16, max_steps=1)),
+    ):  # fmt: skip
+        refused(door, *given, says=says)
+    if "NaN" in says:
+        refused(invoke, "push", expanded, "me/x", "--dry-run", "--base", "me/base", says=says)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "expanded"}
+
+
+@pytest.mark.parametrize("history", [None, []])
+def test_a_checkpoint_without_a_history_does_not_grow(root, tmp_path, history):
+    folder = copied(root / "expanded", tmp_path / "x", expansions=history)
+    refused(grow_checkpoint, folder, tmp_path / "out", GROWTH, says=r"x: config\.json records no expansion")
+
+
+def test_a_tokenizer_of_another_model(root, tmp_path):
+    folder = copied(root / "expanded", tmp_path / "x")
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["a"] = 1000
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    refused(load_for_inference, folder, says="token 'a' has number 1000, but the model has 257 tokens")
+
+
+def test_numbers_that_are_not_finite(tmp_path, monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+    monkeypatch.setattr(report, "load_for_inference", lambda *_: (model, None))
+    monkeypatch.setattr(report, "evaluate_model", lambda *_, **__: LanguageScore.from_nats(math.inf, 3, 10))
+    said = r"^tuned: the log-likelihood of the text is -inf"
+    refused(report.score_models, {"tuned": ("x", None)}, {}, [["en"]], EvaluationSettings(), says=said)
+    said = r"x\.json: is not written, as a number for it is NaN or infinite"
+    refused(write_json, tmp_path / "x.json", {"a": [math.nan]}, says=said)
+    assert not list(tmp_path.iterdir())
+    refused(read, PostPretrainConfig, {"max_grad_norm": math.inf}, says="max_grad_norm is inf: must be finite")
+
+
+# --- text that a recipe cannot use ------------------------------------------------------------------------------------
+
+LONG = [f"text number {number} of a language, which has some words" for number in range(200)]
+HELD_OUT = [f"held-out text {number} of a language, which has other words" for number in range(200)]
+RECIPE = """
+base: {home}/base
+output: {home}/run
+old: {{en: {home}/en.jsonl}}
+new: {{el: {home}/el.jsonl}}
+test: {{el: {home}/test.jsonl}}
+plan: {{method: moe-lpr, experts: 2, exclusive: true}}
+post_pretrain: {{block_size: 64, max_steps: 2}}
+"""
+DMOE_RECIPE = """
+base: {home}/base
+output: {home}/run
+new: {{el: {home}/el.jsonl, hu: {home}/short.jsonl}}
+plan: {{method: dmoe, groups: [[el], [hu]], ratio: 0.5}}
+group: {{block_size: 64}}
+joint: {{block_size: 64}}
+deviation: {{steps: 1, batch_size: 1, block_size: 4}}
+"""
+
+
+@pytest.fixture
+def home(root, tmp_path):
+    (tmp_path / "base").symlink_to(root / "base")
+    for name, texts in (("en", LONG[:100]), ("el", LONG[100:]), ("test", HELD_OUT), ("short", ["short text"])):
+        write_texts(tmp_path / f"{name}.jsonl", texts)
+    return tmp_path
+
+
+def check(home, text=RECIPE, **options):
+    return validate_recipe(Recipe.of_text(text.format(home=home), "recipe.yaml"), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (RECIPE.replace("el.jsonl}}\nt", "short.jsonl}}\nt"), "post_pretrain: All text of el together is .* one block"),
+        (RECIPE.replace("max_steps: 2", "tokens_per_language: 100000"), "post_pretrain: Language 'el' .* but 100,000"),
+        (RECIPE.replace("en.json", "short.json").replace("true}}", "false}}\nreview: {{block_size: 64}}"), "review: "),
+        (RECIPE + "gates: {{}}\nanchors: {{de: {home}/short.jsonl, fr: {home}/en.jsonl, it: {home}/en.jsonl}}",
+         "gates: de has .* tokens of text, but .* at least 100"),
+        (DMOE_RECIPE, "group: All text of hu together is .* less than one block"),
+    ],
+)  # fmt: skip
+def test_too_little_text(home, text, says):
+    refused(check, home, text, says=says)
+    assert check(home, text, offline=True)
+
+
+def rows_and_white_space(home):
+    rows = [{"id": n, "text": f"  {text.replace(' ', chr(10))} "} for n, text in enumerate(LONG[100:])]
+    (home / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def in_its_folder(home):
+    (home / "folder").mkdir()
+    shutil.move(home / "el.jsonl", home / "folder")
+    (home / "el.jsonl").symlink_to(home / "folder")
+    shutil.copy(home / "test.jsonl", home / "folder")
+
+
+TRAINED_ON = {
+    "a link": lambda home: [(home / "test.jsonl").unlink(), (home / "test.jsonl").symlink_to(home / "el.jsonl")],
+    "a copy": lambda home: shutil.copy(home / "el.jsonl", home / "test.jsonl"),
+    "some documents": lambda home: write_texts(home / "test.jsonl", [*HELD_OUT[:40], LONG[150]]),
+    "a folder": in_its_folder,
+    "other rows and white space": rows_and_white_space,
+}
+
+
+@pytest.mark.parametrize("make", TRAINED_ON.values(), ids=TRAINED_ON)
+def test_held_out_text_that_is_training_text(home, make):
+    make(home)
+    refused(check, home, says=r"test\.el: .*test\.jsonl: .*training text, too \(new\..*el\.jsonl\): .*hold some")
+    scored = "max_steps: 2, validation: {{texts: {{el: {home}/test.jsonl}}}}"
+    text = RECIPE.replace("test: ", "# test: ").replace("max_steps: 2", scored)
+    refused(check, home, text, says=r"post_pretrain\.validation\.texts\.el: .*training text, too")
+
+
+@pytest.mark.parametrize(("bits", "warned"), [({"en": 2.0, "el": 1.0}, True), ({"en": 1.2, "el": 1.1}, False)])
+def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, warned):
+    scores = {code: LanguageScore(1.0, value, 9, 9) for code, value in bits.items()}
+    monkeypatch.setattr(known, "evaluate_model", lambda model, tokenizer, texts, *_: {c: scores[c] for c in texts})
+    said = "(old: en 2.00; new: el 1.00): are `old` and `new` swapped?"
+    assert [said in line for line in check(home) if "swapped" in line] == [True] * warned
+    assert not [line for line in check(home, offline=True) if "swapped" in line]
+
+
+# --- how commands end -------------------------------------------------------------------------------------------------
+
+# A verb that writes a folder until something stops it. It undoes the SIG_IGN that `nohup` and `&` hand down.
+WAITS = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from pathlib import Path
+from hf_moe_expand import cli
+from hf_moe_expand.checkpoint.writer import new_folder
+@cli.app.command()
+def wait(out: Path) -> None:
+    with new_folder(out) as partial:
+        (partial / "config.json").write_text("{}")
+        print("writing", flush=True)
+        time.sleep(600)
+sys.argv = ["hf-moe-expand", "wait", sys.argv[1]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_clean_up_and_say_one_line(tmp_path, number):
+    process = start_python(WAITS, str(tmp_path / "out"))
+    assert process.stdout.readline() == "writing\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + number
+    assert not list(tmp_path.iterdir())
+    (line,) = (line for line in errors.splitlines() if line)
+    assert ("interrupted:" if number == signal.SIGINT else f"by {number.name}:") in line
+    assert line.endswith("hf-moe-expand wait. The same command starts from the beginning.")
+
+
+def test_a_second_signal_does_not_stop_the_clean_up():
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with orderly_stops() as came:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):  # but Ctrl-C does
+                signal.raise_signal(signal.SIGINT)
+        assert came == [signal.SIGTERM, signal.SIGINT]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with orderly_stops():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_forked_worker_ends_as_it_would_without_handlers():
+    program = """
+import os, signal, time
+from hf_moe_expand.cli import orderly_stops
+with orderly_stops():
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitpid(child, 0)[1])
+"""
+    assert start_python(program).communicate() == (f"{int(signal.SIGTERM)}\n", "")
+
+
+def ended(monkeypatch, capsys, error, *arguments):
+    """The exit code of `main` with a verb that raises `error`, and what it says."""
+
+    def fail():
+        warnings.warn(f"{arguments}\nlines", stacklevel=1)
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *arguments])
+    # pytest keeps warnings for itself.
+    monkeypatch.setattr(warnings, "showwarning", lambda *of: sys.stderr.write(warnings.formatwarning(*of[:4])))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    warning, _, rest = capsys.readouterr().err.partition("\n")
+    assert warning == f"warning: {arguments} lines"
+    return end.value.code, rest
+
+
+def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said = ended(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
+    assert code == 70
+    assert len(said.splitlines()) == 1
+    assert said.startswith("error: ZeroDivisionError: division. This error was not expected. The traceback is in ")
+    (file,) = tmp_path.iterdir()
+    assert str(file) in said
+    assert file.read_text().startswith(f"hf-moe-expand inspect x\n{versions()}\n")
+    assert "Traceback (most recent call last)" in file.read_text()
+    monkeypatch.setenv("HF_MOE_EXPAND_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_where_the_folder_is_read_only_the_traceback_goes_elsewhere(tmp_path, monkeypatch, capsys):
+    for name in ("temporary", "gone"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with monkeypatch.context() as patched:
+        patched.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        _, said = ended(patched, capsys, RuntimeError("x"))
+    (file,) = (tmp_path / "temporary").iterdir()
+    assert str(file) in said
+
+
+def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
+    given = (monkeypatch, capsys)
+    said = "interrupted: hf-moe-expand train review. The same command starts from the beginning.\n"
+    assert ended(*given, KeyboardInterrupt(), "train", "review", "a", "b") == (130, said)
+    stopped = KeyboardInterrupt()
+    for where in ("from step 30", "with step 5 of 7, review"):
+        stopped.add_note(where)
+    said = "interrupted: hf-moe-expand run. The same command goes on with step 5 of 7, review, from step 30.\n"
+    assert ended(*given, stopped, "run", "a.yaml") == (130, said)
+    monkeypatch.setenv("RANK", "1")
+    assert ended(*given, KeyboardInterrupt(), "run", "--x") == (130, "")
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_log_gets_no_bars_unless_they_are_wanted(wanted, tmp_path):
+    program = """
+from hf_moe_expand import cli
+@cli.app.command()
+def bars() -> None:
+    from datasets import Dataset
+    from tqdm.auto import tqdm
+    list(tqdm(range(3), desc="a bar"))
+    Dataset.from_dict({"a": [1]}).map(lambda row: row, desc="a bar")
+    print(sys.stdout.line_buffering)
+sys.argv = ["hf-moe-expand", "bars"]
+try:
+    cli.main()
+finally:
+    print("TQDM_DISABLE" in os.environ)
+"""
+    given = "os.environ['TQDM_DISABLE'] = ''" if wanted else "os.environ.pop('TQDM_DISABLE', None)"
+    said, errors = start_python(f"import os\n{given}{program}", cwd=tmp_path).communicate()
+    assert said == f"True\n{wanted}\n"  # a line appears at once, and the environment is as it was
+    assert errors.count("a bar: 100%") == (2 if wanted else 0), errors
+
+
+def test_the_package_is_a_program_that_says_its_versions():
+    program = [sys.executable, "-m", "hf_moe_expand", "--help"]
+    assert "expand" in subprocess.run(program, capture_output=True, text=True, check=True, timeout=100).stdout
+    said = CliRunner().invoke(cli.app, ["--version"]).stdout
+    for name, found in (("hf-moe-expand", hf_moe_expand.__version__), ("torch", torch.__version__)):
+        assert f"{name} {found}, " in said
+    assert said.endswith(f", Python {platform.python_version()}\n")
