@@ -305,10 +305,6 @@ def test_bad_settings(root, tmp_path):
         with pytest.raises(InputError, match=message):
             stage(root, "refused", **changes)
 
-    refused(r"temperature is 0\.0: must be larger than 0", temperature=0.0)
-    refused("temperature is -1", temperature=-1.0)
-    Curriculum(7, {"el": 0, "tr": 3, "xx": 5}).save(path)
-    refused(r"curriculum\.json: curriculum: xx does not train here; known: el, tr, hu", curriculum=path)
     Curriculum(7, {"el": 0, "tr": 3}).save(path)
     refused("the step at which hu enters is missing", curriculum=path)
     Curriculum(7, {"el": 0, "tr": 3, "hu": 5}).save(path)
@@ -318,7 +314,6 @@ def test_bad_settings(root, tmp_path):
         training={**TRAINING, "max_steps": 5},
     )
     refused("another length", curriculum=path, training={**TRAINING, "num_train_epochs": 2})
-    refused("ignore_data_skip and split_batches", temperature=2.0, training={**TRAINING, "ignore_data_skip": True})
     write_texts(tmp_path / "short.jsonl", ["ab"])
     data = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("el", "tr")}
     data["hu"] = LanguageText("hu", str(tmp_path / "short.jsonl"))
@@ -342,8 +337,6 @@ def test_commands(root, tmp_path):
         invoke("curriculum", "derive", tmp_path, "--out", out)
     invoke("curriculum", "derive", tmp_path / "validation.json", "--steps", "10", "--out", out, "--overwrite")
     assert Curriculum.load(out) == Curriculum(10, {"el": 0, "hi": 5})
-    with pytest.raises(InputError, match="steps is 0: must be at least 1"):
-        invoke("curriculum", "derive", tmp_path, "--steps", "0", "--out", out, "--overwrite")
     with pytest.raises(InputError, match="The loss of 'hi' was never finite: the training diverged"):
         ValidationCurves(["hi"], 10, [0, 5], {}, {"hi": [1.0, float("nan")]}).best_steps()
     with pytest.raises(InputError, match="'hi' was scored at no step of the training"):

@@ -66,18 +66,6 @@ def test_tags_of_another_standard_name_the_same_language(tag, language, same, tm
     assert load(tmp_path / "a.jsonl", language)[:] == (["ένα", "δύο"] if same else ["δύο"])
 
 
-def test_a_row_without_a_tag_is_taken(tmp_path):
-    rows = [{"text": "ένα", "language": None}, {"text": "δύο", "language": "el"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
-    assert load(tmp_path / "a.jsonl") == load(tmp_path / "b.parquet") == ["ένα", "δύο"]
-
-
-def test_rows_of_a_parquet_file_that_hold_no_text_are_left_out(tmp_path):
-    Dataset.from_dict({"text": [None, "ένα", " ", "", "δύο"]}).to_parquet(tmp_path / "a.parquet")
-    assert load(tmp_path / "a.parquet") == ["ένα", "δύο"]
-
-
 def test_text_that_is_none_is_named(tmp_path):
     Dataset.from_dict({"text": [["ένα"]]}).to_parquet(tmp_path / "list.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but no more")
@@ -94,17 +82,6 @@ def test_text_that_is_none_is_named(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             load(tmp_path / name)
-
-
-def test_rows_tagged_with_another_language_are_left_out(tmp_path):
-    rows = [{"text": "ένα", "language": "el"}, {"text": "one", "language": "en"}, {"text": "δύο"}]
-    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
-    assert load(tmp_path / "mixed.jsonl") == ["ένα", "δύο"]
-    Dataset.from_list(rows[:2]).to_parquet(tmp_path / "mixed.parquet")
-    assert load(tmp_path / "mixed.parquet") == ["ένα"]
-    (tmp_path / "english.jsonl").write_text(json.dumps(rows[1]))
-    with pytest.raises(InputError, match="no text in language 'el'"):
-        load(tmp_path / "english.jsonl")
 
 
 TRANSLATIONS = [
@@ -165,7 +142,6 @@ def test_an_edited_file_is_read_anew(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: needs"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: .*found a list"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not a JSON object"),
-        ("a.txt", b"good line\n\xff\xfe bad\n", r"a\.txt:2: not UTF-8 text \(invalid start byte ff\)\."),
         ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
         ("a.csv", b"text\nx\n", r"unknown kind of file; known: \.jsonl"),
@@ -304,12 +280,6 @@ def test_several_processes_tokenise_the_same_blocks():
     assert list(alone.dataset) == list(shared.dataset)
     worker = DataLoader(shared.dataset, 4, collate_fn=collate_blocks, num_workers=1, multiprocessing_context="spawn")
     assert torch.cat([batch["input_ids"] for batch in worker]).tolist() == alone.dataset["input_ids"]
-
-
-def test_blocks_can_mix_languages():
-    data = texts(en=["ab"] * 50, el=["γδ"] * 50)
-    rows = pack_texts(data, byte_tokenizer(), 32, 0).dataset["language_ids"]
-    assert any(set(row) == {0, 1} for row in rows)
 
 
 def test_languages_are_mixed_from_the_first_block_to_the_last():
@@ -451,12 +421,6 @@ def test_collated_batches():
     )
     assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2], [3, 4]]
     assert batch["language_ids"].tolist() == [[0, 0], [0, 1]]
-
-
-def test_windows_files_are_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "ένα"}\r\n{"text": "δύο"}\r\n'.encode())
-    (tmp_path / "b.txt").write_bytes("\ufeffτρία\r\nτέσσερα\r\n".encode())
-    assert load(tmp_path) == ["ένα", "δύο", "τρία", "τέσσερα"]
 
 
 def test_copies_of_editors_and_hidden_files_are_no_text(tmp_path):

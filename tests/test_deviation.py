@@ -1,7 +1,6 @@
 """Deviation analysis against a fine-tuning written out, on every backbone; resuming; refusals; its picture."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -277,14 +276,10 @@ def test_too_little_text_names_every_such_language(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps is 0: must be at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),
-        ({"block_size": 1}, "block_size is 1"),
         ({"last_layers": 4}, "this model has 3 layers"),
         ({"at_steps": [3]}, r"at_steps is \[3\]: must be ascending steps below 3, the last one"),
-        ({"at_steps": [2, 1]}, "must be ascending steps"),
         ({"at_steps": [0]}, "at_steps"),
         ({"layers": [0, 3]}, "layers 0 to 2"),
         ({"texts": {}}, "No language was given"),
@@ -308,21 +303,6 @@ def test_a_language_may_have_any_name(tmp_path):
     found = measure(tiny_dense("qwen2"), tmp_path / "work", {"zh/TW": TEXTS["en"], "..": TEXTS["el"]})
     assert found.languages == ["zh/TW", ".."]
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
-
-
-def test_json_round_trip(tmp_path):
-    found = measure(tiny_dense("qwen2"), tmp_path / "work")
-    found.to_json(tmp_path / "deviation.json")
-    assert DeviationResult.from_json(tmp_path / "deviation.json") == found
-    (tmp_path / "analysis.json").write_text(json.dumps({"similarity": [0.1], "languages": []}))
-    with pytest.raises(InputError, match="not a deviation analysis: similarity"):
-        DeviationResult.from_json(tmp_path / "analysis.json")
-
-
-def test_real_text_in_one_script_moves_a_model_of_bytes_alike(help_text, tmp_path):
-    texts = {code: help_text(code, "test", 10) for code in ("en", "es", "el", "zh")}
-    found = measure(tiny_dense("qwen2"), tmp_path / "work", texts, batch_size=8, block_size=32, micro_batch_size=8)
-    assert found.similarity[0][1] > max(found.similarity[0][2:] + found.similarity[1][2:])
 
 
 def test_the_picture_orders_languages_by_group_and_marks_layers(tmp_path):

@@ -144,7 +144,7 @@ def test_what_a_file_may_be_that_is_no_utf8(tmp_path, content, said):
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
 def test_byte_order_marks_stand_before_any_line(tmp_path, kind):
     mark = b"\xef\xbb\xbf"
-    part = BODY if kind == ".jsonl" else "\n".join([*TEXTS, ""]).encode()
+    part = BODY if kind == ".jsonl" else "\r\n".join([*TEXTS, ""]).encode()  # of Windows
     (tmp_path / f"a{kind}").write_bytes(mark + mark + part + mark + part + mark)
     assert load(tmp_path / f"a{kind}") == TEXTS * 2
 

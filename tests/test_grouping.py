@@ -361,16 +361,8 @@ def test_the_command_takes_one_analysis_or_the_other(tmp_path):
     ("settings", "message"),
     [
         ({"groups": 2, "layers_by": "chance"}, "layers_by"),
-        ({"groups": 5}, "groups is 5: must be from 1 to 4"),
-        ({"groups": 1}, "at least 2 experts"),
         ({}, "`groups` is missing"),
-        ({"groups": 0}, "groups is 0: must be at least 1"),
-        ({"groups": 2, "ratio": 1.5}, "ratio is 1.5: must be at most 1"),
         ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "so leave out grouping `random`"),
-        ({"groups": 2, "threshold": 2.0}, "selects no layer"),
-        ({"groups": [["en", "de"], ["el", "en"]]}, "en is named twice"),
-        ({"groups": 2, "grouping": "nowhere.csv"}, "no such file"),
-        ({"groups": 2, "classifier_layers": 1, "classifier_choice": "last"}, "this plan is dmoe"),
         ({"groups": 2, "deviation": None}, "run `analyze deviation` first"),
     ],
 )
@@ -379,7 +371,7 @@ def test_wrong_dmoe_settings_are_refused(settings, message):
         dmoe(**settings)
 
 
-def test_a_plan_whose_groups_do_not_fit_is_refused(tmp_path):
+def test_a_plan_whose_groups_do_not_fit_is_refused():
     plan = dmoe(groups=2)
     for changes, message in [
         ({"groups": [["en"], ["de"], ["el"]]}, "layer 0 2 experts, but there are 3 groups"),
@@ -391,8 +383,3 @@ def test_a_plan_whose_groups_do_not_fit_is_refused(tmp_path):
     ]:
         with pytest.raises(InputError, match=message):
             changed(plan, **changes)
-    plan.save(tmp_path / "plan.json")
-    edited = (tmp_path / "plan.json").read_text().replace('"el"', '"en"')
-    (tmp_path / "plan.json").write_text(edited)
-    with pytest.raises(InputError, match=r"plan.json: groups: en is named twice"):
-        Plan.load(tmp_path / "plan.json")

@@ -44,16 +44,11 @@ def test_published_totals_of_qwen_1_5_1_8b(published):
 
 
 @given(similarities, st.integers(0, 40))
-def test_allocation_spends_the_total_and_keeps_the_minimum(similarity, extra):
+def test_allocation_spends_the_total_and_less_similar_layers_never_get_fewer_experts(similarity, extra):
     total = 2 * len(similarity) + extra
     counts = allocate_experts(similarity, total)
     assert sum(counts) == total
     assert min(counts) >= 2
-
-
-@given(similarities, st.integers(0, 40))
-def test_less_similar_layers_never_get_fewer_experts(similarity, extra):
-    counts = allocate_experts(similarity, 2 * len(similarity) + extra)
     for i, a in enumerate(similarity):
         for j, b in enumerate(similarity):
             if a < b:
@@ -160,29 +155,19 @@ def test_plan_round_trip(tmp_path):
     ("changes", "message"),
     [
         ({"experts_per_layer": [2.5, 3]}, "plan.json: experts_per_layer[0]: expected an integer, found 2.5."),
-        ({"experts_per_layer": ["2", 3]}, "plan.json: experts_per_layer[0]: expected an integer, found '2'."),
-        ({"experts_per_layer": [True, 3]}, "plan.json: experts_per_layer[0]: expected an integer, found True."),
-        ({"experts_per_layer": 3}, "plan.json: experts_per_layer: expected a list, found 3."),
         ({"experts_per_layer": [0, 3]}, "plan.json: experts_per_layer[0] is 0: must be at least 1."),
         ({"experts_per_layer": []}, "plan.json: experts_per_layer: expected at least 1 entry, found 0."),
         ({"experts_per_layer": [1, 1]}, "no layer would be expanded"),
-        ({"top_k": 0}, "plan.json: top_k is 0: must be at least 1."),
-        ({"classifier_layers": [-1]}, "classifier_layers names layer -1, which has no router"),
         ({"classifier_layers": [1]}, "classifier_layers names layer 1, which has no router"),
         ({"classifier_layers": [0, 0]}, "classifier_layers names a layer twice"),
         (
             {"experts_per_layer": [2, 10**9]},
             "experts_per_layer: a model may have at most 65,536 experts",
         ),
-        ({"grows_from": [0, 1]}, "grows_from[0] is 0: must be at least 1"),
         ({"grows_from": [4, 1]}, "fewer experts than grows_from"),
-        ({"method": 7}, "plan.json: method: expected text, found 7."),
         ({"method": " "}, "method is empty"),
         ({"method": "dmoe"}, "a dmoe plan must name the languages of each expert"),
         ({"classifer_layers": []}, "unknown key `classifer_layers`; did you mean `classifier_layers`?"),
-        ({"old": ["en"], "new": ["el", "en"]}, "en: given as an old and as a new language"),
-        ({"old": ["en", "en"]}, "en: given twice among the old languages"),
-        ({"new": ["greek"]}, "plan.json: new[0]: 'greek' is not a language code of ISO 639"),
         ({"new": [False]}, "plan.json: new[0]: put language codes in quotes"),
         ({"groups": [["el"], ["elvish"], ["tr"]]}, "plan.json: groups[1][0]: 'elvish' is not a language code"),
     ],
@@ -284,8 +269,6 @@ def test_ranges_of_layers(text, layers):
         ({"only_layers": "3-1"}, "only_layers: 3-1 runs backwards"),
         ({"only_layers": "3-5"}, "only_layers: the model has no layer 5; its layers are 0-4"),
         ({"only_layers": "first"}, "only_layers: 'first': give layers and ranges of layers from 0, such as 4-11"),
-        ({"only_layers": "-1"}, "only_layers: '-1': give"),
-        ({"only_layers": [1]}, "only_layers: expected text, found list"),
         (
             {"method": "random", "total_experts": 6, "only_layers": "1-2"},
             "6 experts in total are too few: 2 layers with at least 2 each .*, and 3 of dense layers, need 7 or more",

@@ -92,38 +92,21 @@ def test_validation_says_what_a_push_will_need(root, monkeypatch):
     ]
 
 
+# Mistakes in settings stand in wrong_settings.yaml.
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("plan:", "plann:", "unknown key `plann`; did you mean `plan`?"),
-        ("total_experts", "total_expert", "plan: unknown key `total_expert`; did you mean `total_experts`?"),
-        ("n: {block_size: 32, m", "n: {blok_size: 32, m", "did you mean `block_size`"),
-        ("total_experts: 7", "total_experts: many", "plan: total_experts: expected an integer, found 'many'"),
-        ("total_experts: 7", "total_experts: true", "plan: total_experts: expected an integer, found True"),
         ("new: {el: ", "new: {en: ", "en: given as an old and as a new language"),
-        ("new: {el: ", "new: {greek: ", "'greek' is not a language code of ISO 639"),
+        ("new: {el: ", "new: {3: ", "new: 3 is not a language code"),
         ("old: {en: ", "old: {English: ", "is not a language code of ISO 639, such as el or yue. Did you mean `en`?"),
         ("output: ", "# output: ", "`output` is missing"),
-        ("total_experts: 7", "total_experts: 7, top_k: 0", "plan: top_k is 0: must be at least 1"),
-        ("total_experts: 7", "method: mola, shape: star", "plan: shape is 'star': must be 'inverted-triangle'"),
         ("total_experts: 7", "method: lora", "plan: unknown plan method 'lora'"),
-        ("total_experts: 7", "groups: 2", "plan: `groups` is a key of dmoe; this plan is layer-moe, the default"),
-        ("plan:", "# plan:", "`plan` is missing"),
-        ("tokens: 30", "tokens: 0", "analysis: tokens is 0: must be at least 1"),
-        ("review: {", "review: {new_per_old: 0, ", "review: new_per_old is 0: must be larger than 0"),
-        ("review: {", "review: {old_documents: -3, ", "review: old_documents is -3: must be at least 1"),
-        ("old: ", "old: {{en: a.txt, en: b.txt}}\n# ", "line 4: found duplicate key \"en\""),
-        ("old: {en", "test: {hu", "old: no old language: "),
-        ("old: {en", "old: {3", "old: 3 is not a language code"),
+        ("old: ", "old: {{en: a.txt, en: b.txt}}\n# ", 'line 4: found duplicate key "en"'),
         ("/en.jsonl}", "/en.jsonl", "not YAML"),
         ("{root}/en.jsonl", "$NOT_SET/en.jsonl", "environment variable $NOT_SET is not set"),
-        ("old: {en", "# old: {en", "no old language"),
-        ("plan:", "graft: {scale: 2}\nplan:", "graft: `instruct` is missing"),
-        ("plan:", "group: {block_size: 8}\nplan:", "group: a stage of DMoE, whose plan has `method: dmoe`: it would"),
-        ("total_experts: 7, ", "method: dmoe, groups: 1} #", "post_pretrain: a stage of models other than DMoE: it "),
         ("plan:", "graft: {instruct: $NOT_SET}\nplan:", "graft.instruct: the environment variable $NOT_SET is not set"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_the_file(root, old, new, message):
     with pytest.raises(InputError) as error:
         recipe(root, change=(old.replace("{root}", str(root)), new))
@@ -135,99 +118,33 @@ def test_mistakes_in_the_file(root, old, new, message):
     ("old", "new", "message"),
     [
         ("/base", "/nowhere", "no such folder"),
-        ("/en.jsonl", "/none.jsonl", "no such file"),
         ("total_experts: 7", "total_experts: 5", "3 layers with at least 2 each .* need 6 or more"),
         ("classifier_layers: 1", "classifier_layers: 4", "review: classifier_layers is 4, but 3 layers"),
-        ("learning_rate", "learning_rat", "post_pretrain: .*`learning_rat`; did you mean `learning_rate`"),
-        ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
-        ("learning_rate: 5e-5", "lr_scheduler_type: cosin", "lr_scheduler_type is 'cosin': must be 'linear'"),
-        ("learning_rate: 5e-5", "learning_rate: fast", "pretrain.learning_rate: expected a number, found"),
-        ("learning_rate: 5e-5", "warmup_steps: ten", "pretrain.warmup_steps: expected a number, found 'ten'"),
-        ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: optim is 'adamwx': must be 'adamw_torch'"),
-        ("learning_rate: 5e-5", "optim: adamw_anyprecision", "post_pretrain: optim: .*install.*torchdistx"),
-        ("learning_rate: 5e-5", "optim: lomo", "post_pretrain: optim: .*[Ii]nstall.*lomo"),
         ("learning_rate: 5e-5", "optim: galore_adamw, optim_target_modules: [mlp]", "optim: .*galore"),
-        ("learning_rate: 5e-5", "adam_beta1: 2", "post_pretrain: optim: Invalid beta parameter"),
-        ("learning_rate: 5e-5", "weight_decay: -0.1", "post_pretrain: weight_decay is -0.1: must be at least 0"),
-        ("learning_rate: 5e-5", "lr_scheduler_kwargs: {num_cycels: 1}", "lr_scheduler_type: .*num_cycels"),
-        ("learning_rate: 5e-5", "learning_rate: -5e-5", "learning_rate is -5e-05: must be larger than 0"),
-        ("learning_rate: 5e-5", "learning_rate: 0", "learning_rate is 0: must be larger than 0"),
-        ("max_steps: 2, learning", "max_steps: 0, learning", "max_steps and num_train_epochs give no step"),
-        ("max_steps: 2, learning", "max_steps: -2, learning", "max_steps is -2: must be at least -1"),
-        ("learning_rate: 5e-5", "save_steps: 0", "save_steps is 0: must be larger than 0"),
-        ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps is -1: must be at least 0"),
-        ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not resume"),
         ("learning_rate: 5e-5", "save_strategy: best", "save_strategy is 'best', but a stage scores no checkpoints"),
-        ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.fsdp_config: True is neither a file nor"),
-        ("learning_rate: 5e-5", "distributed_config: ", "distributed_config: must hold `key: value` lines"),
         ("learning_rate: 5e-5", "fsdp: [1]", r"post_pretrain.fsdp\[0\]: expected text"),
         ("learning_rate: 5e-5", "bf16: true, fp16: true", "post_pretrain: At most one of fp16 and bf16"),
-        ("learning_rate: 5e-5", "accelerator_config: {bogus: 1}", "post_pretrain: AcceleratorConfig.*bogus"),
-        ("learning_rate: 5e-5", "dataloader_prefetch_factor: 2", "post_pretrain: .*dataloader_prefetch_factor"),
-        ("learning_rate: 5e-5", "debug: nope", "post_pretrain: nope is not a valid DebugOption"),
         ("learning_rate: 5e-5", "lr_scheduler_type: reduce_lr_on_plateau", "requires an eval strategy"),
         ("learning_rate: 5e-5", "gradient_checkpointing_kwargs: x", f"{CHECKPOINTING}_kwargs: expected `key: value`"),
-        ("learning_rate: 5e-5", "lr_scheduler_kwargs: x", "lr_scheduler_kwargs: expected `key: value`"),
         ("learning_rate: 5e-5", "warmup_ratio: 0.1", "did you mean `warmup_steps`"),
-        ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: report_to: nope is not supported"),
-        ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain.deepspeed: nofile.json: no such file"),
-        ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size is 0: must be at least 1"),
-        ("learning_rate: 5e-5", "gradient_accumulation_steps: 0", "accumulation_steps is 0: must be at least 1"),
-        ("learning_rate: 5e-5", "log_level: nope", "log_level is 'nope': must be "),
-        ("learning_rate: 5e-5", "gradient_checkpointing: sure", f"{CHECKPOINTING}: expected true or false, found"),
         ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
-        ("plan:", "expand: {expert_kind: lroa}\nplan:", "expand: expert_kind is 'lroa'; known: ffn, lora"),
-        ("plan:", "expand: {max_shard_size: 5 gigs}\nplan:", "expand: max_shard_size is '5 gigs'"),
-        ("post_pretrain: {", "post_pretrain: {masking: {conditional_routing: 0.2}, ", "masks a gate, but"),
-        ("n: {block_size", "n: {language_prior_coef: 0.1, block_size", "needs old-language text: set `replay: true`"),
-        (
-            "learning_rate: 5e-5",
-            "gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: true}",
-            "reentrant gradient checkpointing silently drops",
-        ),
-        ("learning_rate: 5e-5", "label_smoothing_factor: 0.1", "label_smoothing_factor is not supported for decoders"),
-        (
-            "learning_rate: 5e-5",
-            "hub_token: hf_secret",
-            "post_pretrain: leave `hub_token` out; `hf-moe-expand push` publishes",
-        ),
-        ("max_steps: 2, learning_rate: 5e-5", "eval_strategy: steps", "held-out text is scored by `validation`"),
-        (
-            "max_steps: 2, learning_rate: 5e-5",
-            "activation_checkpointing: true, activation_checkpointing_kwargs: {use_reentrant: true}",
-            "reentrant gradient checkpointing silently drops",
-        ),
-        ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),
-        ("plan:", "graft: {instruct: nowhere/at/all}\nplan:", "nowhere/at/all: no such folder"),
         ("/run", "/el.jsonl/run", r"recipe.yaml: cannot be made, as \S+el.jsonl is a file, not a folder"),
-        ("/run", "/" + "x" * 300, r"recipe.yaml: cannot be written \(File name too long\)"),
         ("/run", "/base/run", r"output: \S+base/run/\S+: lies in the input folder"),
+        ("tokens: 30", "tokens: 31", "Language 'en' has 30 tokens, but 31 were asked for"),
+        ("review: {", "review: {old_documents: 3, ", "'el' has 5 documents, but the mix asks for 6: .* to 2 or fewer"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
     with pytest.raises(InputError, match=message):
         validate_recipe(recipe(root, change=(old, new)))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("tokens: 30", "tokens: 31", "Language 'en' has 30 tokens, but 31 were asked for"),
-        ("review: {", "review: {old_documents: 3, ", "'el' has 5 documents, but the mix asks for 6: .* to 2 or fewer"),
-        ("review: {", "review: {validation: {texts: {en: no.txt}}, ", r"review.validation.texts.en: no.txt: no such"),
-        ("post_pretrain: {", "post_pretrain: {curriculum: no.json, ", "no.json: no such file"),
-        ("post_pretrain: {", "post_pretrain: {temperature: 0, ", "post_pretrain: temperature is 0: must be larger"),
-        ("el.jsonl", "gr.jsonl", r"new.el: .*gr.jsonl: no such file"),
-    ],
-)
-def test_too_little_text_is_found_before_anything_runs(root, old, new, message):
+def test_validate_says_which_text_is_enough_and_which_is_fewer_than_asked_for(root):
     assert "analysis: en el have enough text" in validate_recipe(recipe(root))
     enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
     assert not any("fewer" in line for line in validate_recipe(enough))
     fewer = recipe(root, a=("review: {", "review: {old_documents: 3, fewer_documents: true, "))
     assert "review: fewer documents than asked for: 2 of 3 in en, 4 of 6 in el" in validate_recipe(fewer)
-    with pytest.raises(InputError, match=message):
-        validate_recipe(recipe(root, a=(old, new)))
 
 
 LAYER_MOE = """analysis: {tokens: 30}
@@ -412,8 +329,6 @@ def test_settings_from_mappings():
     assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}).total_experts == 7
     with pytest.raises(InputError, match="must hold `key: value` lines, found list"):
         read(PostPretrainConfig, ["x"], "stage1.yaml")
-    with pytest.raises(InputError, match="known: block_size, tokens, stream, dataset_num_proc, on_bad_shard, losses, "):
-        read(PostPretrainConfig, {"zzz": 1}, "stage1.yaml")
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])

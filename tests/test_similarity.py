@@ -8,7 +8,6 @@ from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_
 from hf_moe_expand.analysis.reading import ffn_inputs, padded_batches, token_blocks
 from hf_moe_expand.analysis.similarity import MeanDirections
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.planning.results import SimilarityResult
 from hf_moe_expand.report import figures
 
 TEXTS = {
@@ -112,24 +111,6 @@ def test_too_little_text_is_refused_by_language():
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(InputError, match="must be at least 1"):
         measure_similarity(tiny_dense("qwen2"), byte_tokenizer(), TEXTS, ["en"], ["el"], **{**SETTINGS, **wrong})
-
-
-def test_json_round_trip(tmp_path):
-    result = SimilarityResult.from_pairs({"el-en": [0.1, 0.2]}, ["en"], ["el"], 5)
-    result.to_json(tmp_path / "analysis.json")
-    assert SimilarityResult.from_json(tmp_path / "analysis.json") == result
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match="not a similarity analysis: `old` is missing"):
-        SimilarityResult.from_json(tmp_path / "plan.json")
-
-
-def test_real_text(help_text):
-    texts = {code: help_text(code, "test", 10) for code in ("en", "el", "zh")}
-    result = measure_similarity(
-        tiny_dense("qwen2"), byte_tokenizer(), texts, ["en", "zh"], ["el"], tokens=2000, block_size=64, batch_size=8
-    )
-    assert all(-1 <= value <= 1 for value in result.similarity)
-    assert len(set(result.similarity)) == 3
 
 
 def test_old_languages_are_compared_with_each_other_and_the_picture_has_every_pair(tmp_path):
