@@ -99,7 +99,7 @@ def test_every_command_of_the_papers_runs(workplace):
     def answer(start):
         return next(text for words, text in said.items() if words.startswith(start))
 
-    assert "disk up to" in answer("inspect base")
+    assert "trained in post-pretrain" in answer("inspect base")
     assert "mean of old" in answer("evaluate base lpr-1 lpr-2")
     assert "random experts" in answer("analyze routing lpr-2")
     assert "(total 10)" in answer("plan random")

@@ -205,7 +205,7 @@ def recipes_new(
     overwrite: opt.Overwrite = False,
     allow_lost_text: opt.AllowLostText = False,
 ) -> None:
-    """Write the recommended recipe for a base and your text, with the steps of one epoch, and say what it costs here.
+    """Write the recommended recipe for a base and your text, with the steps of one epoch, and check it.
 
     Example: hf-moe-expand recipes new --base Qwen/Qwen2.5-0.5B --new hu=hu.jsonl --old en=en.jsonl --out recipe.yaml
     """
