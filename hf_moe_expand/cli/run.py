@@ -91,7 +91,7 @@ def report(
     """Write the HTML page of a run, or of single commands' outputs: languages and text before and after, plan, losses,
     routing. Loads no weights.
 
-    For routing heat maps, run `analyze routing MODEL --out FOLDER/routing.json` first.
+    For tables of routing, run `analyze routing MODEL --out FOLDER/routing.json` first.
 
     Example: hf-moe-expand report runs/qwen-el
 
