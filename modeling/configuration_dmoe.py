@@ -2,6 +2,8 @@
 
 from .expanded_config import ExpandedConfig
 
+REFUSED = {("dmoe", "conditional"): "conditional_routing shares expert 0, which in DMoE belongs to a group"}
+
 
 class DMoEConfig(ExpandedConfig):
     """Configuration of a model expanded by DMoE, with one expert for each group of languages in the expanded layers.
@@ -21,7 +23,7 @@ class DMoEConfig(ExpandedConfig):
     def _check_expansion(self) -> None:
         super()._check_expansion()
         if self.conditional_routing:
-            raise ValueError("conditional_routing shares expert 0, which in DMoE belongs to a group: leave it out.")
+            raise ValueError(f"{REFUSED['dmoe', 'conditional']}: leave it out.")
         if self.is_encoder_decoder:
             raise ValueError(
                 "A DMoE is made of a decoder: each of its experts learns the text of one language group, but a pair of "

@@ -27,6 +27,7 @@ LISTENERS: list = []  # the installed package registers new classes with the Aut
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 # `new_layers` are those that a base has beyond its own base (`expand-depth`).
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "new_layers")
+REFUSED = {("exclusive", "conditional"): "conditional_routing shares expert 0"}
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.0}  # of a mixture; see `_Off`
 
 
@@ -280,7 +281,7 @@ class ExpandedConfig(PreTrainedConfig):
                 + (
                     "but a sentence of an encoder-decoder and its translation have a language each"
                     if self.is_encoder_decoder
-                    else "but conditional_routing shares expert 0"
+                    else f"but {REFUSED['exclusive', 'conditional']}"
                 )
                 + ": leave exclusive_experts out."
             )

@@ -18,6 +18,13 @@ import torch
 from .language_gate import GatePass
 from .routing import Choice, LayerRouting, TokenClasses
 
+# Why a language cannot be told.
+REFUSED = {
+    ("dmoe", "told"): "all experts of a DMoE train, so it keeps no language of its base model",
+    ("encoder-decoder", "told"): "a sentence of an encoder-decoder and its translation have a language each, and its "
+    "routers and classifiers judge the tokens of both",
+}
+
 
 @dataclass
 class Routing:
@@ -156,14 +163,9 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
             no language of the base model, or an encoder-decoder's.
     """
     if getattr(config, "language_groups", None) is not None or config.model_type == "dmoe":
-        raise ValueError(
-            "languages: all experts of a DMoE train, so it keeps no language of its base model: leave languages out."
-        )
+        raise ValueError(f"languages: {REFUSED['dmoe', 'told']}: leave languages out.")
     if config.is_encoder_decoder:
-        raise ValueError(
-            "languages: a sentence of an encoder-decoder and its translation have a language each, and its routers and "
-            "classifiers judge the tokens of both: leave languages out."
-        )
+        raise ValueError(f"languages: {REFUSED['encoder-decoder', 'told']}: leave languages out.")
     codes = [languages] if isinstance(languages, str) else languages
     if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
         raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")

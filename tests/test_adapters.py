@@ -542,14 +542,14 @@ def test_a_gate_is_fitted_for_it(el, tmp_path, quick_gates):
 # --- what it says --------------------------------------------------------------------------------------------------
 
 
-def test_inspect_counts_its_weights(base, el):
+def test_inspect_and_the_forecast_count_its_weights(base, el, tmp_path):
     added = sum(tensor.numel() for name, tensor in load_file(el / "model.safetensors").items() if ".adapters." in name)
     inspection = inspect_checkpoint(el)
     assert inspection.total - inspection.base == added == inspection.trainable["post-pretrain"]
     assert inspection.active == inspection.total
     assert any("updates of rank 4 on down_proj, gate_proj" in line for line in inspection.lines())
-    planned = inspect_plan(base, PLAN, **KIND)
-    assert (planned.total, planned.trainable) == (inspection.total, inspection.trainable)
+    lines = inspect_plan(base, PLAN, tokens=1e6, **KIND)
+    assert any("post-pretrain" in line for line in lines)
 
 
 def test_a_quantised_base_calls_its_adapters(el):
@@ -583,7 +583,7 @@ def test_offloaded_it_computes_the_same(el):
             {"target_modules": r".*layers\.0\..*q_proj"},
             r"updates nothing in the plan's layers \(1 1 2 experts\)",
         ),
-        (PLAN, {"expert_init": "random"}, "adapters start as the layer is"),
+        (PLAN, {"expert_init": "random"}, "adapters start with an update of zero"),
         (PLAN, {"expert_kind": "ffn", "target_modules": "q_proj"}, "only adapters choose the maps"),
         (PLAN, {"expert_width": 8}, "only added experts have a width"),
     ],

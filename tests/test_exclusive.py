@@ -504,7 +504,7 @@ def test_a_dense_model_of_each_language_is_written(base, grown, tmp_path):
 
 def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    with pytest.raises(InputError, match="in layer 0 a token of el has several experts, which no dense model has"):
+    with pytest.raises(InputError, match="el, layer 0: a token has several experts, which no dense model has"):
         export_dense(tmp_path / "routed", tmp_path / "out", language="el")
     export_dense(tmp_path / "routed", tmp_path / "en", language="en")
     assert torch.equal(logits(tmp_path / "en"), logits(base))

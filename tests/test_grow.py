@@ -284,7 +284,7 @@ def test_wrong_growth_is_refused(first, tmp_path):
     refused(r"made for a model with \[2, 2, 2\] experts", changed(SECOND, grows_from=[2, 2, 2]))
     refused("made for a dense model", changed(SECOND, grows_from=[]))
     expand_checkpoint(first.with_name("dense"), tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
-    refused("dmoe checkpoint, which does not grow by plans: .*train adapt", SECOND, tmp_path / "dmoe")
+    refused("a DMoE does not grow by plans: .*train adapt", SECOND, tmp_path / "dmoe")
     refused("not an expanded one", SECOND, first.with_name("dense"))
     with pytest.raises(InputError, match="made to grow an expanded checkpoint"):
         expand_checkpoint(first.with_name("dense"), out, SECOND)

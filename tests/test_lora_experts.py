@@ -387,7 +387,7 @@ def test_refusals(saved, tmp_path):
     refused("lora_rank is 0: must be at least 1 and below 32", lora_rank=0)
     refused("lora_rank is 32: must be at least 1 and below 32, the narrowest side", lora_rank=32)
     refused("lora_alpha is 0: must be above 0", lora_alpha=0)
-    refused("but LoRA experts start as expert 0", expert_init="random")
+    refused("but LoRA experts, added experts and adapters start with", expert_init="random")
     refused("expert_kind is 'lora', but DMoE", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
     with pytest.raises(InputError, match="the mean of their updates' factors is not the mean of the updates"):
         average_checkpoints([saved / "new", saved / "moved"], tmp_path / "out")

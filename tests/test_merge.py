@@ -190,7 +190,7 @@ def test_experts_that_no_average_fits(three, tmp_path):
 
     refused("is a dense model: give a second checkpoint", three[0])
     expand_checkpoint(three[0], tmp_path / "groups", GROUPS)
-    refused("is a DMoE checkpoint, whose experts all train: give a second", tmp_path / "groups")
+    refused("all experts of a DMoE train: give a second", tmp_path / "groups")
     expand_checkpoint(three[0], tmp_path / "random", UNIFORM, expert_init="random")
     refused("began as random, not as copies of an FFN", tmp_path / "random")
     expand_checkpoint(three[0], tmp_path / "lora", UNIFORM, expert_kind="lora", lora_rank=2)

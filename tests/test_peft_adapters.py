@@ -409,11 +409,11 @@ def test_maps_with_numbers_for_names_are_named_in_full(tmp_path):
 
 def test_other_experts_and_a_trained_base_are_no_adapters(base, model, tmp_path):
     expand_checkpoint(base, tmp_path / "ffn", Plan("moe-lpr", [2] * 3, old=["en"], new=["el"], exclusive=True))
-    with pytest.raises(InputError, match="its experts are FFNs, not adapters: `export --language`"):
+    with pytest.raises(InputError, match="its experts are no adapters of PEFT, but FFNs: `export --language`"):
         export_peft(tmp_path / "ffn", tmp_path / "out")
     added = Plan("moe-lpr", [2] * 3, old=["en"], new=["el"])
     expand_checkpoint(base, tmp_path / "added", added, expert_kind="added", expert_width=8)
-    with pytest.raises(InputError, match=r"not adapters: publish the checkpoint with its own code \(`push`\)"):
+    with pytest.raises(InputError, match=r"no adapters of PEFT.*: publish the checkpoint with its own code \(`push`\)"):
         export_peft(tmp_path / "added", tmp_path / "out")
     shutil.copytree(model, tmp_path / "grafted")
     fields = json.loads((model / "config.json").read_text())

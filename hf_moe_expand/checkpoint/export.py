@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import InputError
 from ..modeling import layer_names
 from ..modeling.experts import LoraLinear, LoraUpdate
+from ..modeling.routing_control import REFUSED as NOT_TOLD
 from ..modeling.routing_control import classes_of
 from .base_tensors import moved_tensors
 from .records import StageRecord, add_stage
@@ -24,6 +25,12 @@ from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, block_names, network_of, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
+# Why a language is no dense model.
+REFUSED = {
+    ("several", "export-language"): "a token has several experts, which no dense model has",
+    ("added", "export-language"): "its experts are added to expert 0's output, and the backbone has no FFN for both",
+    **{(feature, "export-language"): why for (feature, _), why in NOT_TOLD.items()},
+}
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
 
@@ -80,8 +87,8 @@ def experts_of(source: StoredModel, language: str) -> list[int]:
     experts = {layer: ffn.expert_of(number or 0) for layer, ffn in source.network.expanded_ffns().items()}
     if mixed := [layer for layer, one in experts.items() if one is None]:
         raise InputError(
-            f"{source.folder}: in layer {mixed[0]} a token of {language} has several experts, which no dense model "
-            "has: only exclusive experts (`exclusive: true` in a plan) become one."
+            f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}: only exclusive "
+            "ones become one (`exclusive: true` in a plan)."
         )
     return [experts.get(layer) or 0 for layer in range(len(config.num_experts_per_layer))]
 
@@ -100,8 +107,7 @@ def _dense_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTe
     """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer."""
     if any(experts) and source.config.has_kind("added"):
         raise InputError(
-            f"{source.folder}: its experts are added to expert 0's output, and the backbone has no FFN for both: only "
-            "expert 0, the base, is written (--expert 0)."
+            f"{source.folder}: {REFUSED['added', 'export-language']}: only expert 0, the base, is written (--expert 0)."
         )
     # The library saves some tensors under other names than the model's (GPT-NeoX's `embed_out`).
     rules = get_model_conversion_mapping(network_of(dense_config(source.config)), add_legacy=False)

@@ -25,6 +25,14 @@ from .source import OLD_GATES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, block_names
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
 
+# Why a model takes no gate.
+REFUSED = {
+    ("dmoe", "gated"): "a DMoE keeps no language of its base, so that a gate has nothing to send home",
+    (
+        "encoder-decoder",
+        "gated",
+    ): "a gate judges a text from its first token on, but an encoder reads all of it at once",
+}
 _ROWS = ("language_gate.weight", "language_gate.bias")
 
 
@@ -82,11 +90,9 @@ def check_takes_gate(model: str | os.PathLike | PreTrainedModel) -> Any:
     if not isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is not expanded: expand it first, or fit its gate with fit_base_gate.")
     if not isinstance(config, LayerMoEConfig):
-        raise InputError(f"{name}: is a DMoE, which keeps no language of its base: a gate has nothing to send home.")
+        raise InputError(f"{name}: {REFUSED['dmoe', 'gated']}.")
     if config.is_encoder_decoder:
-        raise InputError(
-            f"{name}: is an encoder-decoder: a gate judges a text from its first token on (docs/backbones.md)."
-        )
+        raise InputError(f"{name}: {REFUSED['encoder-decoder', 'gated']} (docs/backbones.md).")
     return config
 
 

@@ -12,7 +12,7 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, layer_names, stack_sizes
-from ..planning.plan import Plan
+from ..planning.plan import REFUSED, Plan
 from .expand import planned_record
 from .new_experts import new_weight
 from .records import ExpansionRecord, History
@@ -88,10 +88,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     config: Any = load_expanded_config(folder)
     plan.checked()
     if not isinstance(config, LayerMoEConfig):
-        raise InputError(
-            f"{folder}: is a {config.model_type} checkpoint, which does not grow by plans: add a language to it with "
-            "`train adapt`."
-        )
+        raise InputError(f"{folder}: {REFUSED['dmoe', 'grown']}.")
     if config.updates_of_packs:
         raise InputError(
             f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "

@@ -30,6 +30,13 @@ _MAY_DIFFER = (
 )  # fmt: skip
 
 
+# Why a checkpoint is no language pack.
+REFUSED = {
+    ("dmoe", "joined"): "nothing of a DMoE's base is frozen",
+    ("routed", "joined"): "its routers choose among all experts, and a language pack has exclusive ones",
+}
+
+
 @dataclass(frozen=True)
 class Pack:
     """A pack, which is an expanded checkpoint: one expansion, or several that were joined or grown.
@@ -165,13 +172,10 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
         check_output(out, overwrite, stored.folder)
         if not isinstance(stored.config, LayerMoEConfig):
             kind = stored.config.model_type
-            why = "nothing of a DMoE's base is frozen" if kind == "dmoe" else "it is not an expanded checkpoint"
+            why = REFUSED["dmoe", "joined"] if kind == "dmoe" else "it is not an expanded checkpoint"
             raise InputError(f"{pack}: is a {kind} checkpoint, which is no language pack: {why}.")
         if not stored.config.exclusive_experts:
-            raise InputError(
-                f"{pack}: its routers choose among all experts, and a language pack has exclusive ones: expand the "
-                "base by a plan with `exclusive`."
-            )
+            raise InputError(f"{pack}: {REFUSED['routed', 'joined']}: expand the base by a plan with `exclusive`.")
         if stored.config.packs and str(pack) != place:
             raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
         _check_name(name)  # it is published: a local folder's path is not

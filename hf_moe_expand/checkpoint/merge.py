@@ -27,6 +27,14 @@ _SAME = (
     "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
     "language_groups", "new_layers",
 )  # fmt: skip
+_FACTORS = "the mean of their updates' factors is not the mean of the updates"
+# Why checkpoints, or the experts of one, have no mean.
+REFUSED = {
+    ("lora", "average"): _FACTORS,
+    ("adapters", "average"): _FACTORS,
+    ("dmoe", "average-with-the-base"): "all experts of a DMoE train: give a second checkpoint to average it with",
+    ("random", "average-with-the-base"): "not as copies of an FFN, with which they could be averaged",
+}
 # The last matrices of LoRA experts and of added ones, which start at zero: expert 0 is as if theirs were zero.
 _UPDATES = ("lora_B.weight", "down_proj.weight")
 
@@ -74,8 +82,8 @@ def average_checkpoints(
         for kind, (what, option) in kinds.items() if isinstance(model.config, ExpandedConfig) else ():
             if model.config.has_kind(kind):
                 raise InputError(
-                    f"{model.folder}: has {what}, and the mean of their updates' factors is not the mean of the "
-                    f"updates. Average the dense models that `export {option}` writes."
+                    f"{model.folder}: has {what}, and {_FACTORS}. Average the dense models that `export {option}` "
+                    "writes."
                 )
         is_mixed = len({isinstance(one.config, ExpandedConfig) for one in stored}) > 1
         if is_mixed and isinstance(model.config, ExpandedConfig) and model.config.has_kind("added"):
@@ -194,14 +202,14 @@ def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
     """The expert that each new expert copied, by layer and expert."""
     config = stored.config
     if not isinstance(config, LayerMoEConfig):
-        what = "a DMoE checkpoint, whose experts all train" if isinstance(config, ExpandedConfig) else "a dense model"
-        raise InputError(f"{stored.folder}: is {what}: give a second checkpoint to average it with.")
+        is_dmoe = isinstance(config, ExpandedConfig)
+        dense = "is a dense model: give a second checkpoint to average it with"
+        raise InputError(f"{stored.folder}: {REFUSED['dmoe', 'average-with-the-base'] if is_dmoe else dense}.")
     history, joined = History.of(config), joins_packs(config)
     records = history.expansions if joined else [history.last]
     if made := next((one.expert_init for one in records if one.expert_init in ("random", "branches")), None):
         raise InputError(
-            f"{stored.folder}: its new experts began as {made}, not as copies of an FFN, with which they could be "
-            "averaged."
+            f"{stored.folder}: its new experts began as {made}, {REFUSED['random', 'average-with-the-base']}."
         )
     copied = {int(layer): expert for one in records for layer, expert in (one.copied_experts or {}).items() if expert}
     if copied and (joined or any(not kind.has_ffn for kind in config.expert_kinds)):

@@ -27,6 +27,16 @@ from .settings import LORA_ALPHA, LORA_RANK
 from .stored import Place
 
 EXPERT_INITS = ("copy", "random")
+_OF_MIXTURES = "of a base's own mixture of experts no copies or LoRA experts are made"
+_WHOLE = "DMoE trains a whole FFN for each group"
+_ZERO = "LoRA experts, added experts and adapters start with an update of zero"
+# Why a kind of experts does not stand beside another feature.
+REFUSED = {
+    ("lora", "mixture"): _OF_MIXTURES,
+    ("copies", "mixture"): _OF_MIXTURES,
+    **{(kind, "dmoe"): _WHOLE for kind in ("lora", "added", "adapters")},
+    **{(kind, "random"): _ZERO for kind in ("lora", "added", "adapters")},
+}
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
 _DRAWN = (".gate_proj.weight", ".up_proj.weight", ".lora_A.weight")
 
@@ -71,25 +81,19 @@ def chosen_kind(
     if mixtures and expert_kind not in ("added", "adapter"):
         names = layer_names(network.config)
         raise InputError(
-            f"Layers {', '.join(names[layer] for layer in mixtures)} are mixtures of experts of the backbone's own, of "
-            f"which no {'LoRA experts' if expert_kind == 'lora' else 'copies'} are made: take --expert-kind added with "
-            "an --expert-width (expert_kind: added), adapters (expert_kind: adapter), or give these layers 1 expert in "
+            f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}: take --expert-kind added with an "
+            "--expert-width (expert_kind: added), adapters (expert_kind: adapter), or give these layers 1 expert in "
             "the plan."
         )
     if expert_kind == "ffn":
         return ExpertKind()
+    feature = "adapters" if expert_kind == "adapter" else expert_kind
     if plan.groups:
         raise InputError(
-            f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take "
-            "another method."
+            f"expert_kind is {expert_kind!r}, but {REFUSED[feature, 'dmoe']}: leave it out, or take another method."
         )
     if expert_init != "copy":
-        what = {
-            "lora": "LoRA experts start as expert 0",
-            "added": "added experts start as expert 0",
-            "adapter": "adapters start as the layer is",
-        }[expert_kind]
-        raise InputError(f"expert_init is {expert_init!r}, but {what}, with an update of zero: leave it out.")
+        raise InputError(f"expert_init is {expert_init!r}, but {REFUSED[feature, 'random']}: leave it out.")
     if expert_kind == "adapter":
         return _adapters(network, plan, lora_rank, lora_alpha, target_modules)
     if expert_kind == "lora":

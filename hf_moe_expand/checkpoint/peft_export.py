@@ -25,6 +25,8 @@ from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of
 from .writer import check_apart, check_output, new_folder, write_tensors
 
+_NO_ADAPTERS = "its experts are no adapters of PEFT"
+REFUSED = {(kind, "export-to-peft"): _NO_ADAPTERS for kind in ("copies", "lora", "added")}
 # The ranks that vLLM's --max-lora-rank takes.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -120,7 +122,7 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         instead = "`export --language` writes the dense model of a language"
         if config.has_kind("added"):
             instead = "publish the checkpoint with its own code (`push`)"
-        raise InputError(f"{source.folder}: its experts are {config.expert_kinds[0].words}, not adapters: {instead}.")
+        raise InputError(f"{source.folder}: {_NO_ADAPTERS}, but {config.expert_kinds[0].words}: {instead}.")
     verdict = moved_tensors(source)
     if verdict.moved:
         raise InputError(

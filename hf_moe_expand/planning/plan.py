@@ -12,6 +12,15 @@ from .grouping import check_groups
 from .results import JsonFile
 
 MOST_EXPERTS = 65_536
+# Why a feature of a plan does not stand beside another one.
+REFUSED = {
+    ("exclusive", "encoder-decoder"): "a sentence of an encoder-decoder and its translation have a language each",
+    ("exclusive", "dmoe"): "all experts of a DMoE train",
+    ("encoder-decoder", "dmoe"): "each expert of a DMoE learns the text of one language group, but a pair of sentences "
+    "has two languages",
+    ("classifiers", "dmoe"): "a plan with groups has no classifiers; its routers learn the groups",
+    ("dmoe", "grown"): "a DMoE does not grow by plans: add a language to it with `train adapt`",
+}
 
 
 class Plan(JsonFile):
@@ -71,19 +80,13 @@ class Plan(JsonFile):
                 "all layers."
             )
         if self.exclusive and (self.encoder_layers or self.groups):
+            reason = REFUSED["exclusive", "encoder-decoder" if self.encoder_layers else "dmoe"]
             raise InputError(
-                "exclusive: a token of a new language takes its expert alone, "
-                + (
-                    "but a sentence of an encoder-decoder and its translation have a language each"
-                    if self.encoder_layers
-                    else "but all experts of a DMoE train"
-                )
-                + ": leave exclusive out."
+                f"exclusive: a token of a new language takes its expert alone, but {reason}: leave exclusive out."
             )
         if self.encoder_layers and self.groups:
             raise InputError(
-                "groups: DMoE does not expand an encoder-decoder: each of its experts learns the text of one language "
-                "group, but a pair of sentences has two languages. Use another method, such as `plan layer-moe`."
+                f"groups: {REFUSED['encoder-decoder', 'dmoe']}. Use another method, such as `plan layer-moe`."
             )
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
             raise InputError("classifier_layers names a layer twice; name each layer once.")
@@ -111,7 +114,7 @@ class Plan(JsonFile):
                     f"{len(self.groups)} groups: an expanded layer needs one expert for each group."
                 )
         if self.classifier_layers:
-            raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
+            raise InputError(f"classifier_layers: {REFUSED['classifiers', 'dmoe']}.")
         if self.grows_from:
             raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
 
@@ -127,6 +130,11 @@ class Plan(JsonFile):
     def total_experts(self) -> int:
         """Experts of all layers, expert 0 counted."""
         return sum(self.experts_per_layer)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a router can leave an expert out, or a class decides."""
+        return bool(self.classifier_layers) or self.exclusive or max(self.experts_per_layer) > self.top_k
 
     @property
     def counts_in_words(self) -> str:

@@ -1,1 +1,1 @@
-"""The page of a run, and what `inspect` says."""
+"""Pictures and pages of what was measured."""

@@ -1,0 +1,36 @@
+"""What does not go together: the features' own tables, in one, and as the table of docs/choose.md."""
+
+from importlib import import_module
+
+# The modules with a table `REFUSED`: why a feature does not stand beside another one, or is refused by an operation.
+ROOMS = (
+    "planning.plan", "modeling.expanded_config", "modeling.configuration_dmoe", "modeling.routing_control",
+    "checkpoint.new_experts", "checkpoint.gate_file", "checkpoint.join", "checkpoint.merge", "checkpoint.export",
+    "checkpoint.peft_export", "trainers.sft",
+)  # fmt: skip
+WORDS = {
+    "adapters": "adapters", "added": "added experts", "average": "the average of checkpoints",
+    "average-with-the-base": "averaged experts", "classifiers": "classifiers", "conditional": "conditional routing",
+    "copies": "copies of the FFN", "dmoe": "a DMoE", "encoder-decoder": "an encoder-decoder",
+    "exclusive": "exclusive experts", "export-language": "`export --language`", "export-to-peft": "`export --peft`",
+    "gated": "the gate", "grown": "growth", "joined": "packs", "lora": "LoRA experts",
+    "mixture": "a mixture as base", "random": "`expert_init: random`", "routed": "experts that are not exclusive",
+    "several": "several experts of one language", "sft-on-top": "`MoESFTTrainer`", "told": "a told language",
+}  # fmt: skip
+
+
+def refusals() -> dict[tuple[str, str], str]:
+    """Why two features, or a feature and an operation, do not go together, as their code says it."""
+    found: dict[tuple[str, str], str] = {}
+    for room in ROOMS:
+        found |= import_module(f"hf_moe_expand.{room}").REFUSED
+    return found
+
+
+def table() -> str:
+    """The table, in Markdown: features that are refused for one reason share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (one, other), why in refusals().items():
+        rows.setdefault((other, why), []).append(WORDS[one])
+    lines = [f"| {', '.join(ones)} | {WORDS[other]} | {why} |" for (other, why), ones in rows.items()]
+    return "\n".join(["| | not with | since |", "| --- | --- | --- |", *lines])
