@@ -47,6 +47,9 @@ _READ_BESIDE = (
     "seq_lengths", "image", "images", "tools", "chat_template_kwargs", "rejected", "token_type_ids",
 )  # fmt: skip
 _RECORDED = ("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
+REFUSED = {
+    ("encoder-decoder", "sft-on-top"): "TRL trains decoders: take RouterLossMixin with Seq2SeqTrainer of transformers",
+}
 UNKNOWN = -1  # language id of padding and of text in an unknown language
 
 
@@ -99,6 +102,8 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
     ) -> None:
         model = without_compiler(model)
         _check_arguments(language_classes, model, args, *others, **kwargs)
+        if getattr(_config_of(model, args), "is_encoder_decoder", False):
+            raise InputError(f"model: {REFUSED['encoder-decoder', 'sft-on-top']}.")
         # TRL loads a name's weights in float32, in which small steps do not round away.
         self._stored_dtype = _stored_dtype(model, args)
         self._codes_given = isinstance(language_classes, Mapping)
