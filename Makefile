@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test guides fuzz gpu study oldest floor vllm lint format clean
+.PHONY: demo demo-real test matrix backbones trainings guides fuzz gpu study oldest floor vllm lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -18,7 +18,19 @@ demo-real: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --real --out runs/demo-real
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not guides"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not guides and not backbones"
+
+# All backbones, of which `make test` tries a third that SEED chooses.
+backbones: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "backbones or not backbones" tests/matrix/test_backbones.py
+
+# Every form of model x every operation.
+matrix: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/matrix
+
+# Hashes of losses and weights of each stage on each form, to compare before and after a change.
+trainings: $(VENV)/.installed-dev
+	@$(BIN)/python tests/matrix/trainings.py
 
 # Runs the guides of docs/ as commands, with tiny models. `make test` reads them all, and runs README.md, the papers'
 # commands, and the guides to costs, to translation models and to TRL.

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,6 +57,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU is at hand (`make gpu` needs one)"))
+    for item in items:  # `--dist loadgroup`: a process runs a whole file, or a whole form of the matrix
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_report_header() -> str:
+    return f"backbones: a third, chosen by SEED={os.environ.get('SEED', 0)}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    properties = (pair for report in terminalreporter.getreports("passed") for pair in report.user_properties)
+    if cells := Counter(value for name, value in properties if name == "cell"):
+        terminalreporter.write_line(f"matrix: {cells['ran']} cells ran, {cells['refused']} were refused")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -283,6 +297,17 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
     They are forked from a process that has imported all they need, which takes seconds. With `SAID` in the environment,
     each prints to the file of this name and `.0`, `.1`...
     """
+    started, _ = start_ranks(script, *arguments, count=count, environment=environment)
+    deadline = time.monotonic() + 600
+    while not started.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"{script}: the ranks hang.")
+
+
+def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mapping[str, str] = {}) -> tuple:
+    """As `fork_ranks`, which the caller waits for: their processes, and the store at which they meet."""
     from forked_rank import run_rank
 
     if forkserver._forkserver._preload_modules != FOR_RANKS:
@@ -292,13 +317,7 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
             forkserver.ensure_running()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"nprocs": count, "start_method": "forkserver", "join": False}
-    started = start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options)
-    deadline = time.monotonic() + 600
-    while not started.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in started.processes:
-                process.kill()
-            raise TimeoutError(f"{script}: the ranks hang.")
+    return start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options), store
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_moe_expand import freeze
 from hf_moe_expand.checkpoint.promises import expanded_twin, logits, starts_as_the_base, tiny_twin
 from hf_moe_expand.modeling import auto_class, decoder_ffns
 
@@ -61,6 +62,16 @@ def _learns(twin):
     return all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in _new(model))
 
 
+def _stays_frozen(twin):
+    model, ids = copy.deepcopy(twin.trained).train(), _ids(4, 16)
+    freeze(model, "post-pretrain")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.grad is not None], lr=1.0).step()
+    new = {id(parameter) for parameter in _new(model)}
+    return all(id(p) in new or torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def _is_saved_whole(twin):
     with TemporaryDirectory() as folder:
         twin.trained.save_pretrained(folder)
@@ -81,6 +92,7 @@ PROMISES = {
     "the expanded model computes what the base does": lambda twin: starts_as_the_base(twin.dense, twin.expanded),
     "expert 0 alone is the base, bit for bit": _keeps_the_base,
     "every new expert and router learns": _learns,
+    "a step of stage 1 moves new experts and routers alone": _stays_frozen,
     "the model is the same after saving and loading": _is_saved_whole,
     "generation with a cache equals the full forward pass": _generates_with_a_cache,
 }

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import OTHER_SIZES, SIZES, VOCABULARY, byte_tokenizer, invoke, run_fresh
-from promises import PROMISES, Twin, broken_promises
+from conftest import OTHER_SIZES, SIZES, VOCABULARY, byte_tokenizer, invoke
+from promises import PROMISES, Twin
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.checkpoint.promises import LAYERS, check_architecture, tiny_twin
+from hf_moe_expand.checkpoint.promises import check_architecture, tiny_twin
 from hf_moe_expand.checkpoint.proven import LEFT_OUT, PROVEN, PROVEN_ENCODER_DECODERS, PROVEN_MIXTURES
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -27,14 +27,6 @@ from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.modeling import decoder_ffns
 
 INSTALLED = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-MIXTURES = [name for name in PROVEN_MIXTURES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-# Mixtures that users bring today.
-MIXTURES_OF_TODAY = ("gpt_oss", "granitemoe", "llama4_text", "qwen3_5_moe_text", "qwen3_moe")
-# Those that users bring today, in a fresh process.
-TODAY = (
-    "apertus", "cohere2", "ernie4_5", "exaone4", "gemma4_text", "glm4", "lfm2", "ministral3", "olmo3", "opt",
-    "qwen3_5_text", "seed_oss", "xglm",
-)  # fmt: skip
 # Refused on a tiny twin: without an FFN in each layer, or with a configuration of which no small model can be built.
 REFUSED = (
     "bamba", "cohere_compass_text", "dbrx", "deepseek_v4", "dots3_note_text", "falcon_mamba", "granitemoehybrid",
@@ -74,56 +66,6 @@ def test_every_architecture_of_the_library_is_proven_or_refused():
 def test_an_architecture_that_breaks_the_first_promise_is_refused(name):
     with pytest.raises(InputError, match=f"base: a {name} checkpoint cannot be expanded: on a tiny twin of the model"):
         check_architecture(CONFIG_MAPPING[name](), "base")
-
-
-@pytest.mark.parametrize("name", [name for name in MIXTURES if name in MIXTURES_OF_TODAY])
-def test_a_mixture_of_today_keeps_every_promise(name):
-    assert broken_promises(CONFIG_MAPPING[name]()) == []
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", [*INSTALLED, *(name for name in MIXTURES if name not in MIXTURES_OF_TODAY)])
-def test_a_proven_architecture_keeps_every_promise(name):
-    assert broken_promises(CONFIG_MAPPING[name]()) == []
-
-
-@pytest.mark.parametrize("name", PROVEN_ENCODER_DECODERS)
-def test_a_proven_encoder_decoder_keeps_every_promise(name):
-    assert broken_promises(CONFIG_MAPPING[name]()) == []
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", INSTALLED)
-def test_its_expanded_checkpoint_loads_with_the_values_of_the_dense_one(name, tmp_path):
-    expanded(name, tmp_path)
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "expanded", output_loading_info=True)
-    assert not any(info.values()), info
-    with torch.no_grad(), model.eval().use_expert(0):
-        assert torch.equal(model(IDS).logits, dense(IDS).logits)
-
-
-@pytest.mark.wide
-def test_the_bases_of_today_load_in_a_fresh_process(tmp_path):
-    program = """
-import json, sys, torch
-from pathlib import Path
-from transformers import AutoModelForCausalLM
-found = {}
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    model = AutoModelForCausalLM.from_pretrained(folder / "expanded", trust_remote_code=True).eval()
-    dense = AutoModelForCausalLM.from_pretrained(folder / "dense").eval()
-    ids = torch.arange(3, 15)[None]
-    with torch.no_grad(), model.use_expert(0):
-        same = torch.equal(model(ids).logits, dense(ids).logits)
-    found[folder.name] = [type(model).__module__.split(".")[0], same, len(model.expanded_ffns())]
-print(json.dumps(found))
-"""
-    names = [name for name in TODAY if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    for name in names:
-        expanded(name, tmp_path / "checkpoints" / name)
-    found = json.loads(run_fresh(program, str(tmp_path / "checkpoints")).splitlines()[-1])
-    assert found == {name: ["transformers_modules", True, LAYERS] for name in names}
 
 
 class FourthConfig(Qwen2Config):
@@ -202,6 +144,8 @@ def test_each_promise_can_fail(broken):
         elif broken.startswith("every new"):
             for ffn in twin.trained.expanded_ffns().values():
                 ffn.router.weight.requires_grad_(False)
+        elif broken.startswith("a step"):
+            twin.trained.model.norm.register_forward_hook(lambda norm, *_: norm.weight.data.add_(1.0))
         elif broken.startswith("the model is the same"):
             twin.trained.register_parameter("extra", nn.Parameter(torch.ones(1)))
         else:

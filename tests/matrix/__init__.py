@@ -1,0 +1,1 @@
+"""One behaviour matrix: every form of model x every operation."""

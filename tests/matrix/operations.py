@@ -1,0 +1,613 @@
+"""The columns of the matrix: what is done with a form, each against a slow definition of `oracles.py` or the base.
+
+An operation joins as one function below `@operation`. One that changes a model takes a copy.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from conftest import StopAt, run_fresh
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.ao.quantization import quantize_dynamic
+
+from hf_moe_expand import (
+    average_checkpoints,
+    average_experts,
+    evaluate_model,
+    export_peft,
+    graft_delta,
+    grow_checkpoint,
+    join_expansions,
+    make_card,
+)
+from hf_moe_expand.checkpoint.export import export_dense
+from hf_moe_expand.data.pairs import SentencePair
+from hf_moe_expand.report.inspection import inspect_checkpoint
+from matrix import oracles
+from matrix.forms import ALPHABETS, NEW, Form, lines, load, pairs
+from matrix.steps import sft, step, train
+
+OPERATIONS: dict[str, Callable[[Form], None]] = {}
+COUNT = 6  # tokens of an answer
+GREEDY = {"max_new_tokens": COUNT, "do_sample": False}
+
+
+def operation(function: Callable[[Form], None]) -> Callable[[Form], None]:
+    OPERATIONS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def prompts(form: Form) -> list[tuple[list[int], str]]:
+    """A text in each language with its code: of different lengths, and long enough for a gate to be sure."""
+    found = []
+    for number, code in enumerate(form.languages):
+        if "encoder-decoder" in form:
+            ids = torch.randint(5, 200, (5 + 2 * number,), generator=torch.Generator().manual_seed(number)).tolist()
+        else:
+            text = " ".join(lines(ALPHABETS[code], 2, seed=11 + number))
+            ids = form.tokenizer(text)["input_ids"][: 44 + 3 * number]
+        found.append((ids, code))
+    return found
+
+
+def padded(form: Form, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the left; on the right for an encoder."""
+    pad, longest = form.tokenizer.pad_token_id, max(map(len, rows))
+    ids, mask = torch.full((len(rows), longest), pad), torch.zeros(len(rows), longest, dtype=torch.long)
+    for number, row in enumerate(rows):
+        place = slice(len(row)) if "encoder-decoder" in form else slice(longest - len(row), longest)
+        ids[number, place], mask[number, place] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def batch(form: Form) -> dict[str, torch.Tensor]:
+    """Rows of one length, without padding."""
+    ids = torch.randint(5, 200, (3, 12), generator=torch.Generator().manual_seed(5))
+    if "encoder-decoder" not in form:
+        return {"input_ids": ids}
+    return {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, :7].clone()}
+
+
+@torch.no_grad()
+def logits(model: Any, form: Form, **more: Any) -> torch.Tensor:
+    return model(**batch(form), use_cache=False, **more).logits
+
+
+def naming(form: Form, code: str) -> dict[str, str]:
+    """The language as `forward` is told it, if the form can be told."""
+    return {"languages": code} if form.is_told else {}
+
+
+def told_each(form: Form) -> list[dict[str, str]]:
+    """Each language, as `forward` is told it; nothing where the form cannot be told."""
+    return [{"languages": code} for code in form.languages] if form.is_told else [{}]
+
+
+def ways(form: Form) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
+    """What `generate` is told of the prompts, and what the slow definition is told of each: a gate's class of a text is
+    the one that the user would name."""
+    codes: list[str | None] = [code for _, code in prompts(form)]
+    if form.is_told:
+        yield {"languages": codes}, codes
+    yield {}, codes if "gated" in form else [None] * len(codes)
+
+
+def answers(form: Form, model: Any, rows: list[list[int]], **options: Any) -> list[list[int]]:
+    """The new tokens of `generate` for a padded batch."""
+    inputs = padded(form, rows)
+    fixed = {"pad_token_id": form.tokenizer.pad_token_id, "eos_token_id": None, "forced_eos_token_id": None}
+    if "encoder-decoder" in form:
+        fixed |= {"forced_bos_token_id": None, "min_new_tokens": COUNT}
+        del fixed["eos_token_id"]
+        model.generation_config.eos_token_id = None
+    out = model.generate(**inputs, **fixed, **options)
+    return out[:, (1 if "encoder-decoder" in form else inputs["input_ids"].shape[1]) :].tolist()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * max(1.0, expected.abs().max().item()))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by their names in the model."""
+    return dict(load(folder).state_dict())
+
+
+def size_of(model: Any) -> int:
+    """Its parameters: tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    """The tensors that differ, with those that only one checkpoint has."""
+    a, b = weights(before), weights(after)
+    return {name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])}
+
+
+# --- what it computes -------------------------------------------------------------------------------------------------
+
+
+@operation
+def starts_as_the_base(form: Form) -> None:
+    """P1: right after it was made it computes what the base does, whatever routers and classifiers say. Random experts
+    do not, but expert 0 does."""
+    model, expected = load(form.fresh), logits(form.dense, form)
+    if "random" in form:
+        with model.use_expert(0):
+            assert torch.equal(logits(model, form), expected)
+        return
+    draw = torch.Generator().manual_seed(1)
+    for scale in (1.0, 30.0):
+        for ffn in model.expanded_ffns().values():
+            for module in filter(None, (ffn.router, ffn.classifier, ffn.conditional_gate)):
+                for parameter in module.parameters():
+                    parameter.data.add_(torch.randn(parameter.shape, generator=draw) * scale)
+        close(logits(model, form), expected)
+        for code in form.languages if form.is_told else ():
+            close(logits(model, form, languages=code), expected)
+
+
+@operation
+def told(form: Form) -> None:
+    """P2: told an old language it is the base, bit for bit, and so is its answer; with a gate, untold too. Told another
+    one, it is what the expansions up to this one compute."""
+    model, expected = form.model, logits(form.dense, form)
+    assert torch.equal(logits(model, form, languages="en"), expected)
+    rows = [ids for ids, code in prompts(form) if code == "en"]
+    home = answers(form, form.dense, rows, **GREEDY)
+    assert answers(form, model, rows, languages="en", **GREEDY) == home
+    if "gated" in form:
+        assert answers(form, model, rows, **GREEDY) == home
+    of_code = {code: logits(model, form, languages=code) for code in form.languages}
+    for number, code in enumerate(form.languages):
+        with model.use_expansion(number):
+            close(of_code[code], logits(model, form, languages=code))
+        if number:
+            assert not torch.allclose(of_code[code], expected, atol=1e-2)
+    mixed = logits(model, form, languages=["el", "en", form.languages[-1]])
+    for row, code in enumerate(("el", "en", form.languages[-1])):
+        close(mixed[row], of_code[code][row])
+
+
+@operation
+def expert_0(form: Form) -> None:
+    """P2: expert 0 alone is the base, bit for bit, in every form."""
+    model, expected = form.copy(), logits(form.dense, form)
+    assert not torch.allclose(logits(form.model, form, **naming(form, "el")), expected, atol=1e-2)
+    with model.use_expert(0):
+        assert torch.equal(logits(model, form), expected)
+    with model.use_expansion(0):
+        assert torch.equal(logits(model, form), expected)
+
+
+@operation
+def in_pieces(form: Form) -> None:
+    """A text that is read in pieces, with a cache, gets the logits of one pass."""
+    if "encoder-decoder" in form:
+        inputs = batch(form)
+        ids = inputs.pop("decoder_input_ids")
+        name = "decoder_input_ids"
+    else:
+        inputs, ids, name = {}, batch(form)["input_ids"], "input_ids"
+    for code in [*([] if "gated" in form else [None]), *(form.languages if form.is_told else [])]:
+        asked = {} if code is None else {"languages": code}
+        whole = form.model(**inputs, **{name: ids}, use_cache=False, **asked).logits
+        cache, parts = None, []
+        for piece in ids.split([3, 1, ids.shape[1] - 4], 1):
+            out = form.model(**inputs, **{name: piece}, past_key_values=cache, use_cache=True, **asked)
+            cache, parts = out.past_key_values, [*parts, out.logits]
+        close(torch.cat(parts, 1), whole)
+
+
+@operation
+def left_padded(form: Form) -> None:
+    """P5: cached, batched, padded generation is the uncached one of each row alone."""
+    rows = [ids for ids, _ in prompts(form)]
+    for asked, codes in ways(form):
+        expected = [oracles.greedy(form.model, row, COUNT, code) for row, code in zip(rows, codes, strict=True)]
+        assert answers(form, form.model, rows, **GREEDY, **asked) == expected
+
+
+@operation
+def beams(form: Form) -> None:
+    rows = [ids for ids, _ in prompts(form)]
+    for asked, codes in ways(form):
+        expected = [oracles.beam_search(form.model, row, 4, 3, code) for row, code in zip(rows, codes, strict=True)]
+        found = answers(form, form.model, rows, num_beams=3, max_new_tokens=4, do_sample=False, **asked)
+        assert [row[:4] for row in found] == expected
+
+
+@operation
+def sampled_sequences(form: Form) -> None:
+    rows = [ids for ids, _ in prompts(form)]
+    for asked, codes in ways(form):
+        expected = oracles.sampled(form.model, rows, 2, 4, codes, seed=3)
+        torch.manual_seed(3)
+        options = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 4}
+        assert answers(form, form.model, rows, **options, **asked) == expected
+
+
+@operation
+def static_cache(form: Form) -> None:
+    rows = [ids for ids, _ in prompts(form)]
+    for asked, codes in ways(form):
+        expected = [oracles.greedy(form.model, row, COUNT, code) for row, code in zip(rows, codes, strict=True)]
+        options = {"cache_implementation": "static", "disable_compile": True}
+        assert answers(form, form.model, rows, **GREEDY, **options, **asked) == expected
+
+
+@operation
+def prompt_lookup(form: Form) -> None:
+    """Drafts of tokens from the prompt, of which the model keeps those that it would write."""
+    for ids, code in prompts(form):
+        for asked in [*([] if "gated" in form else [{}]), *([{"languages": code}] if form.is_told else [])]:
+            expected = oracles.greedy(form.model, ids, COUNT, asked.get("languages"))
+            assert answers(form, form.model, [ids], prompt_lookup_num_tokens=2, **GREEDY, **asked) == [expected]
+
+
+@operation
+def evaluate(form: Form) -> None:
+    """Bits per byte, of told text too."""
+    if "encoder-decoder" in form:
+        _evaluate_pairs(form)
+        return
+    texts = {code: lines(ALPHABETS[code], 2, seed=21) for code in form.languages}
+    for is_told in [*([] if "gated" in form else [False]), *([True] if form.is_told else [])]:
+        found = evaluate_model(form.model, form.tokenizer, texts, 24, 2, told=is_told)
+        for code, documents in texts.items():
+            slow = oracles.bits_per_byte(form.model, form.tokenizer, documents, 24, code if is_told else None)
+            assert abs(found[code].bits_per_byte - slow) < 1e-4 * slow
+
+
+def _evaluate_pairs(form: Form) -> None:
+    names = {"en": "eng_Latn", "el": "ell_Grek", "ru": "rus_Cyrl"}
+    for code in form.languages[1:]:
+        given = [SentencePair(row["en"], row[code], "en", code) for row in pairs(code)[:3]]
+        rows, size = [], 0
+        for pair in given:
+            form.tokenizer.src_lang, form.tokenizer.tgt_lang = names["en"], names[code]
+            encoded = form.tokenizer(pair.source, text_target=pair.target)
+            rows.append((encoded["input_ids"], encoded["labels"], 0))
+            size += len(pair.target.encode())
+        found = evaluate_model(form.model, form.tokenizer, {code: given}, batch_size=2)[code].bits_per_byte
+        slow = oracles.bits_per_byte_of_pairs(form.model, rows, size)
+        assert abs(found - slow) < 1e-4 * slow
+
+
+@operation
+def int8(form: Form) -> None:
+    """Linear layers in eight bits, by torch itself: at home it is the quantised base."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        small, dense = (quantize_dynamic(model, {nn.Linear}) for model in (form.copy(), load(form.base)))
+    expected = logits(dense, form)
+    with small.use_expert(0):
+        assert torch.equal(logits(small, form), expected)
+    for code in form.languages if form.is_told else ():
+        found, whole = logits(small, form, languages=code), logits(form.model, form, languages=code)
+        # A router may choose otherwise.
+        assert F.cosine_similarity(found.flatten(), whole.flatten(), 0) > (0.8 if "several" in form else 0.97)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+FRESH = """
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+folder, place, kind = sys.argv[1], sys.argv[2], globals()[sys.argv[3]]
+inputs, asked = torch.load(place + "/asked.pt")
+model, info = kind.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not any(info.values()), info
+assert type(model).__module__.startswith("transformers_modules"), type(model)
+with torch.no_grad():
+    found = [model.eval()(**inputs, use_cache=False, **more).logits for more in asked]
+torch.save(found, place + "/found.pt")
+model.save_pretrained(place + "/again")
+"""
+
+
+@operation
+def load_alone(form: Form) -> None:
+    """P4: a process without the package loads it and computes the same; saved again it has the same bytes."""
+    place = form.place("alone")
+    place.mkdir()
+    asked = told_each(form)
+    torch.save([batch(form), asked], place / "asked.pt")
+    kind = "AutoModelForSeq2SeqLM" if "encoder-decoder" in form else "AutoModelForCausalLM"
+    run_fresh(FRESH, str(form.folder), str(place), kind)
+    for found, more in zip(torch.load(place / "found.pt"), asked, strict=True):
+        close(found, logits(form.model, form, **more), rtol=1e-5)
+    again, whole = contents(place / "again"), contents(form.whole)
+    assert {name: data for name, data in whole.items() if name in again} == again
+    assert {"config.json", "model.safetensors"} <= again.keys()
+
+
+@operation
+def grow(form: Form) -> None:
+    """A further expansion leaves every earlier byte, and what the model computes for its languages."""
+    new = NEW[form.expansions]
+    out = form.place("further")
+    grow_checkpoint(form.folder, out, form.growth(form.folder, new))
+    before, after = weights(form.whole), weights(out)
+    for name, value in before.items():
+        if name.endswith(("router.weight", "classifier.weight")):
+            assert torch.equal(after[name][: len(value)], value), name
+        elif ".language_gate." not in name:
+            assert torch.equal(after[name], value), name
+    model = load(out)
+    for code in form.languages if form.is_told else ():
+        close(logits(model, form, languages=code), logits(form.model, form, languages=code))
+    with model.use_expert(0):
+        assert torch.equal(logits(model, form), logits(form.dense, form))
+    if form.is_told and "exclusive" in form and "random" not in form:
+        close(logits(model, form, languages=new), logits(form.dense, form))
+
+
+@operation
+def join(form: Form) -> None:
+    """Joined with another pack, each language gets what its pack alone computes."""
+    new = NEW[form.expansions]
+    pack, out = form.pack(new), form.place("joined")
+    join_expansions([form.folder, f"other={pack}"], out)
+    model, other = load(out), load(pack)
+    for code in form.languages:
+        close(logits(model, form, languages=code), logits(form.model, form, languages=code))
+    close(logits(model, form, languages=new), logits(other, form, languages=new))
+    assert torch.equal(logits(model, form, languages="en"), logits(form.dense, form))
+
+
+@operation
+def graft(form: Form) -> None:
+    """A fine-tune's change on every tensor that the base has, and on each expert."""
+    instruct = form.root / "instruct"
+    tuned = load(form.base)
+    draw = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.02)
+    tuned.save_pretrained(instruct)
+    form.tokenizer.save_pretrained(instruct)
+    out = form.place("grafted")
+    graft_delta(form.folder, out, form.base, instruct)
+    model = load(out)
+    with model.use_expert(0):
+        close(logits(model, form), logits(tuned, form), rtol=1e-5)
+    base, after_base, before, after = weights(form.base), weights(instruct), weights(form.whole), weights(out)
+    deltas = {name: after_base[name] - base[name] for name in base}
+    seen = 0
+    for name, value in before.items():
+        delta = deltas.get(name)
+        if ".experts.0." in name or ("copies" in form and ".experts." in name):
+            head, rest = name.split(".experts.", 1)
+            own = f"{head}.{rest.partition('.')[2]}"
+            delta = deltas.get(own, deltas.get(own.replace(".fc1.fc", ".fc")))
+        if delta is None:
+            assert torch.equal(after[name], value), name
+        else:
+            seen += 1
+            torch.testing.assert_close(after[name], value + delta, rtol=0, atol=1e-6, msg=name)
+    assert seen >= len(base)
+
+
+@operation
+def average(form: Form) -> None:
+    """The mean of two checkpoints, tensor by tensor."""
+    out = form.place("mean")
+    average_checkpoints([form.folder, form.fresh], out, [0.25, 0.75])
+    a, b = weights(form.whole), weights(form.fresh)
+    for name, value in weights(out).items():
+        torch.testing.assert_close(value, 0.25 * a[name] + 0.75 * b[name], rtol=0, atol=1e-6, msg=name)
+    assert logits(load(out), form).isfinite().all()
+
+
+@operation
+def average_with_the_base(form: Form) -> None:
+    """New experts nearer to the FFNs that they copied: at weight 0 the model is as right after it was made."""
+    out = form.place("nearer")
+    average_experts(form.folder, out, 0.5)
+    last = changed(form.whole, out)
+    assert last
+    assert all(".experts." in name or ".adapters." in name for name in last)
+    assert not any(".experts.0." in name for name in last)
+    before, middle = weights(form.whole), weights(out)
+    beginning = average_experts(form.folder, form.place("nothing"), 0.0)
+    start = weights(Path(beginning))
+    for name in last:
+        if "lora_" not in name and "down_proj" in name:
+            torch.testing.assert_close(middle[name], (before[name] + start[name]) / 2, rtol=0, atol=1e-6, msg=name)
+    model = load(Path(beginning))
+    if form.is_told and "grown" not in form:
+        for code in form.languages:
+            close(logits(model, form, languages=code), logits(form.dense, form))
+
+
+@operation
+def export_expert(form: Form) -> None:
+    """Expert 0 as a dense model is the base, bit for bit."""
+    out = form.place("dense")
+    export_dense(form.folder, out, expert=0)
+    assert changed(form.base, out) == set()
+    assert torch.equal(logits(load(out), form), logits(form.dense, form))
+
+
+@operation
+def export_language(form: Form) -> None:
+    """The dense model of a language is the model that is told it."""
+    for code in form.languages:
+        out = form.place(f"dense-{code}")
+        export_dense(form.folder, out, language=code)
+        dense = load(out)
+        assert type(dense) is type(form.dense)
+        close(logits(dense, form), logits(form.model, form, languages=code))
+
+
+@operation
+def export_to_peft(form: Form) -> None:
+    """PEFT computes what the model computes that is told the language."""
+    out = form.place("peft")
+    found = export_peft(form.folder, out)
+    for (name, folder), code in zip(found.folders.items(), form.languages[1:], strict=True):
+        assert name == code
+        adapted = PeftModel.from_pretrained(load(form.base), folder).eval()
+        close(logits(adapted, form), logits(form.model, form, languages=code))
+
+
+@operation
+def inspect(form: Form) -> None:
+    """What `inspect` says, against the tensors in the files."""
+    found, own = inspect_checkpoint(form.folder), weights(form.whole)
+    assert (found.total, found.base) == (size_of(form.model), size_of(form.dense))
+    model = form.model
+    counts = model.config.num_experts_per_layer
+    assert [experts for experts, _, _ in found.layers] == counts
+    classifiers = [layer for layer, (_, has_classifier, _) in enumerate(found.layers) if has_classifier]
+    assert sum(name.endswith(".classifier.weight") for name in own) == len(classifiers)
+    assert found.exclusive == ("exclusive" in form)
+    assert (found.gate is not None) == ("gated" in form) == any(".language_gate." in name for name in own)
+    assert [record.new_languages for record in found.expansions] == (
+        [["el"]] if "dmoe" in form else [[code] for code in form.languages[1:]]
+    )
+    said = "\n".join(found.lines())
+    assert f"{found.total:,}" in said
+    assert len(found.packs) == (2 if "joined" in form else 0)
+
+
+@operation
+def card(form: Form) -> None:
+    """What the card says, against the tensors in the files."""
+    text = str(make_card(form.folder, "me/model"))
+    assert "me/model" in text
+    assert all(f"{size_of(model):,}" in text for model in (form.model, form.dense)), text
+    assert all(code in text for code in form.languages)
+    assert str(form.root) not in text
+    assert ("mixture-of-experts" in text) == ("adapters" not in form)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@operation
+def cut_steps(form: Form) -> None:
+    """P6: a step does not depend on how its batch is cut, or on what is computed twice."""
+    whole = step(form)
+    moved = {name for name, (before, after) in whole.items() if not torch.equal(before, after)}
+    assert moved
+    cut = step(form, batch=2, accumulation=4, checkpointing=True)
+    for name, (_, value) in whole.items():
+        torch.testing.assert_close(cut[name][1], value, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@operation
+def two_ranks(form: Form) -> None:
+    """P6: two ranks make the step that one process makes."""
+    whole, of_ranks = step(form), form.helpers.ranks.step(form)
+    for name, (_, value) in whole.items():
+        torch.testing.assert_close(of_ranks[name], value, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@operation
+def frozen(form: Form) -> None:
+    """P3: a stage moves new experts and routers alone."""
+    out = trained(form)
+    moved = changed(form.whole, out)
+    assert moved
+    if "dmoe" not in form:
+        may = _of_last_expansion(form)
+        assert moved <= may, sorted(moved - may)
+        assert any(".experts." in name or ".adapters." in name for name in moved)
+    model = load(out)
+    if form.is_told:
+        assert torch.equal(logits(model, form, languages="en"), logits(form.dense, form))
+
+
+@operation
+def resume(form: Form) -> None:
+    """P7, P8: a stage that is interrupted and run again writes the same bytes."""
+    whole, out = trained(form), form.place("resumed")
+    try:
+        train(form, out, stop=StopAt(3))
+    except KeyboardInterrupt:
+        assert not out.exists()
+    train(form, out)
+    again, expected = contents(out), contents(whole)
+    assert again.keys() == expected.keys()
+    for name, data in expected.items():
+        if name != "trainer_state.json":  # it holds times
+            assert again[name] == data, name
+
+
+def trained(form: Form) -> Path:
+    """The form after four steps of its stage."""
+    out = form.root / "trained"
+    if not out.exists():
+        train(form, out)
+    return out
+
+
+def _of_last_expansion(form: Form) -> set[str]:
+    """The tensors that stage 1 may move: experts of the last expansion, of all packs of a joined model; routers and
+    gates of conditional routing."""
+    config, found = form.model.config, set()
+    names = {module: name for name, module in form.model.named_modules()}
+    for layer, ffn in form.model.expanded_ffns().items():
+        before = [1, *(counts[layer] for counts in getattr(config, "earlier_experts_per_layer", None) or [])][-1]
+        first = 1 if "joined" in form and "grown" not in form else before
+        for inner, _ in ffn.named_parameters():
+            new = inner.startswith("experts.") and int(inner.split(".")[1]) >= first
+            if new or inner.startswith(("router.", "conditional_gate.")):
+                found.add(f"{names[ffn]}.{inner}")
+    return found
+
+
+@operation
+def peft_on_top(form: Form) -> None:
+    """A LoRA of PEFT on all linear layers: merged, it computes the same; taken off, the model is as it was."""
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    wrapped = get_peft_model(form.copy(), lora).eval()
+    asked = told_each(form)
+    with wrapped.disable_adapter():
+        for more in asked:
+            assert torch.equal(logits(wrapped, form, **more), logits(form.model, form, **more))
+    found = [logits(wrapped, form, **more) for more in asked]
+    assert not torch.allclose(found[0], logits(form.model, form, **asked[0]), atol=1e-3)
+    out = form.place("lora")
+    wrapped.save_pretrained(out)
+    again = PeftModel.from_pretrained(form.copy(), out).eval()
+    merged = wrapped.merge_and_unload()
+    for more, expected in zip(asked, found, strict=True):
+        close(logits(again, form, **more), expected, rtol=1e-5)
+        close(logits(merged, form, **more), expected)
+
+
+@operation
+def sft_on_top(form: Form) -> None:
+    """A step of TRL's supervised fine-tuning follows the slow gradient of its rows."""
+    before, after, expected = sft(form)
+    seen = 0
+    for name, value in before.items():
+        gradient = expected.get(name)
+        torch.testing.assert_close(after[name], value if gradient is None else value - gradient, rtol=1e-3, atol=1e-5)
+        seen += gradient is not None and bool(gradient.any())
+    assert seen
+
+
+@operation
+def push_and_pull(form: Form) -> None:
+    """Pushed to a hub and loaded from it by name, it computes the same."""
+    name = form.helpers.hub.push(form, f"me/{form.root.name.replace('+', '-')}")
+    found = form.helpers.hub.pull(form, name, batch(form), told_each(form))
+    for values, more in zip(found, told_each(form), strict=True):
+        close(values, logits(form.model, form, **more), rtol=1e-5)
