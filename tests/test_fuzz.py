@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import invoke, save_dense
+from conftest import save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
@@ -75,12 +75,6 @@ def test_an_evaluation_is_checked(tmp_path, key, value, reason):
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     with pytest.raises(InputError, match=reason):
         Evaluation.from_json(file)
-
-
-def test_a_recipe_in_another_encoding_is_not_shown(tmp_path):
-    (tmp_path / "x.yaml").write_bytes("base: x\nnew: {é: x}\n".encode("latin-1"))
-    with pytest.raises(InputError, match=r"x\.yaml: not YAML: line 2: not UTF-8 text"):
-        invoke("recipes", "show", tmp_path / "x.yaml")
 
 
 def test_a_dense_checkpoint_with_fields_of_expanded_ones_is_refused(tmp_path):

@@ -127,34 +127,12 @@ def test_show_prints_the_merged_values(load):
 
 
 @pytest.mark.parametrize(
-    "parent",
-    [
-        f"{OWN}plan: &p {{total_experts: 7}}\npost_pretrain: &s {{block_size: 12}}\nreview: *s\n",
-        f"{OWN}plan: {{total_experts: 7}}\npost_pretrain: &s {{block_size: 12}}\nreview: {{<<: *s}}\n",
-        f"{OWN}plan: !!map {{total_experts: !!int 7}}\npost_pretrain: {{block_size: 12}}\nreview: {{block_size: 12}}\n",
-        f'{OWN}plan: {{"total_experts": 7}}\n"post_pretrain":\n    block_size: 12\n? review\n: block_size: 12\n',
-        f"%YAML 1.2\n---\n{OWN}plan: {{total_experts: 7}}\n"
-        "post_pretrain: {block_size:\n  12}\nreview: {block_size: 12}\n...\n",
-    ],
-)
-def test_the_whole_is_right_however_the_parent_is_written(load, parent):
-    merged = whole(load, "inherits: p.yaml\nreview: {max_steps: 3}\npost_pretrain: {learning_rate: 1e-3}\n", p=parent)
-    assert merged["plan"] == {"total_experts": 7}
-    assert merged["post_pretrain"] == {"block_size": 12, "learning_rate": 1e-3}
-    assert merged["review"] == {"block_size": 12, "max_steps": 3}
-
-
-@pytest.mark.parametrize(
     ("child", "parent", "message"),
     [
         # in the parent
         ("", f"plann: {{}}\n{GOOD}", "parent.yaml: unknown key `plann`; did you mean `plan`?"),
         ("plan: {top_k: 2}", f"{OWN}plan: {{total_expert: 7}}",
          "parent.yaml: plan: unknown key `total_expert`; did you"),
-        ("plan: {top_k: 2}", f"{OWN}plan: {{total_experts: x}}",
-         "parent.yaml: plan: total_experts: expected an integer"),
-        ("post_pretrain: {max_steps: 2}", f"{GOOD}post_pretrain: {{learning_rat: 1}}",
-         "parent.yaml: post_pretrain: unkn"),
         ("post_pretrain: {max_steps: 2}", f"{GOOD}post_pretrain: {{max_grad_norm: x}}",
          "parent.yaml: post_pretrain.max_g"),
         ("post_pretrain: {validation: {every: 3}}", f"{GOOD}post_pretrain: {{validation: {{texs: {{}}}}}}",
@@ -167,16 +145,11 @@ def test_the_whole_is_right_however_the_parent_is_written(load, parent):
          "parent.yaml: analysis: tokens is 0: must be at least 1"),
         ("graft: {scale: 1.0}", f"{GOOD}graft: {{keep_tokenizer: true}}", "parent.yaml: graft: `instruct` is missing"),
         ("", "- a", "parent.yaml: must hold `key: value` lines, found list"),
-        ("", "", "parent.yaml: must hold `key: value` lines, found nothing"),
         ("", "plan: {", "parent.yaml: not YAML: line 1"),
         ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
         # in the child
-        ("tset: {}", GOOD, "child.yaml: unknown key `tset`; did you mean `test`?"),
         ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: expected an integer"),
-        ("plan: {experts: 3}", GOOD,
-         "child.yaml: plan: `experts` is a key of moe-lpr; this plan is layer-moe, the default"),
         ("plan: null", GOOD, "child.yaml: `plan` is missing"),
-        ("base: null", GOOD, "child.yaml: `base` is missing"),
         ("plan: 3", GOOD, "child.yaml: plan: must hold `key: value` lines, found 3"),
         # nulls that take nothing out
         ("new: {hu: null}", GOOD,
@@ -205,11 +178,9 @@ def test_a_mistake_of_a_grandparent_is_not_its_childs(load):
     ("value", "message"),
     [
         ("moe-lpp", "moe-lpp: no such file, and no packaged recipe of that name; did you mean `moe-lpr`?"),
-        ("moe-lpr.yaml", "moe-lpr.yaml: no such file, .*; did you mean `moe-lpr`?"),
         ("../x/layer-moe.yaml", "../x/layer-moe.yaml: no such file, .*; did you mean `layermoe`?"),
         ("zzz", "zzz: no such file, .*; `hf-moe-expand recipes ls` shows them."),
         ("folder", "folder: is a folder; name a recipe's file in it."),
-        (".", ".: is a folder"),
         ("$NOT_SET/x.yaml", "the environment variable $NOT_SET is not set"),
         (f"'{'x' * 5000}'", "x.*: no such file"),
         ('"a\\0b"', "a.*: no such file"),

@@ -129,13 +129,3 @@ def test_classifier_loss_is_cross_entropy_over_all_tokens_so_a_constant_does_not
     assert classifier_loss(logits, classes, mask).item() == pytest.approx(expected, rel=1e-5)
     always_old = torch.tensor([[10.0, -10.0]]).repeat(4, 1)
     assert classifier_loss(always_old, classes, mask) > 10
-
-
-def test_losses_divided_by_a_given_count_add_up_over_any_split():
-    logits, old, classes = torch.randn(10, 3), torch.rand(10) > 0.5, torch.randint(0, 2, (10,))
-    pairs = [(0, 3), (3, 4), (4, 10)]
-    prior = sum(language_prior_routing_loss(logits[a:b], old[a:b], old.sum()) for a, b in pairs)
-    assert prior.item() == pytest.approx(language_prior_routing_loss(logits, old).item(), rel=1e-5)
-    two = logits[:, :2]
-    classifier = sum(classifier_loss(two[a:b], classes[a:b], count=10) for a, b in pairs)
-    assert classifier.item() == pytest.approx(classifier_loss(two, classes).item(), rel=1e-5)

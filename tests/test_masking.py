@@ -20,7 +20,6 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.modeling import DMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
@@ -146,23 +145,6 @@ def test_the_balance_loss_sees_the_routing_unmasked():
             model(ids)
         losses.append(load_balance_loss(routing.layers[0].routed_logits, 2))  # the first layer's input is the same
     assert torch.equal(*losses)
-
-
-@pytest.mark.parametrize("conditional", [False, True])
-def test_recomputation_under_checkpointing_draws_the_same(conditional):
-    masks = Masking(0.3, 0.2, 0.3 if conditional else 0.0, 0.5)
-    model = tiny(conditional_routing=conditional).train()
-    ids = torch.randint(0, 256, (2, 20))
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            enable_checkpointing(model)
-        model.zero_grad()
-        torch.manual_seed(7)
-        with mask_routing(model, masks):
-            model(ids, labels=ids).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("masks", [Masking(gating_dropout=0.5), Masking(0.3, 0.2, 0.3, 0.5)])
@@ -374,16 +356,8 @@ def test_the_budget_draws_the_gate(tmp_path):
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, 2])
 def test_probabilities_outside_0_1_are_refused(value):
-    with pytest.raises(InputError, match="masking: expert_output is"):
-        read(PostPretrainConfig, {"masking": {"expert_output": value}})
     with pytest.raises(InputError, match="gating_dropout is"):
         Masking(gating_dropout=value)
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
-def test_a_gate_budget_outside_0_1_is_refused(value):
-    with pytest.raises(InputError, match="gate_budget is"):
-        read(PostPretrainConfig, {"gate_budget": value})
 
 
 def test_gates_need_experts_and_masks_need_gates(tmp_path):
@@ -405,11 +379,6 @@ def test_gates_need_experts_and_masks_need_gates(tmp_path):
     plan = Plan("dmoe", [2, 1, 1], groups=[["el"], ["hu"]])
     with pytest.raises(InputError, match="in DMoE belongs to a group: leave it out"):
         expand_checkpoint(base, tmp_path / "out", plan, conditional_routing=True)
-    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2] * 3, new=["el"]))
-    texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20])
-    config = PostPretrainConfig(block_size=32, masking=Masking(conditional_routing=0.1), max_steps=1)
-    with pytest.raises(InputError, match="--conditional-routing"):
-        train_stage(tmp_path / "out", tmp_path / "t", {"el": LanguageText("el", str(texts))}, config)
 
 
 def test_configurations_of_older_checkpoints_with_masking_fields_load(tmp_path):

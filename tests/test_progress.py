@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_moe_expand.stages.recording import LogTable, Progress, _shares, duration
+from hf_moe_expand.stages.recording import LogTable, Progress, _shares
 
 LOGS = {"loss": 5.43219, "grad_norm": 0.5, "learning_rate": 0.01, "balance_loss": 1.25, "epoch": 0.1}
 
@@ -129,17 +129,6 @@ def test_a_resumed_training_counts_its_own_steps(capsys):
 
 def test_the_speed_of_a_translation_model_is_that_of_its_sentence_pairs(capsys):
     assert said(capsys, 0.5, True, pairs=True)[0].startswith("step 20 of 1,000, 4 sentence pairs a second")
-
-
-def test_a_short_training_says_nothing(capsys):
-    assert said(capsys, 0.009, True) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(20, "20 s"), (95, "2 min"), (3600, "1 h 0 min"), (1e6, "277 h 47 min")]
-)
-def test_durations(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_each_languages_share_is_said_before_a_training():

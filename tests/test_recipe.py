@@ -8,7 +8,6 @@ from conftest import keywords, save_dense, write_texts
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed, read
-from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.stages.kinds.graft import GraftSettings
@@ -189,11 +188,6 @@ def test_the_first_expansion_looks_for_no_nearest_experts(root):
     first = changed(first, plan=plan_settings("moe-lpr", experts=2), expand=changed(first.expand, copy_from="nearest"))
     assert first.analyzed_languages(["en"], further=False) == []
     assert first.analyzed_languages(["en"], further=True) == ["el"]
-
-
-def test_a_mapping_may_be_merged_into_another(tmp_path):
-    (tmp_path / "a.yaml").write_text("one: &a {x: 1, y: 2}\ntwo: &b {<<: *a, y: 3}\nthree: {<<: *b, z: 4}\n")
-    assert read_yaml(tmp_path / "a.yaml")["three"] == {"x": 1, "y": 3, "z": 4}
 
 
 def test_an_expert_that_a_layer_may_not_have_cannot_be_copied(root):

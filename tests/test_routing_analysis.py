@@ -1,7 +1,6 @@
 """What the routers do: every figure against a slow definition, one token at a time."""
 
 import math
-import random
 from itertools import pairwise
 
 import pytest
@@ -365,14 +364,6 @@ def test_json_round_trip_and_pictures(tmp_path):
             save(draw(result), tmp_path / "figures" / f"picture.{suffix}")
             assert (tmp_path / "figures" / f"picture.{suffix}").stat().st_size > 2000
             (tmp_path / "figures" / f"picture.{suffix}").unlink()
-
-
-def test_real_text(help_text):
-    texts = {code: random.Random(0).sample(help_text(code, "test", 30), 10) for code in ("en", "el")}
-    result = measure_routing(
-        build("qwen2"), byte_tokenizer(), texts, tokens=1500, block_size=64, batch_size=8, old=["en"], new=["el"]
-    )
-    assert result.top1_share["en"] != result.top1_share["el"]
 
 
 def test_batches_bound_the_logits_and_hardly_pad(monkeypatch):
