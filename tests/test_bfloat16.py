@@ -5,13 +5,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
-from conftest import invoke, save_dense, tiny_config, write_texts
+from conftest import tiny_config
 from datasets import Dataset
 
 from hf_moe_expand import PostPretrainConfig
 from hf_moe_expand.demo import base
-from hf_moe_expand.inference import forecast
 from hf_moe_expand.inference.memory import has_bfloat16
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.stages import config
@@ -71,20 +69,3 @@ def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
     for able in (True, False):
         monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
         assert recommended._on_the_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1, None)["half"] == able
-
-
-@pytest.mark.parametrize(("training", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), (None, "float32")])
-def test_the_forecast_times_the_type_that_trains(training, dtype, monkeypatch, tmp_path):
-    timed = []
-    monkeypatch.setattr(forecast, "training_speed", lambda dtype: timed.append(dtype) or 1e9)
-    save_dense(tmp_path / "base")
-    write_texts(tmp_path / "el.jsonl", ["a few words of some text"] * 40)
-    settings = {"max_steps": 1, **({training: True} if training else {})}
-    recipe = {
-        "base": str(tmp_path / "base"), "output": str(tmp_path / "run"), "new": {"el": str(tmp_path / "el.jsonl")},
-        "plan": {"method": "moe-lpr", "experts": 2}, "review": None,
-        "post_pretrain": {"block_size": 16, **settings},
-    }  # fmt: skip
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
-    invoke("validate", tmp_path / "recipe.yaml")
-    assert timed == [getattr(torch, dtype)]

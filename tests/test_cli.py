@@ -185,18 +185,14 @@ def deviation(tmp_path, monkeypatch):
 
 
 def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
-    text = invoke(*deviation, "--out", "deviation.json", "--figure", "deviation.svg")
+    text = invoke(*deviation, "--out", "deviation.json")
     assert re.search(r"\n    4  0\.\d{6}\n", text)
     assert re.search(r"\nen +(es|el|tr) -?\d\.\d{3}\n", text)
-    assert "<svg" in (tmp_path / "deviation.svg").read_text()
     assert not (tmp_path / "deviation.json.work").exists()
-    text = invoke(
-        "plan", "dmoe", "--deviation", "deviation.json", "--groups", 2, "--out", "a.json", "--figure", "a.png"
-    )
+    text = invoke("plan", "dmoe", "--deviation", "deviation.json", "--groups", 2, "--out", "a.json")
     plan = yaml.safe_load((tmp_path / "a.json").read_text())
     assert sorted(plan["experts_per_layer"]) == [1, 1, 1, 2, 2]
     assert f"expert 1  {', '.join(plan['groups'][1])}" in text
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     dmoe = ["plan", "dmoe", "--deviation", "deviation.json"]
     by_hand = ["--by-hand", "en, es; el; tr", "--threshold", 0]
     invoke(*dmoe, *by_hand, "--out", "b.json")
@@ -211,8 +207,6 @@ def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
         (["--groups", 2, "--vectors", "v.csv", "--random"], "give only one of them"),
         (["--groups", 2, *by_hand], "--groups and --by-hand: give only one of them"),
         ([], "error: Give --groups or --by-hand."),
-        (["--groups", 2, "--figure", "a.png"], "a.png: exists already"),
-        (["--groups", 2, "--figure", "a.bmp"], "a.bmp: unknown kind of picture"),
     ]:
         assert message in error_of(*dmoe, *arguments, "--out", "d.json")
     assert not (tmp_path / "d.json").exists()

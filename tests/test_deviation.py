@@ -1,4 +1,4 @@
-"""Deviation analysis against a fine-tuning written out, on every backbone; resuming; refusals; its picture."""
+"""Deviation analysis against a fine-tuning written out, on every backbone; resuming; refusals."""
 
 import copy
 
@@ -12,7 +12,6 @@ from hf_moe_expand.analysis import deviation
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.tokens import encode_documents
 from hf_moe_expand.planning.results import DeviationResult
-from hf_moe_expand.report import figures
 
 # One document a language, so that the order of documents is none.
 TEXTS = {
@@ -108,9 +107,6 @@ def test_languages_are_compared_at_earlier_steps_as_well(tmp_path):
     assert (plain.similarity_at, plain.likeness_of_steps) == ({}, {})
     found.to_json(tmp_path / "found.json")
     assert DeviationResult.from_json(tmp_path / "found.json") == found
-    curves, *maps = figures.deviation_steps(found).axes
-    assert [line.get_label() for line in curves.lines] == ["en", "el", "hu"]
-    assert [axes.get_title(loc="left") for axes in maps[:3]] == ["step 1", "step 2", "step 3"]
 
 
 def test_earlier_steps_of_an_interrupted_language_are_made_anew(tmp_path, monkeypatch):
@@ -303,19 +299,3 @@ def test_a_language_may_have_any_name(tmp_path):
     found = measure(tiny_dense("qwen2"), tmp_path / "work", {"zh/TW": TEXTS["en"], "..": TEXTS["el"]})
     assert found.languages == ["zh/TW", ".."]
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
-
-
-def test_the_picture_orders_languages_by_group_and_marks_layers(tmp_path):
-    found = DeviationResult(
-        ["a", "b", "c"], [3.0, 1.0, 2.0], {}, [[1.0, 0.1, 0.8], [0.1, 1.0, 0.2], [0.8, 0.2, 1.0]], [0], 1, 1e-3, 1, 1, 0
-    )
-    figure = figures.deviation(found, [["a", "c"], ["b"]], [0, 2])
-    left, right, _ = figure.axes
-    assert [label.get_text() for label in left.get_yticklabels()] == ["a", "c", "b"]
-    cells = left.collections[0].get_array()
-    assert cells.filled(-1).tolist() == [[-1, 0.8, 0.1], [0.8, -1, 0.2], [0.1, 0.2, -1]]
-    every, chosen = right.lines
-    assert (list(every.get_xdata()), list(chosen.get_xdata())) == ([0, 1, 2], [0, 2])
-    assert every.get_markerfacecolor() != chosen.get_markerfacecolor()
-    figures.save(figures.deviation(found), tmp_path / "new" / "x.svg")
-    assert "<svg" in (tmp_path / "new" / "x.svg").read_text()

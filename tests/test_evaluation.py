@@ -13,7 +13,6 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evalu
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.hub.card import scores_of_this
 from hf_moe_expand.inference.models import longest_block
-from hf_moe_expand.report.figures import allocation, save
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 
@@ -222,12 +221,6 @@ def test_a_mean_over_fewer_languages_than_another_columns_is_none(tmp_path):
     result.to_json(tmp_path / "evaluation.json")
     means = json.loads((tmp_path / "evaluation.json").read_text())["mean_bits_per_byte"]
     assert (means["model"]["new"], means["model, told"]["new"]) == (3.0, None)
-
-
-def test_the_picture_is_drawn(tmp_path):
-    for suffix in ("png", "svg"):
-        save(allocation([4, 3, 2], [0.1, 0.2, 0.3], "similarity", [2]), tmp_path / f"plan.{suffix}")
-        assert (tmp_path / f"plan.{suffix}").stat().st_size > 2000
 
 
 def test_the_longest_block_is_found_under_any_name():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from conftest import invoke, save_dense
-from markupsafe import Markup
 from safetensors import safe_open
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
@@ -19,14 +18,13 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import Sample
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.planning.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
-from hf_moe_expand.report import figures
+from hf_moe_expand.planning.results import NO_CHOICE, RoutingResult
 from hf_moe_expand.report.page import make_page
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]
 SIMILARITY = [0.1, 0.3, 0.2]
-SECTIONS = ["languages", "samples", "tasks", "plan", "training", "routing", "steps", "recipe", "versions"]
+SECTIONS = ["languages", "samples", "tasks", "plan", "training", "routing", "steps", "recipe"]
 RECIPE = "base: org/tiny\noutput: $OUT/run\nold: {en: $DATA/en.jsonl}\n"
 
 
@@ -67,54 +65,36 @@ class Page(HTMLParser):
 
     @property
     def sections(self):
-        return [attributes["id"] for tag, attributes in self.elements if tag == "section"]
+        return [attributes["id"] for tag, attributes in self.elements if tag == "h2"]
 
     @property
-    def figures(self):
-        """What the figures are called."""
-        return [attributes["aria-label"] for tag, attributes in self.elements if tag == "svg"]
-
-
-@pytest.fixture
-def drawn():
-    """For tests that look at figures: see `named`."""
-
-
-@pytest.fixture(autouse=True)
-def named(request, monkeypatch):
-    """Figures have their names, and are not drawn, which takes long, unless a test asks for `drawn`."""
-
-    def svg(figure, caption, about=""):
-        return caption, Markup('<svg role="img" aria-label="{}"></svg>').format(
-            f"{about}: {caption}".removeprefix(": ")
-        )
-
-    if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(figures, "svg", svg)
+    def figure(self):
+        """The words of the figure; none without one."""
+        return self.text.partition("the text’s own.")[2].partition("steps.")[0].split()
 
 
 def page_of(run):
     return Page(make_page(run))
 
 
-def scores(languages, models, first=2.0):
+def scores(languages, models):
     """Different for each language and model."""
-    made = {}
-    for m, model in enumerate(models):
-        made[model] = {
-            code: LanguageScore(10.0 + i + m, first + 0.1 * i + 0.037 * m * (-1) ** i, 100, 200)
+    return {
+        model: {
+            code: LanguageScore(10.0 + i + m, 2 + 0.1 * i + 0.037 * m * (-1) ** i, 100, 200)
             for i, code in enumerate(languages)
         }
-    return made
+        for m, model in enumerate(models)
+    }
 
 
-def stage_of(run, checkpoint, name, stage, logs=(), tokens=None, settings=None, **seen):
+def stage_of(run, checkpoint, name, stage, logs=(), tokens=None):
     """A stage's folder as training leaves it, without weights."""
     folder = run / name
     folder.mkdir(parents=True)
     config = read_json(checkpoint / "config.json", "")
     entry = {"stage": stage, "steps": 20, "documents": tokens or {"el": 7}, "tokens": tokens or {"el": 1234}, "seed": 0}
-    config["expansions"][-1]["stages"].append(entry | seen | {"settings": settings or {}})
+    config["expansions"][-1]["stages"].append(entry)
     write_json(folder / "config.json", config)
     write_json(folder / "trainer_state.json", {"log_history": [*logs, {"step": 20, "train_loss": 3.0}]})
 
@@ -124,12 +104,7 @@ def logs(**values):
 
 
 def record(run, *names):
-    done = {name: {"seconds": 75.0, "summary": f"{name} said so"} for name in names}
-    for name in done:
-        if name.endswith("review"):
-            done[name]["summary"] = "20 steps; 17 frozen tensors are byte-identical"
-            done[name]["facts"] = {"frozen": 17}
-    write_json(run / "steps.json", done)
+    write_json(run / "steps.json", {name: {"seconds": 75.0, "summary": f"{name} said so"} for name in names})
 
 
 def routing():
@@ -150,23 +125,12 @@ def made(tmp_path_factory):
     plan = Plan("layer-moe", [3, 2, 2], [1], old=OLD, new=NEW, settings={"similarity": SIMILARITY})
     run = root / "layer-moe"
     plan.save(run / "plan.json")
-    SimilarityResult(OLD, NEW, 100, {}, SIMILARITY, SIMILARITY, SIMILARITY).to_json(run / "analysis.json")
     expand_checkpoint(root / "tiny", run / "expanded", plan)
-    losses = {"loss": (4.0, 3.5), "next_token_loss": (3.9, 3.4), "balance_loss": (1.2, 1.1)}
-    shares = {"expert_0_share": (0.6, 0.5), "expert_1_share": (0.4, 0.5)}
-    stage_of(
-        run, run / "expanded", "post_pretrain", "post-pretrain", logs(**losses, **shares), settings={"balance": 0.01}
-    )
+    losses = {"loss": (4.0, 3.5), "next_token_loss": (3.9, 3.4)}
+    stage_of(run, run / "expanded", "post_pretrain", "post-pretrain", logs(**losses))
     curves = ValidationCurves(NEW, 20, [0, 20], {}, {}, {"el": [3.0, 2.0], "en": [1.0, 1.5]})
     curves.save(run / "post_pretrain" / "validation.json")
-    review = {"language_prior_loss": (0.8, 0.3), "classifier_loss": (0.6, 0.2), "classifier_accuracy": (0.7, 0.9)}
-    settings = {
-        "language_prior": 0.1,
-        "classifier": 0.1,
-        "balance": 0.0,
-        "training": {"deepspeed": "/home/me/zero.json"},
-    }
-    stage_of(run, run / "post_pretrain", "review", "review", logs(**losses, **review), settings=settings)
+    stage_of(run, run / "post_pretrain", "review", "review", logs(**losses), tokens={"en": 99, "el": 1234})
     names = ["base", "post-pretrained", "reviewed"]
     tasks = {name: {"arc_hu": TaskScore({"acc": Metric(0.25 + i / 8, 0.01)}, 25, 50, 100, "1", "0.4")}
              for i, name in enumerate(names)}  # fmt: skip
@@ -189,19 +153,14 @@ def made(tmp_path_factory):
     names = ["base", "after expansion 1", "after expansion 2"]
     found = Evaluation(["en"], ["el", "tr"], scores(["en", "el", "tr"], names), expansions=[["el"], ["tr"]])
     found.to_json(run / "evaluation.json")
-    record(
-        run, *(f"expansion {number}: {step}" for number in (1, 2) for step in ("plan", "expand", "review")), "evaluate"
-    )
+    record(run, *(f"expansion {number}: {step}" for number in (1, 2) for step in ("plan", "expand", "review")))
 
     run = root / "dmoe"
     plan = Plan("dmoe", [1, 2, 2], new=NEW, groups=[["el"], ["hu"]])
     plan.save(run / "plan.json")
-    alike = [[1.0, 0.25], [0.25, 1.0]]
-    DeviationResult(NEW, [0.1, 0.2, 0.3], {}, alike, [2], 1, 1e-3, 1, 1, 0).to_json(run / "analysis.json")
     expand_checkpoint(root / "tiny", run / "expanded", plan)
-    group = {"group_loss": (0.7, 0.1), "language_prior_loss": (0.2, 0.1), "group_accuracy": (0.5, 1.0)}
-    stage_of(run, run / "expanded", "group", "group", logs(**losses, **group), settings={"group": 1.28, "balance": 0.0})
-    stage_of(run, run / "group", "joint", "joint", logs(**losses), settings={"balance": 0.02})
+    stage_of(run, run / "expanded", "group", "group", logs(**losses))
+    stage_of(run, run / "group", "joint", "joint", logs(**losses))
     record(run, "analyze", "plan", "expand", "group", "joint")
     return root
 
@@ -211,19 +170,10 @@ def run(made, tmp_path):
     return Path(shutil.copytree(made / "layer-moe", tmp_path / "runs" / "qwen-el"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "missing"),
-    [
-        ("layer-moe", []),
-        ("lifelong", ["samples", "tasks", "recipe", "routing"]),
-        ("dmoe", ["languages", "samples", "tasks", "recipe", "routing"]),
-    ],
-)
-def test_each_kind_of_run_has_its_sections_and_links_to_them(made, kind, missing):
-    page = page_of(made / kind)
-    assert page.sections == [name for name in SECTIONS if name not in missing]
-    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
-    assert links == [f"#{name}" for name in page.sections]
+def test_each_kind_of_run_has_its_sections(made):
+    assert page_of(made / "layer-moe").sections == SECTIONS
+    assert page_of(made / "lifelong").sections == ["languages", "plan", "training", "steps"]
+    assert page_of(made / "dmoe").sections == ["plan", "training", "steps"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +185,7 @@ def test_each_kind_of_run_has_its_sections_and_links_to_them(made, kind, missing
         (["routing.json"], {"routing"}),
         (["steps.json"], {"steps"}),
         (["post_pretrain", "review"], {"training"}),
-        (["post_pretrain", "review", "expanded", "steps.json"], {"training", "steps", "versions"}),
+        (["post_pretrain", "review", "expanded", "steps.json"], {"training", "steps"}),
     ],
 )
 def test_a_section_is_left_out_where_its_files_are_not_there(run, files, gone):
@@ -244,87 +194,92 @@ def test_a_section_is_left_out_where_its_files_are_not_there(run, files, gone):
     assert page_of(run).sections == [name for name in SECTIONS if name not in gone]
 
 
-def test_the_table_of_languages_is_that_of_evaluation_json_old_languages_first(run, made):
-    header, expected = Evaluation.from_json(run / "evaluation.json").rows()
-    assert header == ["language", "base", "post-pretrained", "reviewed", "reviewed vs base"]
-    rows = page_of(run).rows
-    assert rows[: 1 + len(expected)] == [header, *expected]
-    assert expected[0] == ["en (old)", "2.000", "2.037", "2.074", "+3.7 %"]
-    lifelong = [row[0] for row in page_of(made / "lifelong").rows]
-    assert lifelong[1:4] == ["en (old)", "el (expansion 1)", "tr (expansion 2)"]
-
-
-def test_samples_of_text_are_those_that_the_run_has(run):
-    rows = page_of(run).rows
-    assert ["language", "held-out text begins", "base", "reviewed"] in rows
-    assert ["en", "It is", "raining, base", "raining, reviewed"] in rows
-    assert ["el", "Ο", "x", "-"] in rows
-
-
-def test_tasks_and_their_change(run):
-    rows = [row for row in page_of(run).rows if row[0].startswith("arc_hu")]
-    assert rows == [["arc_hu (25-shot, 50 of 100)", "acc", "0.2500 ± 0.0100", "0.3750 ± 0.0100", "0.5000 ± 0.0100",
-                     "+0.2500"]]  # fmt: skip
+def test_languages_samples_and_tasks_are_those_of_evaluation_json(run, made):
     found = Evaluation.from_json(run / "evaluation.json")
+    header, languages = found.rows()
+    rows = page_of(run).rows
+    assert rows[: 1 + len(languages)] == [header, *languages]
+    assert languages[0] == ["en (old)", "2.000", "2.037", "2.074", "+3.7 %"]
+    assert [row[0] for row in page_of(made / "lifelong").rows[1:4]] == [
+        "en (old)", "el (expansion 1)", "tr (expansion 2)"
+    ]  # fmt: skip
+    for row in (
+        ["language", "held-out text begins", "base", "reviewed"],
+        ["en", "It is", "raining, base", "raining, reviewed"],
+        ["el", "Ο", "x", "-"],
+        ["arc_hu (25-shot, 50 of 100)", "acc", "0.2500 ± 0.0100", "0.3750 ± 0.0100", "0.5000 ± 0.0100", "+0.2500"],
+    ):
+        assert row in rows
     Evaluation(OLD, NEW, tasks=found.tasks).to_json(run / "evaluation.json")
     assert page_of(run).sections[:2] == ["tasks", "plan"]
 
 
-def test_what_training_saw_is_told_apart_from_what_was_at_hand(run, made, tmp_path):
-    before = make_page(run)
-    assert "tokens seen, in" not in before
+def test_a_plan_says_what_a_token_runs(tmp_path):
+    plans = {
+        "MoE-LPR: 7 experts in 3 layers, each layer’s original counted; top-2 routing.": Plan("moe-lpr", [3, 2, 2]),
+        "; a token runs the expert of its language alone.": Plan("moe-lpr", [1, 2, 2], exclusive=True),
+        "; a token runs the experts (at most 2) of its language alone.": Plan("moe-lpr", [1, 3, 3], exclusive=True),
+        "4 layers, each layer’s original counted; a token runs the expert of its language alone.": Plan(
+            "moe-lpr", [3, 3, 3, 1], exclusive=True, grows_from=[2, 2, 2, 1]
+        ),
+    }
+    for words, plan in plans.items():
+        plan.save(tmp_path / "plan.json")
+        text = page_of(tmp_path).text
+        assert words in text
+        assert ("top-" in text) == (not plan.exclusive)
+
+
+def test_layers_have_a_table_where_they_differ(made, tmp_path):
+    assert ["layer", "experts"] not in page_of(made / "lifelong").rows
+    rows = page_of(made / "layer-moe").rows
+    assert rows[(first := rows.index(["layer", "experts", "classifier", "similarity"])) + 2 : first + 4] == [
+        ["1", "2", "yes", "0.3"], ["2", "2", "", "0.2"]
+    ]  # fmt: skip
+    Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW).save(tmp_path / "plan.json")
+    assert page_of(tmp_path).rows[-3:] == [["0", "2", "yes"], ["1", "2", "yes"], ["2", "2", ""]]
+
+
+def test_the_figure_draws_the_loss_and_the_text_s_own_where_they_differ(run):
+    assert page_of(run).figure.count("all") == page_of(run).figure.count("text") == 2  # in the legends of two stages
+    for stage in ("post_pretrain", "review"):  # the last batch of an epoch alone makes a difference
+        state = {"log_history": logs(loss=(4.0, 3.5), next_token_loss=(4.0, 3.504))}
+        write_json(run / stage / "trainer_state.json", state)
+    page = page_of(run)
+    assert not {"all", "text"} & set(page.figure)
+    assert {"Post-pretraining", "Review", "step"} <= set(page.figure)
+    assert "Loss: 4.000 to 3.500." in page.text
+    write_json(run / "review" / "trainer_state.json", {"log_history": [{"step": 1, "loss": 3.0}]})
+    assert "Review" not in page_of(run).figure
+    (run / "post_pretrain" / "trainer_state.json").unlink()
+    assert "svg" not in [tag for tag, _ in page_of(run).elements]
+
+
+def test_a_stage_s_table_has_text_at_hand_text_seen_and_held_out_text(run):
+    assert ["language", "documents at hand", "tokens at hand", "held-out bits per byte"] in page_of(run).rows
+    assert ["el", "7", "1,234", "3.000 to 2.000"] in page_of(run).rows
+    assert ["en", "–", "–", "1.000 to 1.500"] in page_of(run).rows
     config = read_json(run / "review" / "config.json", "")
     stage = config["expansions"][-1]["stages"][-1]
-    stage |= {"blocks_seen": 5, "tokens_seen": 4321, "tokens_seen_by_language": dict.fromkeys(stage["tokens"], 77)}
+    stage |= {"blocks_seen": 5, "tokens_seen": 4321, "tokens_seen_by_language": {"en": 4000, "el": 321}}
     write_json(run / "review" / "config.json", config)
-    text = page_of(run).text
-    assert "4,321 tokens seen, in 5 blocks." in text
-    (code, at_hand), *_ = stage["tokens"].items()
-    row = [code, f"{stage['documents'][code]:,}", f"{at_hand:,}", "77"]
-    assert row in page_of(run).rows
+    assert "4,321 tokens seen, in 5 blocks." in page_of(run).text
+    assert ["en", "99", "99", "4,000"] in page_of(run).rows
 
 
-def test_where_no_router_can_choose_no_figure_is_flat(run):
-    """A token takes all of 2 experts: their shares, the balance loss and random routing cannot differ."""
-    flat = ("Balance loss", "Choices of each expert", "Share of tokens by top-1 expert")
-    page = page_of(run)
-    assert all(any(name in figure for figure in page.figures) for name in flat)
-    assert NO_CHOICE not in page.text
-    assert "random experts" in page.text
-    assert "No router can leave an expert out" not in page.text
+def test_routing_has_tables_and_random_experts_where_there_is_a_choice(run):
+    rows = page_of(run).rows
+    assert RoutingResult.from_json(run / "routing.json").rows()[0] in rows
+    assert ["1, 2", "-"] in rows
+    assert ["el", "12.50", "99.25"] in rows[rows.index(["perplexity", "router's experts", "random experts"]) :]
     result = read_json(run / "routing.json", "")
     write_json(run / "routing.json", result | {"has_choice": False})
-    plan = read_json(run / "plan.json", "")
-    write_json(run / "plan.json", plan | {"experts_per_layer": [2, 2, 2], "classifier_layers": []})
-    config = read_json(run / "post_pretrain" / "config.json", "")
-    changes = {"num_experts_per_layer": [2, 2, 2], "classifier_layers": []}
-    write_json(run / "post_pretrain" / "config.json", config | changes)
     page = page_of(run)
-    assert not [figure for figure in page.figures if any(name in figure for name in flat)]
-    assert any("Router's score of expert 0" in figure for figure in page.figures)
     assert NO_CHOICE in page.text
-    assert ["perplexity", "router’s experts", "random experts"] not in page.rows
-    assert "No router can leave an expert out, since no layer has more experts" in page.text
+    assert ["perplexity", "router's experts", "random experts"] not in page.rows
     del result["has_choice"]  # as older versions wrote it
     write_json(run / "routing.json", result)
     assert NO_CHOICE not in page_of(run).text
-
-
-def test_a_number_that_did_not_change_has_no_figure(run):
-    state = {"log_history": [{"step": step, "loss": 3.0, "next_token_loss": float(step)} for step in (1, 2)]}
-    write_json(run / "review" / "trainer_state.json", state)
-    shown = [name for name in page_of(run).figures if name.startswith("Review")]
-    assert shown == ["Review: Loss: all 3.000 to 3.000; text 1.000 to 2.000"]
-    write_json(run / "review" / "trainer_state.json", {"log_history": [{"step": 1, "loss": 3.0}]})
-    assert not [name for name in page_of(run).figures if name.startswith("Review")]
-
-
-def test_a_long_recipe_is_folded(run):
-    assert [attributes for tag, attributes in page_of(run).elements if tag == "details" and "open" in attributes]
-    (run / "recipe.yaml").write_text(RECIPE + "# more\n" * 50)
-    page = page_of(run)
-    assert not [attributes for tag, attributes in page.elements if tag == "details" and "open" in attributes]
-    assert page.text.count("# more") == 50
 
 
 def test_what_was_frozen_is_what_the_stages_may_not_touch(run):
@@ -337,43 +292,27 @@ def test_what_was_frozen_is_what_the_stages_may_not_touch(run):
     total, trained = sum(count.values()), routers + classifiers
     assert f"Frozen: {total - trained:,} of {total:,} parameters." in page.text
     assert f"Trained: routers {routers:,}, classifiers {classifiers:,}." in page.text
-    assert ["review", "1.2 min", "20 steps; 17 frozen tensors are byte-identical"] in page.rows
+    assert ["review", "1.2 min", "review said so"] in page.rows
 
 
-def test_losses_are_shown_that_the_stage_weighs(made):
-    page = page_of(made / "layer-moe")
-    assert "Balance loss, weight 0.01: loss 1.200 to 1.100" in page.text
-    assert "Language prior loss, weight 0.1" in page.text
-    assert page.text.count("Balance loss") == 1  # of the review stage it is no part
-    dmoe = page_of(made / "dmoe").text
-    assert "Group loss, weight 1.28" in dmoe
-    assert "Language prior loss" not in dmoe
-
-
-def test_it_is_well_formed_fetches_nothing_and_its_figures_have_words(made, drawn):
+def test_it_is_well_formed_fetches_nothing_and_its_figure_has_words(made):
     for kind in ("layer-moe", "lifelong", "dmoe"):
         text = make_page(made / kind)
         page = Page(text)
-        tags = {tag for tag, _ in page.elements}
-        assert not tags & {"script", "link", "img", "iframe", "image", "object"}
+        assert not {tag for tag, _ in page.elements} & {"script", "link", "img", "iframe", "image", "object"}
         for tag, attributes in page.elements:
             assert not {"src", "srcset"} & set(attributes), tag
             assert not any(name.startswith("on") for name in attributes), tag
-            assert attributes.get("href", "#").startswith("#")
-            assert attributes.get("xlink:href", "#").startswith("#")
-        figures = [attributes for tag, attributes in page.elements if tag == "svg"]
-        assert figures
-        assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in figures)
+            assert attributes.get("href", attributes.get("xlink:href", "#")).startswith("#")
+        (figure,) = [attributes for tag, attributes in page.elements if tag == "svg"]
+        assert (figure["role"], figure["aria-label"]) == ("img", "Loss by step of each stage")
         ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
         assert len(ids) == len(set(ids))
-        assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
-        assert "url(" not in text.replace("url(#", "")
-        assert "<date>" not in text
-        assert "@import" not in text
-        assert "prefers-color-scheme: dark" in text
+        for outside in ("url(", "@import", "<dc:date>", "matplotlib.org"):
+            assert outside not in text.replace("url(#", "")
 
 
-def test_hostile_names_and_recipes_stay_text(run, drawn):
+def test_hostile_names_and_recipes_stay_text(run):
     hostile = '<script>alert("1")</script>'
     found = Evaluation(["en", hostile], NEW, scores(["en", hostile, *NEW], ["base", "<b onload=x>"]))
     found.to_json(run / "evaluation.json")
@@ -384,36 +323,20 @@ def test_hostile_names_and_recipes_stay_text(run, drawn):
     plan = read_json(run / "plan.json", "")
     write_json(run / "plan.json", plan | {"method": hostile})
     page = page_of(run)
-    assert not {"script", "img", "b", "i", "iframe"} & {tag for tag, _ in page.elements if tag != "b"}
+    assert not {"script", "img", "b", "i", "iframe"} & {tag for tag, _ in page.elements}
     assert hostile in page.text
     assert "<pre><img src=https://example.org/x.png>" in page.text
     assert "'<i>&amp;'" in page.text
     assert "</table><iframe>" in page.text
 
 
-def test_a_plan_with_as_many_experts_everywhere_has_no_table(made):
-    assert ["layer", "experts"] not in page_of(made / "lifelong").rows
-    assert ["layer", "experts", "classifier", "similarity"] in page_of(made / "layer-moe").rows
-
-
 def test_the_time_of_a_step_is_in_seconds_or_minutes(run):
-    write_json(
-        run / "steps.json", {"plan": {"seconds": 59.94, "summary": "x"}, "review": {"seconds": 90, "summary": "y"}}
-    )
-    rows = page_of(run).rows
-    assert ["plan", "59.9 s", "x"] in rows
-    assert ["review", "1.5 min", "y"] in rows
-
-
-def test_a_record_of_steps_whose_count_is_none_is_refused(run):
-    steps = read_json(run / "steps.json", "")
-    steps["review"]["facts"]["frozen"] = "x"
+    steps = {"plan": {"seconds": 59.94, "summary": "x"}, "review": {"seconds": 90, "summary": "y", "attempts": 2}}
     write_json(run / "steps.json", steps)
-    with pytest.raises(InputError, match=r"steps\.json: review: facts: frozen is 'x': must be a number of tensors"):
-        make_page(run)
+    assert page_of(run).rows[-2:] == [["plan", "59.9 s", "x"], ["review", "1.5 min (2 attempts)", "y"]]
 
 
-def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path, drawn):
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
     shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
     first = make_page(run)
     assert "<h3>review</h3>" in first  # where the second routing analysis lies
@@ -447,17 +370,6 @@ def test_an_access_token_in_the_recipe_is_refused(run):
     (run / "recipe.yaml").write_text(f"base: org/tiny  # hf_{'a' * 30}\n")
     with pytest.raises(InputError, match="holds an access token"):
         make_page(run)
-
-
-def test_the_plan_names_the_layers_with_classifiers(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    write_json(run / "steps.json", {})
-    Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW).save(run / "plan.json")
-    text = make_page(run)
-    section = text.split('<section id="plan">')[1].split("</section>")[0]
-    assert section.count("lassifier") == 1
-    assert section.count("yes") == 2
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -31,7 +31,7 @@ def test_the_page_of_single_commands(made, monkeypatch):
     said = invoke("report", ".", "big-1", "big-2")
     assert said == "wrote report.html\n"
     page = type(page_of(made))((made / "report.html").read_text("utf-8"))
-    assert page.sections == ["languages", "plan", "training", "versions"]
+    assert page.sections == ["languages", "plan", "training"]
     assert re.search(r"post-pretrain: big-1.*review: big-2", page.text, re.DOTALL)
     assert "3.000 to 2.000" in (made / "report.html").read_text("utf-8")
     assert "2.500 to 2.250" in (made / "report.html").read_text("utf-8")
@@ -45,6 +45,10 @@ def test_checkpoints_alone(made, monkeypatch):
     assert "review: big-2" in text
     assert "big-1" not in text
     assert make_page(made / "big") != text  # before any stage
+    hostile = (made / "big-2").rename(made / "<b onload=x>$x^2$ 文")
+    page = type(page_of(made))(make_page(hostile))
+    assert page.text.count(f"review: {hostile.name}") == 2  # the heading, and the figure
+    assert "b" not in [tag for tag, _ in page.elements]
 
 
 def test_what_it_refuses(made):

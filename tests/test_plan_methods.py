@@ -68,7 +68,7 @@ def test_every_key_has_a_type_a_help_and_an_option(name):
     plain = {f"--{key.replace('_', '-')}" for key in method.all_keys()} - {"--grouping"}
     assert plain | {"--out", "--seed", "--overwrite"} <= options
     assert ("--from" in options) == method.grows
-    assert ("--deviation" in options) == ("--figure" in options) == (method.analysis == "deviation")
+    assert ("--deviation" in options) == (method.analysis == "deviation")
     assert "--analysis" in options  # for DMoE in place of --deviation
     assert ("--layers" in options) == ("--new" in options) == (method.analysis is None)
     assert all(key.description for key in method.all_keys().values())

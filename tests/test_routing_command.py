@@ -31,7 +31,7 @@ def data(root, *codes):
 
 def test_the_command_line(checkpoint):
     small = ["--tokens", 60, "--block-size", 16, "--batch-size", 2]
-    said = analyze(checkpoint, "expanded", *data(checkpoint, "en", "el"), *small, "--figures", checkpoint / "figures")
+    said = analyze(checkpoint, "expanded", *data(checkpoint, "en", "el"), *small)
     assert "E_50%" in said
     assert "random experts" in said
     assert "co-location" in said
@@ -41,7 +41,6 @@ def test_the_command_line(checkpoint):
     # Copies of one FFN: it does not matter which experts a token takes.
     for language, perplexity in found["perplexity"].items():
         assert found["random_perplexity"][language] == pytest.approx(perplexity, rel=1e-4)
-    assert sorted(path.name for path in (checkpoint / "figures").iterdir()) == ["expert_0.png", "expert_shares.png"]
     with pytest.raises(InputError, match=r"routing.json: exists already"):
         analyze(checkpoint, "expanded", *data(checkpoint, "en"))
 

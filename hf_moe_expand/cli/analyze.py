@@ -8,7 +8,7 @@ import typer
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings
 from . import options as opt
-from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
+from .common import check_checkpoints, check_file, codes, print_table, text_sources
 
 
 def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -30,19 +30,17 @@ def analyze_similarity(
     old: Annotated[
         list[str] | None, typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat. None for DMoE.")
     ] = None,
-    figure: opt.Figure = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure how similar the languages are in each layer of a dense or expanded model (LayerMoE).
 
-    The file and the picture have every pair of languages, old ones too, and each language with itself.
+    The file has every pair of languages, old ones too, and each language with itself.
 
     Example: hf-moe-expand analyze similarity Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out analysis.json
     """
     check_file(out, overwrite)
-    check_figure(figure, overwrite)
     check_checkpoints(base, revision=revision)
     old_sources, new_sources = _old_and_new(old or [], new)
     from ..analysis.similarity import measure_similarity
@@ -57,10 +55,6 @@ def analyze_similarity(
     print("layer  similarity")
     for layer, value in enumerate(result.similarity):
         print(f"{layer_name(layer, result.encoder_layers):>5}  {value:.4f}")
-    if figure is not None:
-        from ..report import figures
-
-        figures.save(figures.similarity(result), figure)
     print(f"wrote {out}")
 
 
@@ -75,7 +69,6 @@ def analyze_deviation(
         Path | None,
         typer.Option(help="Folder for each language's results, kept; by default beside --out until it is written."),
     ] = None,
-    figure: opt.Figure = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
@@ -83,15 +76,11 @@ def analyze_deviation(
     """Measure how far training on each language moves each layer's FFN, and how similar these changes are (DMoE).
 
     Needs memory for training in float32, 16 bytes a parameter. After an interruption, run the command again: it
-    continues with the next language. With --at-steps (repeat it) languages are compared at earlier steps as well, and
-    --figure writes a second picture, NAME-steps, of them.
+    continues with the next language. With --at-steps (repeat it) languages are compared at earlier steps as well.
 
     Example: hf-moe-expand analyze deviation Qwen/Qwen2.5-0.5B --data el=el.jsonl --data hu=hu.jsonl --out found.json
     """
     check_file(out, overwrite)
-    check_figure(figure, overwrite)
-    steps_figure = figure.with_stem(f"{figure.stem}-steps") if figure and settings.at_steps else None
-    check_file(steps_figure, overwrite)
     check_checkpoints(base, revision=revision)
     sources = text_sources(data, look=True)
     from ..analysis.deviation import measure_deviation
@@ -117,12 +106,6 @@ def analyze_deviation(
     for place, step in enumerate(settings.at_steps):
         alike = [matrix[place][-1] for matrix in result.likeness_of_steps.values()]
         print(f"step {step}: cosine with the last step's change {min(alike):.3f} to {max(alike):.3f}")
-    if figure is not None:
-        from ..report import figures
-
-        figures.save(figures.deviation(result), figure)
-        if steps_figure is not None:
-            figures.save(figures.deviation_steps(result), steps_figure)
     print(f"wrote {out}")
 
 
@@ -139,7 +122,6 @@ def analyze_routing(
         bool,
         typer.Option("--by-direction", help="Of an encoder-decoder, measure each direction, such as en-el."),
     ] = False,
-    figures: Annotated[Path | None, typer.Option(help="Folder for pictures as well.")] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
@@ -152,9 +134,6 @@ def analyze_routing(
     Example: hf-moe-expand analyze routing qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out routing.json
     """
     check_file(out, overwrite)
-    pictures = {} if figures is None else {name: figures / f"{name}.png" for name in ("expert_shares", "expert_0")}
-    for picture in pictures.values():
-        check_file(picture, overwrite)
     check_checkpoints(model, revision=revision, expanded=True)
     sources = text_sources(data, look=True)
     from ..analysis.routing import language_classes, measure_routing
@@ -173,16 +152,9 @@ def analyze_routing(
     )  # fmt: skip
     result.to_json(out)
     print_table(*result.rows())
-    ways = (result.perplexity, result.random_perplexity)
-    rows = [[code, *(f"{perplexity[code]:.2f}" for perplexity in ways)] for code in result.classes]
-    print_table(["perplexity", "router's experts", "random experts"], rows)
+    print_table(*result.perplexity_rows())
     if result.colocation:
         print_table(*result.colocation_rows())
     if not result.has_choice:
         print(NO_CHOICE)
-    if pictures:
-        from ..report.figures import expert_0_scores, expert_shares, save
-
-        save(expert_shares(result), pictures["expert_shares"])
-        save(expert_0_scores(result), pictures["expert_0"])
     print(f"wrote {out}")

@@ -141,12 +141,6 @@ def print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
         print(f"wrote {out}")
 
 
-def check_figure(path: Path | None, overwrite: bool) -> None:
-    if path is not None and path.suffix not in (".svg", ".png", ".pdf"):
-        raise InputError(f"{path}: unknown kind of picture; known: .svg, .png, .pdf.")
-    check_file(path, overwrite)
-
-
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     """Prints a table; if the terminal is too narrow, each word of a heading is printed on its own line."""
     from rich.console import Console

@@ -117,7 +117,6 @@ GrowsFrom = Annotated[
 OutFolder = Annotated[Path, typer.Argument(help="Folder to write.")]
 Base = Annotated[str, typer.Option("--base", help="The dense model from which both were made.")]
 ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file.")]
-Figure = Annotated[Path | None, typer.Option(help="Picture to write as well (.svg, .png, .pdf).")]
 Evaluated = Annotated[Path | None, typer.Option(help="evaluation.json, for the card's results.")]
 EvaluatedAs = Annotated[str | None, typer.Option(help="Name of this model in the evaluation.")]
 License = Annotated[str | None, typer.Option(help="License for the card; by default that of the base model's card.")]

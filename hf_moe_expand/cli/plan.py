@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from ..core.errors import InputError
 from ..planning.methods import METHODS, Option, PlanSettings, read_plan_settings
 from . import options as opt
-from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
+from .common import check_checkpoints, check_file, codes, print_table, text_sources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,8 +56,6 @@ def _parameters(method: type[PlanSettings]) -> opt.Parameters:
     if not method.analysis:
         help_ = "analysis.json, for classifiers by similarity."
         parameters["analysis"] = (Annotated[Path | None, typer.Option(help=help_)], None)
-    if method.analysis == "deviation":
-        parameters["figure"] = (opt.Figure, None)
     parameters["seed"] = (opt.Seed, 0)
     if method.grows:
         parameters["grows_from"] = (opt.GrowsFrom, None)
@@ -105,9 +103,8 @@ def _keys_given(method: type[PlanSettings], arguments: dict[str, Any]) -> dict[s
 
 
 def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> None:
-    out, figure, seed = arguments["out"], arguments.get("figure"), arguments["seed"]
+    out, seed = arguments["out"], arguments["seed"]
     check_file(out, arguments["overwrite"])
-    check_figure(figure, arguments["overwrite"])
     settings = read_plan_settings({"method": name, **_keys_given(method, arguments)})
     from ..planning.make import make_plan
     from ..planning.results import DeviationResult, SimilarityResult
@@ -146,14 +143,6 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
-    if figure is not None:
-        from ..report import figures
-
-        layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-        if deviation is not None:
-            figures.save(figures.deviation(deviation, plan.groups, layers), figure)
-        elif similarity is not None:
-            figures.save(figures.similarity(similarity), figure)
     print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
     if not plan.groups:
         without = "" if plan.classifier_layers else settings.without_classifiers

@@ -326,11 +326,7 @@ def inspect(
     model: opt.Model,
     settings: ExpandSettings,
     plan: Annotated[
-        Path | None, typer.Option(help="plan.json for the dense MODEL: forecast its costs before anything runs.")
-    ] = None,
-    tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
-    tflops: Annotated[
-        float | None, typer.Option(help="With --tokens: speed of the GPU in practice, 10^12 operations a second (200).")
+        Path | None, typer.Option(help="plan.json for the dense MODEL: show what it makes of it, before anything runs.")
     ] = None,
     revision: opt.Revision = None,
 ) -> None:
@@ -338,13 +334,10 @@ def inspect(
 
     Example: hf-moe-expand inspect qwen-el-2
 
-    Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json --tokens 6e9 --tflops 200
+    Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json
     """
-    if plan is None and (tokens is not None or settings != ExpandSettings()):
-        what = "settings of new experts belong" if tokens is None else "--tokens belongs"
-        raise InputError(f"{what} to --plan, which is not given.")
-    if tokens is None and tflops is not None:
-        raise InputError("--tflops belongs to --tokens, which is not given.")
+    if plan is None and settings != ExpandSettings():
+        raise InputError("settings of new experts belong to --plan, which is not given.")
     if plan is not None:
         from ..planning.plan import Plan
 
@@ -353,7 +346,7 @@ def inspect(
         from ..report.inspection import inspect_plan
 
         kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"})
-        print("\n".join(inspect_plan(model, made, revision, tokens, tflops, **kind)))
+        print("\n".join(inspect_plan(model, made, revision, **kind).lines()))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..report.inspection import inspect_checkpoint

@@ -2,25 +2,19 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import InputError, is_full_disk
+from .errors import InputError
 
 DEFAULT_SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step of a run writes.
-
-    Attributes:
-        output: the folder that the step leaves.
-        size: bytes of this folder.
-        working: most bytes of the files that it writes beside the folder and removes at its end.
-    """
+    """What a step of a run writes: a folder, of `size` bytes, and beside it files that it removes at its end, of at
+    most `working` bytes."""
 
     output: Path
     size: int
@@ -62,27 +56,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_room(path: Path, needed: int, training: str = "") -> None:
-    """Refuses work that would fill the disk.
-
-    Args:
-        path: where the work writes.
-        needed: bytes that it needs there.
-        training: what a training needs them for, for the message.
-    """
+    """Refuses work that would fill the disk; `training` says what a training needs the bytes for."""
     if needed > (free := free_bytes(path)):
         fewer = ', or keep fewer training checkpoints (`save_total_limit: 1`, or `save_strategy: "no"`)'
         raise InputError(
             f"{path}: needs {readable_size(needed)}{training and f' for {training}'}, {readable_size(needed - free)} "
             f"more than the disk has free: choose another disk{training and fewer}."
         )
-
-
-@contextmanager
-def full_disk_as(refusal: InputError) -> Iterator[None]:
-    """Inside, the error of a full disk becomes `refusal`."""
-    try:
-        yield
-    except Exception as error:
-        if not is_full_disk(error):
-            raise
-        raise refusal from error

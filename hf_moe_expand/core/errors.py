@@ -74,6 +74,17 @@ def is_full_disk(error: BaseException) -> bool:
     return any(f"(os error {number})" in str(error) for number in numbers)
 
 
+@contextmanager
+def full_disk_as(refusal: InputError) -> Iterator[None]:
+    """Inside, the error of a full disk becomes `refusal`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        raise refusal from error
+
+
 def first_line(error: BaseException) -> str:
     """The message of a library's error, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -27,8 +27,3 @@ def counts_in_words(counts: Iterable[int], encoder_layers: int) -> str:
     if not encoder_layers:
         return " ".join(words)
     return f"encoder {' '.join(words[:encoder_layers])}, decoder {' '.join(words[encoder_layers:])}"
-
-
-def axis_label(encoder_layers: int) -> str:
-    """The label of an axis that numbers all layers in one list."""
-    return f"layer (below {encoder_layers}: encoder; then decoder)" if encoder_layers else "layer"

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from ..core.errors import InputError
 from ..core.saying import say_once
+from .sources import LanguageText
 
 
 class Frame(NamedTuple):
@@ -94,3 +95,15 @@ def say_special(name: str, counts: Mapping[str, int]) -> None:
     if found := Counter({token: count for token, count in counts.items() if count > 0}):
         tokens = ", ".join(f"{token} {count:,} times" for token, count in found.most_common(5))
         say_once(f"{name}: the text has special tokens, which are read as such: {tokens}")
+
+
+def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
+    """About how many tokens a language's text has, by the first megabyte of each file; None on the hub."""
+    if not source.files():
+        return None
+    total = 0.0
+    for beginning in source.beginnings():
+        if beginning.rows:
+            ids = tokenizer([row["text"] for row in beginning.rows], add_special_tokens=False)["input_ids"]
+            total += sum(map(len, ids)) / beginning.read
+    return int(total)

@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+import torch
+
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import network_of
 from ..data.sources import LanguageText
-from ..inference.forecast import size_of, training_speed
-from ..inference.memory import device_memory
+from ..inference.memory import device_memory, has_bfloat16
 from ..inference.models import load_for_inference
 from .perplexity import evaluate_model
 
 _TOKENS, _DOCUMENTS = 256, 50  # of each language
-_SECONDS = 60  # beyond which a base is not asked
+# Weights, for each text, beyond which a base is not asked without a GPU: about a minute on two cores. The work in
+# bfloat16 of a CPU that emulates it, as a multiple.
+_MOST, _EMULATED = 4_000_000_000, 30
 # Times the bits of the worst known new language that the best known old one has, by the byte or by the character.
 _CLEARLY = 1.25
 
@@ -31,8 +34,9 @@ def swapped(
         return []
     network, memory = network_of(config), device_memory()
     dtype = config.dtype or network.dtype
-    seconds = 2 * size_of(network) * _TOKENS * len(texts) / training_speed(dtype)
-    if seconds > _SECONDS or (memory and size_of(network) * dtype.itemsize > memory / 2):
+    work = network.num_parameters() * len(texts) * (1 if dtype == torch.float32 or has_bfloat16() else _EMULATED)
+    takes_long = work > _MOST and not torch.cuda.is_available()
+    if takes_long or network.num_parameters() * dtype.itemsize > memory / 2:
         return ["skipped: whether old and new are swapped: the base takes too long here"]
     model, tokenizer = load_for_inference(base, revision)
     scores = evaluate_model(model, tokenizer, texts, _TOKENS, 1, _TOKENS)

@@ -132,11 +132,6 @@ class Plan(JsonFile):
         return sum(self.experts_per_layer)
 
     @property
-    def has_choice(self) -> bool:
-        """Whether a router can leave an expert out, or a class decides."""
-        return bool(self.classifier_layers) or self.exclusive or max(self.experts_per_layer) > self.top_k
-
-    @property
     def counts_in_words(self) -> str:
         """The number of experts of each layer."""
         return counts_in_words(self.experts_per_layer, self.encoder_layers)

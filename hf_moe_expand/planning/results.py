@@ -275,6 +275,12 @@ class RoutingResult(Result):
             rows.append(row)
         return header, rows
 
+    def perplexity_rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and one row for each language, under the router's choice and under a random one."""
+        ways = (self.perplexity, self.random_perplexity)
+        rows = [[code, *(f"{way[code]:.2f}" if code in way else "-" for way in ways)] for code in self.classes]
+        return ["perplexity", "router's experts", "random experts"], rows
+
     def colocation_rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each pair of successive expanded layers."""
         pairs = zip(pairwise(self.names), self.colocation, strict=True)

@@ -1,1 +1,1 @@
-"""Pictures and pages of what was measured."""
+"""The page of a run, and what `inspect` says."""

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,20 @@ from ..core.layer_names import counts_in_words
 from ..core.layer_names import in_words as layers_in_words
 from ..core.rendering import render
 from ..core.scratch import leftovers
-from ..inference.forecast import forecast, idle_weights, size_of
 from ..modeling import count_layers, decoder_ffns, stack_sizes
+from ..modeling.adapters import AdaptedLayer
 from ..modeling.expanded_config import AdapterKind
+from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.language_gate import TEMPLATE, GateRule
 from ..planning.plan import Plan
-from ..stages import all_stages, stages_for, training_stages
-from ..stages.config import StageConfig
+from ..stages import training_stages
 from ..trainers.freezing import freeze
+
+# The names that configurations have for the number of a mixture's experts that a token takes.
+_ACTIVE = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+    "expert_num_selected",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,6 @@ class Inspection:
 
     def lines(self) -> list[str]:
         """The report, line by line."""
-        return self.rendered("inspection.txt").splitlines()
-
-    def rendered(self, template: str, **further: Any) -> str:
-        """A template of this model's facts and of `further` ones."""
         experts, encoder = [experts for experts, _, _ in self.layers], self.encoder_layers
         stages = [stage for expansion in reversed(self.expansions) for stage in reversed(expansion.stages)]
         fitted = next((stage.settings for stage in stages if stage.stage == "gates"), None) or {}
@@ -109,13 +110,12 @@ class Inspection:
             "home": sum(code != TEMPLATE for code in (self.gate.languages[0] if self.gate else ())),
             "passing": ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items()),
             "brought": {code for record in self.expansions if record.pack for code in record.new_languages},
-            **further,
         }  # fmt: skip
         filters = {
             "layers": lambda layers: layers_in_words(layers, encoder), "stage": _in_words, "count": "{:,}".format,
             "languages": lambda codes: ", ".join(in_words(codes)),
         }  # fmt: skip
-        return render(template, facts, filters)
+        return render("inspection.txt", facts, filters).splitlines()
 
 
 def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) -> Inspection:
@@ -134,17 +134,17 @@ def inspect_config(config: Any) -> Inspection:
     network = network_of(config)
     kinds = config.expert_kinds
     layers = [(1, False, 0)] * count_layers(config)
-    added, total = 0, size_of(network)
+    added, total = 0, _size_of(network)
     for index, ffn in network.expanded_ffns().items():
-        layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
-        added += size_of(ffn) - size_of(ffn.experts[0])
+        layers[index] = (len(ffn.experts), ffn.classifier is not None, _size_of(ffn))
+        added += _size_of(ffn) - _size_of(ffn.experts[0])
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
     if config.exclusive_experts:  # they have no routing to review
         stages = [stage for stage in stages if stage.trains.experts != "none"]
     counts = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
     trainable = {name: count for name, count in counts.items() if count}
     return Inspection(
-        config.backbone_model_type, config.router_top_k, layers, total, total - idle_weights(network), total - added,
+        config.backbone_model_type, config.router_top_k, layers, total, total - _idle_weights(network), total - added,
         trainable, History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         gate=GateRule.of(config), exclusive=config.exclusive_experts, packs=_packs(config),
@@ -156,40 +156,23 @@ def inspect_plan(
     base: str | os.PathLike,
     plan: Plan,
     revision: str | None = None,
-    tokens: float | None = None,
-    tflops: float | None = None,
     *,
     expert_kind: str = "ffn",
     lora_rank: int = LORA_RANK,
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
     target_modules: str | list[str] | None = None,
-) -> list[str]:
-    """The model that `plan` makes of `base` and the forecast of its stages, line by line; reads config.json alone.
-
-    Args:
-        tokens: tokens to train on.
-        tflops: the device's speed in practice, in 10^12 operations a second; 200 by default.
-    """
-    for name, number in (("tokens", tokens), ("tflops", tflops)):
-        if number is not None and not 0 < number < inf:
-            raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
+) -> Inspection:
+    """Inspects the model that `plan` makes of `base`; reads config.json alone."""
     if plan.grows_from:
-        raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan for a forecast.")
+        raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan.")
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
     check_layers(plan, dense, base)
     check_kinds("copy", expert_kind)
-    whole = network_of(dense)
-    kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width, target_modules)
-    config: Any = planned_config(dense, plan, kind)
-    trained: list[Any] = [stage for stage in stages_for(config.model_type) if issubclass(stage, StageConfig)]
-    model = inspect_config(config)
-    rows = {stage.name: (network_of(config), stage()) for stage in trained if stage.name in model.trainable}
-    rows["full fine-tuning"] = whole, all_stages()["dense"]()
-    at_hand = {} if tokens is None else {"all": int(tokens)}
-    speed = 1e12 * (200.0 if tflops is None else tflops)
-    stages = {name: forecast(*row, at_hand, speed=speed).words() for name, row in rows.items()}
-    return model.rendered("forecast.txt", stages=stages).splitlines()
+    kind = chosen_kind(
+        network_of(dense), plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width, target_modules
+    )
+    return inspect_config(planned_config(dense, plan, kind))
 
 
 def _packs(config: Any) -> list[InspectedPack]:
@@ -212,3 +195,34 @@ def _in_words(stage: StageRecord) -> str:
         words += f", {stage.tokens_seen:,} tokens seen"
         words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
     return ", ".join([words, *stage.sampled])
+
+
+def _size_of(module: Any) -> int:
+    """The number of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _idle_weights(network: Any) -> int:
+    """Weights that a token does not use; of a mixture of the backbone's own, none where the configuration does not say
+    how many experts a token takes."""
+    blocks: Any = getattr(network, "expanded_ffns", dict)().values()
+    adapters = [sorted(map(_size_of, block.experts)) for block in blocks if isinstance(block, AdaptedLayer)]
+    return _idle_in_ffns(network) + sum(size for sizes in adapters for size in sizes[:-1])
+
+
+def _idle_in_ffns(network: Any) -> int:
+    config, idle = network.config, 0
+    active = next((count for name in _ACTIVE if isinstance(count := getattr(config, name, None), int)), None)
+    for ffn in decoder_ffns(network):
+        block: Any = ffn.module
+        expanded = isinstance(block, ExpandedFFN)
+        if ffn.is_mixture and active is not None:
+            fused = [p for p in (block.experts[0] if expanded else block).parameters() if p.dim() > 2]
+            idle += sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
+        if expanded:
+            sizes = sorted(map(_size_of, list(block.experts)[1:]), reverse=True)
+            if any(kind.has_ffn for kind in config.expert_kinds):
+                sizes = sorted([*sizes, _size_of(block.experts[0])], reverse=True)
+                sizes = sizes[int(block.conditional_gate is not None) :]
+            idle += sum(sizes[block.top_k :])  # of other kinds a token uses expert 0's weights besides
+    return idle

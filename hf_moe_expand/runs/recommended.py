@@ -22,8 +22,8 @@ from ..core.recipe_paths import filled_in
 from ..core.rendering import render
 from ..core.yamlfile import parse_yaml
 from ..data.sources import LanguageText
-from ..inference.forecast import forecast, size_of, tokens_at_hand
-from ..inference.memory import device_memory, has_bfloat16
+from ..data.tokens import tokens_at_hand
+from ..inference.memory import device_memory, has_bfloat16, least_memory
 from ..inference.models import load_tokenizer, longest_block
 from ..modeling import count_layers
 from ..planning.plan import Plan
@@ -36,8 +36,9 @@ BLOCK = 512
 _BLOCKS_A_STEP = 16
 # A training of fewer steps takes smaller ones; one of more takes larger ones.
 _FEWEST_STEPS, _MOST_STEPS = 100, 10_000
-# The share of the device's memory that the estimate may fill.
-_ROOM = 0.7
+# Hidden states that a layer is taken to keep of a token, most of them its FFN's inner ones; the share of the device's
+# memory that they may fill with the weights.
+_KEPT, _ROOM = 32, 0.7
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def new_recipe(
     tokens = sum(known) if len(known) == len(counts) else None
     blocks = blocks_a_step(tokens)
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
-    rates = rates_for(size_of(network_of(dense)), blocks * BLOCK)
+    rates = rates_for(network_of(dense).num_parameters(), blocks * BLOCK)
     facts = {
         "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text,
         "old": old, "new": new, "test": test,
@@ -137,13 +138,12 @@ def _on_the_device(
     network = network_of(planned_config(dense, plan))
     cpu = here and gpu is False
     half = here and not cpu and has_bfloat16()
-    dtype = torch.bfloat16 if half else torch.float32
     memory = psutil.virtual_memory().total if cpu else device_memory()
     stage: Any = all_stages()["post_pretrain"]
     config = stage(per_device_train_batch_size=most, block_size=BLOCK)
 
     def fits() -> bool:
-        return (forecast(network, config, {}, dtype).memory or 0) <= _ROOM * memory
+        return least_memory(network, config, _KEPT) <= _ROOM * memory
 
     while config.per_device_train_batch_size > 1 and not fits():
         config.per_device_train_batch_size //= 2

@@ -1,9 +1,9 @@
 """steps.json: the record of a run's steps."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
@@ -13,22 +13,15 @@ from ..core.schema import Coefficient, Count, Schema, Text, read
 BEGUN = "begun"
 
 
-def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
-    """The page reads one of them."""
-    if not isinstance(frozen := facts.get("frozen", 0), int):
-        raise ValueError(f"frozen is {frozen!r}: must be a number of tensors.")
-    return facts
-
-
 class StepDone(Schema):
     """A step that is done: seconds that its attempts took together, their number, a line for the user, what it wrote
-    (in the run's folder), facts for the page, hashes of its inputs."""
+    (in the run's folder), facts, hashes of its inputs."""
 
     seconds: Coefficient
     summary: Text
     attempts: Count = 1
     output: Text | None = None
-    facts: Annotated[dict[Text, Any], AfterValidator(_facts)] = Field(default_factory=dict)
+    facts: dict[Text, Any] = Field(default_factory=dict)
     made_from: dict[Text, Text] = Field(default_factory=dict)
 
 

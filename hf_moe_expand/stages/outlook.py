@@ -14,7 +14,7 @@ from ..planning.plan import Plan
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: a line for the user, and facts for the run's page."""
+    """The result of a step: a line for the user, and facts for steps.json."""
 
     summary: str
     facts: dict[str, Any] = field(default_factory=dict)

@@ -18,12 +18,11 @@ from ..core.errors import InputError, errors_at, first_line
 from ..core.recipe_paths import unset_variable
 from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
-from ..data.packing import PackedText, first_tokens
+from ..data.packing import PackedText, amounts_of, first_tokens
 from ..data.pairs import check_pairs, lost_of_each
 from ..data.sources import LanguageText
-from ..data.tokens import encode_documents
+from ..data.tokens import encode_documents, tokens_at_hand
 from ..evaluation.validation import validation_sources
-from ..inference.forecast import Forecast, forecast, tokens_at_hand
 from ..inference.models import check_block_size, longest_block
 from ..trainers.freezing import Trained
 from ..trainers.masking import check_conditional_gate
@@ -39,6 +38,8 @@ _CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")
 # Tokens that the beginning of each long text has at least; the characters for each token of a block below which a text
 # may be less than a block.
 _OF_BEGINNINGS, _SHORT = 10_000, 50
+# Settings by which a review takes documents, whose tokens are not counted before.
+_BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
 # Steps that are done again without much loss.
 _FEW_STEPS = 100
 
@@ -107,16 +108,24 @@ class Prepared:
             vars(config)["tokens_per_language"] = min(wanted, _OF_BEGINNINGS)
         config.pack({code: Dataset.from_list(of) for code, of in rows.items()}, tokenizer, self.model)
 
-    def forecast(self, network: Any, tokenizer: Any = None) -> Forecast:
-        """What the training takes, of a model without weights; without a tokenizer, the text is not counted."""
-        config = self.config
-        counted: dict[str, int | None] = {}
-        for code, text in ({} if tokenizer is None else self.texts).items():
-            counted[code] = tokens_at_hand(text, tokenizer)
-        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
-        found = forecast(network, config, counted, dtype, bool(getattr(config, CHECKPOINTING)))
-        shared_out = config.distributed_config or config.deepspeed
-        return replace(found, memory=None) if shared_out else found
+    def length(self, tokenizer: Any = None) -> str:
+        """About how many steps it has, passes over the text and tokens by language, as far as that is known; without a
+        tokenizer, the text is not counted."""
+        config, words, taken = self.config, list[str](), 0
+        texts = {} if tokenizer is None else self.texts
+        counts = {code: tokens_at_hand(text, tokenizer) for code, text in texts.items()}
+        known = {code: count for code, count in counts.items() if count is not None}
+        by_documents = any(getattr(config, name, None) for name in _BY_DOCUMENTS)
+        if known and len(known) == len(counts) and not by_documents:
+            taken = sum(amounts_of(known, **config.amounts(self.texts, self.model)).values())
+        of_step = config.per_device_train_batch_size * config.block_size * config.gradient_accumulation_steps
+        steps = config.max_steps if self.curriculum is None else self.curriculum.steps
+        if wanted := steps * of_step if steps > 0 else config.tokens or int(taken * config.num_train_epochs):
+            words.append(f"about {max(wanted // of_step, 1):,} steps of {of_step:,} tokens")
+            words += [f"passes over the text: {wanted / taken:.3g}"] if taken else []
+        if known:
+            words.append(f"tokens at hand, about: {', '.join(f'{code} {count:,}' for code, count in known.items())}")
+        return "; ".join(words)
 
 
 def prepare(

@@ -17,14 +17,14 @@ from ..checkpoint.records import StageRecord, add_stage
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
-from ..core.disk import check_room, folder_bytes, full_disk_as, readable_size
-from ..core.errors import DivergedError, InputError, goes_on
+from ..core.disk import check_room, folder_bytes, readable_size
+from ..core.errors import DivergedError, InputError, full_disk_as, goes_on
 from ..core.languages import same_language
 from ..core.schema import changed, check_seed, checked
 from ..core.scratch import last_step
 from ..data.sources import LanguageText
 from ..evaluation.validation import VALIDATION
-from ..inference.forecast import training_disk
+from ..inference.memory import training_disk
 from ..inference.models import check_finite, load_tokenizer
 from ..inference.sampling import writer_of
 from ..modeling import auto_class
@@ -114,7 +114,7 @@ def _train_stage(
     resume = work.resume()
     written = sum(tensor.nbytes for tensor in stored.reader.tensors.values())
     needed = written * (2 if is_split(config) else 1)  # once more where whole weights are gathered
-    needed += max(training_disk(config, stored.network) - folder_bytes(work.path), 0)
+    needed += max(training_disk(stored.network, config) - folder_bytes(work.path), 0)
     if config.process_index == 0:
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)

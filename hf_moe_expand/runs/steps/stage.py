@@ -14,8 +14,7 @@ from ...core.errors import InputError, errors_at
 from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
 from ...evaluation.validation import validation_sources
-from ...inference.forecast import LESS_MEMORY, training_disk
-from ...inference.memory import device_memory, memory_of_all
+from ...inference.memory import least_memory, memory_of_all, training_disk
 from ...stages.base import Stage
 from ...stages.config import StageConfig
 from ...stages.outlook import Found, Outlook, StepResult
@@ -23,9 +22,6 @@ from ...stages.prepare import prepare
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
 from .base import RunStep, digest_of
-
-# Times the memory at hand: a forecast of more is no error of the forecast.
-_FAR_TOO_MUCH = 1.5
 
 
 @dataclass
@@ -86,15 +82,17 @@ class TrainStep(StageStep):
                 tests = {f"{key}.validation.texts.{c}": text for c, text in validation_sources(validation).items()}
                 lines += check_held_out(tests, self._texts(), bool(model.is_encoder_decoder))
         if not model.is_encoder_decoder:
-            found = prepared.forecast(network, outlook.tokenizer)
-            most = memory_of_all()
-            if outlook.here and found.memory and most and found.memory > _FAR_TOO_MUCH * most:
+            split = settings.distributed_config or settings.deepspeed
+            least, most = least_memory(network, settings), memory_of_all()
+            if outlook.here and not split and most and least > most:
                 raise InputError(
-                    f"{key}: takes about {readable_size(found.memory)} of memory, but {readable_size(most)} are here: "
-                    f"{LESS_MEMORY}, or take a smaller base. To check a recipe for another machine: validate --offline."
+                    f"{key}: takes at least {readable_size(least)} of memory, but {readable_size(most)} are here: "
+                    "lower per_device_train_batch_size or block_size, or take a smaller base. To check a recipe for "
+                    "another machine: validate --offline."
                 )
-            lines.append(f"{self.name}: {found.words(device_memory())}")
-        return self._found(outlook, lines, training_disk(settings, network))
+            if length := prepared.length(outlook.tokenizer):
+                lines.append(f"{self.name}: {length}")
+        return self._found(outlook, lines, training_disk(network, settings))
 
     def _unknown_model(self) -> Any:
         """What is known of the model where the base is not at hand."""

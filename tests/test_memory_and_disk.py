@@ -1,7 +1,8 @@
-"""What a forecast says, against what torch keeps, a training writes, a tokenizer counts, and a disk with less room."""
+"""What `validate` says of a training: memory that torch keeps, files that a training writes, tokens, room on a disk."""
 
 import errno
 import gzip
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import transformers.trainer
 from conftest import byte_tokenizer, invoke, save_dense, write_texts
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import AutoConfig, Trainer
 
 from hf_moe_expand import (
     DenseConfig,
@@ -30,10 +31,13 @@ from hf_moe_expand.checkpoint.stored import network_of
 from hf_moe_expand.core.disk import StepOutput, peak, readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.inference.forecast import forecast, size_of, tokens_at_hand, training_disk
+from hf_moe_expand.data.tokens import tokens_at_hand
+from hf_moe_expand.inference.memory import least_memory, training_disk
 from hf_moe_expand.inference.models import load_config
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs import pipeline
 from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.stages import prepare
 
 QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
 PLAN = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
@@ -45,7 +49,7 @@ review: {{block_size: 16, max_steps: 1, save_strategy: "no", per_device_train_ba
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("forecast")
+    root = tmp_path_factory.mktemp("costs")
     save_dense(root / "base", dtype=torch.bfloat16, tie_word_embeddings=False)
     write_texts(root / "en.jsonl", [f"the cat {i} sits" for i in range(30)])
     write_texts(root / "el.jsonl", [f"η γάτα {i} κάθεται" for i in range(60)])
@@ -66,10 +70,15 @@ def tensor_bytes(folder):
     return found
 
 
+def of_the_stage(checkpoint, config):
+    """Bytes of a trained checkpoint and of the training checkpoints beside it."""
+    return tensor_bytes(checkpoint) + training_disk(network_of(load_config(checkpoint)), config)
+
+
 EVERY, ALL = {"max_steps": 3, "save_steps": 1}, {"save_total_limit": None}
 
 
-# `least` is less than 1 where no interrupt saves the checkpoint that the forecast has room for.
+# `least` is less than 1 where no interrupt saves the checkpoint that there is room for.
 @pytest.mark.parametrize(
     ("model", "stage", "options", "least"),
     [
@@ -81,7 +90,7 @@ EVERY, ALL = {"max_steps": 3, "save_steps": 1}, {"save_total_limit": None}
         ("base", DenseConfig, {"num_train_epochs": 2, "save_strategy": "epoch"} | ALL, 2 / 3),
     ],
 )
-def test_training_checkpoints_have_the_forecast_bytes(root, tmp_path, monkeypatch, model, stage, options, least):
+def test_training_checkpoints_have_the_counted_bytes(root, tmp_path, monkeypatch, model, stage, options, least):
     found, real = [0], transformers.trainer.rotate_checkpoints
 
     def counted(output_dir, *args, **kwargs):  # before the oldest is removed
@@ -90,14 +99,14 @@ def test_training_checkpoints_have_the_forecast_bytes(root, tmp_path, monkeypatc
 
     monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", counted)
     config = stage(**QUICK, **options)
-    most = training_disk(config, network_of(load_config(root / model)))
+    most = training_disk(network_of(load_config(root / model)), config)
     train_stage(root / model, tmp_path / "out", {"el": LanguageText("el", str(root / "el.jsonl"))}, config)
     assert least * most <= max(found) <= most
 
 
 def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, monkeypatch):
     config, text = PostPretrainConfig(**EVERY, **QUICK), {"el": LanguageText("el", str(root / "el.jsonl"))}
-    needed = forecast(network_of(load_config(root / "expanded")), config, {}).disk
+    needed = of_the_stage(root / "expanded", config)
     disk_with(monkeypatch, needed - 1)
     with monkeypatch.context() as patch:
         patch.setattr(LanguageText, "load", lambda *_: pytest.fail("read text in vain"))
@@ -117,8 +126,7 @@ def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, 
 
 def test_a_split_model_needs_room_for_its_gathered_weights(root, tmp_path, monkeypatch):
     config, text = PostPretrainConfig(**EVERY, **QUICK), {"el": LanguageText("el", str(root / "el.jsonl"))}
-    once = tensor_bytes(root / "expanded")
-    needed = forecast(network_of(load_config(root / "expanded")), config, {}).disk + once
+    needed = of_the_stage(root / "expanded", config) + tensor_bytes(root / "expanded")
     disk_with(monkeypatch, needed - 1)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(InputError, match=rf"out: needs {readable_size(needed)} for .*, 1 byte more than"):
@@ -130,7 +138,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
 
     def most():
         said = "\n".join(validate_recipe(recipe))
-        assert "post_pretrain: about 3 steps of 32 tokens; tokens at hand, about: el " in said
+        assert re.search(r"post_pretrain: about 3 steps of 32 tokens; passes over the text: .*about: el ", said)
         needed = peak(pipeline._checked(recipe)[1])
         assert f"disk: up to {readable_size(needed)} for checkpoints" in said
         return needed
@@ -143,8 +151,8 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     disk_with(monkeypatch, needed)
     run_recipe(recipe)
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
-    config, network = recipe.post_pretrain.built(tmp_path, 0), network_of(load_config(tmp_path / "run" / "expanded"))
-    assert needed == max(kept["expanded"] + forecast(network, config, {}).disk, sum(kept.values()))
+    of_stage = of_the_stage(tmp_path / "run" / "expanded", recipe.post_pretrain.built(tmp_path, 0))
+    assert needed == max(kept["expanded"] + of_stage, sum(kept.values()))
     shutil.rmtree(tmp_path / "run" / "review")
     assert most() == kept["review"]
 
@@ -157,15 +165,15 @@ def test_training_checkpoints_that_are_there_need_no_more_room(tmp_path):
     assert peak(steps) == 35
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
-def test_memory_is_what_torch_keeps(tmp_path, experts, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_keeps_more_than_the_least(tmp_path, dtype):
     """Beside float32 weights, gradients and AdamW: the tensors that torch keeps for the backward pass."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
     save_dense(tmp_path / "base", "llama", num_hidden_layers=6, **sizes)
-    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [experts] * 6, old=["en"], new=["el"]))
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [2] * 6, old=["en"], new=["el"]))
     model, kept = LayerMoEForCausalLM.from_pretrained(tmp_path / "out").train(), {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    fixed = 4 * size_of(model) + 12 * freeze(model, "post-pretrain").trainable
+    fixed = 4 * model.num_parameters() + 12 * freeze(model, "post-pretrain").trainable
 
     def pack(tensor):
         if (storage := tensor.untyped_storage()).data_ptr() not in own:
@@ -177,22 +185,46 @@ def test_memory_is_what_torch_keeps(tmp_path, experts, dtype):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), half:
         model(input_ids=ids, labels=ids, use_cache=False)
     config = PostPretrainConfig(block_size=256, per_device_train_batch_size=4)
-    found = [forecast(model, config, {}, dtype, checkpointing).memory - fixed for checkpointing in (False, True)]
-    assert 0.7 < found[0] / sum(size for size, _ in kept.values()) < 1.4
-    assert found[1] < 0.7 * found[0]
+    hidden, logits = 4 * 1024 * 6 * 128, 4 * 1024 * model.config.vocab_size
+    assert least_memory(model, config) == fixed + hidden + logits
+    assert hidden + logits < sum(size for size, _ in kept.values())
+    assert least_memory(model, config, kept=3) == fixed + 3 * hidden + logits
 
 
-def test_steps_and_hours(root):
-    dense, tokens = network_of(load_config(root / "base")), {"en": 600, "el": 1000}
-    found = forecast(dense, DenseConfig(num_train_epochs=2, gradient_accumulation_steps=3, **QUICK), tokens, speed=1e6)
-    met = size_of(dense) - dense.get_input_embeddings().weight.numel()
-    assert (found.steps, found.of_step) == (3200 // 96, 96)
-    assert found.hours == pytest.approx(3200 * 6 * met / 1e6 / 3600)
-    assert forecast(dense, DenseConfig(**QUICK), {"en": 600, "el": None}).steps is None
-    assert forecast(dense, DenseConfig(max_steps=7, **QUICK), {}).steps == 7
-    expanded = network_of(load_config(root / "expanded"))
-    assert forecast(expanded, ReviewConfig(old_documents=5, **QUICK), tokens).steps is None
-    assert "(warning: too much: lower per_device_train_batch_size" in found.words(room=1)
+SMOLLM2 = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "gigabytes"), [(700, 100), (70, 10), (7, 1)])
+def test_the_memory_of_many_rows(rows, gigabytes):
+    """SmolLM2, 135 million weights: 3.4 GB of states of full fine-tuning and logits, the rest by the rows."""
+    network = network_of(AutoConfig.for_model(**SMOLLM2))
+    least = least_memory(network, DenseConfig(block_size=2048, per_device_train_batch_size=rows))
+    states = 16 * 134_515_008 + (4 << 24)
+    assert least == states + 4 * rows * 2048 * 30 * 576
+    assert (least - states) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "said"),
+    [
+        (DenseConfig, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, "about 33 steps of 96 .*text: 2;"),
+        (DenseConfig, {"max_steps": 7}, "about 7 steps of 32 tokens; passes over the text: 0.14;"),
+        (DenseConfig, {"tokens_per_language": 400, "num_train_epochs": 1}, "about 25 steps of 32 .*text: 1;"),
+        (ReviewConfig, {"num_train_epochs": 1}, "about 37 steps of 32 .*text: 1;"),  # as much old text as new
+        (ReviewConfig, {"old_documents": 5}, "^tokens at hand"),
+    ],
+)
+def test_steps_and_passes(root, monkeypatch, stage, settings, said):
+    counts = {"en": 600, "el": 1000}
+    monkeypatch.setattr(prepare, "tokens_at_hand", lambda text, tokenizer: counts[text.language])
+    texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
+    model = load_config(root / ("base" if stage is DenseConfig else "expanded"))
+    found = prepare.prepare(stage(**settings, **QUICK), model, texts).length(byte_tokenizer())
+    assert re.search(said, found), found
+    assert found.endswith("tokens at hand, about: en 600, el 1,000")
 
 
 def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
@@ -212,31 +244,19 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
         tokens(tmp_path / "wrong.jsonl")
 
 
-def test_inspect_says_the_forecast_of_a_plan_without_weights(root, tmp_path):
-    def inspect(model, *options):
-        return invoke("inspect", model, "--plan", tmp_path / "plan.json", *options)
-
+def test_inspect_shows_what_a_plan_makes_without_weights(root, tmp_path):
     (tmp_path / "bare").mkdir()
     shutil.copy(root / "base" / "config.json", tmp_path / "bare")
-    PLAN.save(tmp_path / "plan.json")
-    text, network = (
-        inspect(tmp_path / "bare", "--tokens", 6e9, "--tflops", 1e-3),
-        network_of(load_config(root / "expanded")),
-    )
-    assert f"parameters          {size_of(network):,} (" in text
-    for stage in (PostPretrainConfig(), ReviewConfig()):
-        assert f"{stage.name:<20}{forecast(network, stage, {'all': 6 * 10**9}, speed=1e9).words()}\n" in text
-    assert "hours" not in inspect(tmp_path / "bare")
-    for given in (("--tokens", 0), ("--tokens", "nan"), ("--tokens", "inf"), ("--tokens", 9, "--tflops", 0)):
-        with pytest.raises(InputError, match="must be above 0"):
-            inspect(root / "base", *given)
-    with pytest.raises(InputError, match="--tokens belongs to --plan"):
-        invoke("inspect", root / "expanded", "--tokens", 5)
-    with pytest.raises(InputError, match="--tflops belongs to --tokens"):
-        invoke("inspect", root / "expanded", "--tflops", 5)
+    plan, said = tmp_path / "plan.json", inspect_checkpoint(root / "expanded").lines()
+    PLAN.save(plan)
+    assert invoke("inspect", tmp_path / "bare", "--plan", plan).splitlines() == [
+        line for line in said if not line.startswith(("expansion", "base inside"))
+    ]
+    with pytest.raises(InputError, match="settings of new experts belong to --plan"):
+        invoke("inspect", root / "expanded", "--lora-rank", 5)
     with pytest.raises(InputError, match="is an expanded checkpoint already"):
-        inspect(root / "expanded")
+        invoke("inspect", root / "expanded", "--plan", plan)
     for counts, before, why in (([2, 2], [], "is for 2 layers"), ([3] * 3, [2] * 3, "dense base and its first plan")):
-        Plan("moe-lpr", counts, old=["en"], new=["el"], grows_from=before).save(tmp_path / "plan.json")
+        Plan("moe-lpr", counts, old=["en"], new=["el"], grows_from=before).save(plan)
         with pytest.raises(InputError, match=why):
-            inspect(root / "base")
+            invoke("inspect", root / "base", "--plan", plan)
