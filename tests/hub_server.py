@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import re
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -51,21 +49,11 @@ class Repo:
 
 @dataclass
 class Fault:
-    """An answer in place of the right one, to requests whose "METHOD path" contains `part`.
-
-    Attributes:
-        times: requests that still get it; None for all.
-        cut: the body breaks off in the middle.
-        reset: the connection breaks off without an answer.
-    """
+    """An answer in place of the right one, to requests whose "METHOD path" contains `part`."""
 
     part: str
-    status: int = 200
+    status: int
     body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    times: int | None = None
-    cut: bool = False
-    reset: bool = False
 
 
 class HubServer:
@@ -210,24 +198,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = _handle
 
     def _fails(self, request: str) -> bool:
-        with self.hub.lock:
-            fault = self.hub.fault
-            if fault is None or fault.part not in request or fault.times == 0:
-                return False
-            fault.times = None if fault.times is None else fault.times - 1
+        fault = self.hub.fault
+        if fault is None or fault.part not in request:
+            return False
         if self.command == "PUT":
             self._body()
-        if fault.reset:
-            # Closed at once, with a reset in place of an end.
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-            self.close_connection = True
-            return True
-        headers = {"Content-Type": "application/json", **fault.headers}
-        if fault.cut:
-            headers["Content-Length"] = str(len(fault.body) + 100)
-            self.close_connection = True
-        self._send(fault.body, fault.status, headers)
+        self._send(fault.body, fault.status, {"Content-Type": "application/json"})
         return True
 
     def _send(self, body: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
@@ -450,7 +426,7 @@ for line in sys.stdin:
 PUSH = """
 import dataclasses, os
 import hf_moe_expand.hub.publish as hub
-from hf_moe_expand.hub.files import check_loads_alone
+from hf_moe_expand.checkpoint.published import check_loads_alone
 hub.check_loads_alone = check_loads_alone if check else (lambda folder: None)
 os.environ.update(environment)
 if environment.get("HF_TOKEN") == "":

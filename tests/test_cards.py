@@ -20,7 +20,6 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.hub.card import scores_of_this
 from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
@@ -165,7 +164,7 @@ def test_the_name_in_the_evaluation(checkpoint, evaluation):
         make_card(renamed, evaluation=evaluation)
     assert "1.010" in str(make_card(renamed, evaluation=evaluation, evaluated_as="tiny-el"))
     assert "1.010" in str(make_card(renamed, "tiny-el", evaluation))
-    alone = scores_of_this(Evaluation.from_json(evaluation), ["tiny"], evaluation)
+    alone = Evaluation.from_json(evaluation).of_this(["tiny"], evaluation)
     assert list(alone.models) == ["this model"]
 
 
@@ -301,7 +300,7 @@ def test_the_history_of_several_expansions(checkpoint, tmp_path):
 
 def test_an_evaluation_keeps_its_expansions(tmp_path):
     models = {name: {"en": score(1.0), "el": score(2.0), "tr": score(3.0)} for name in ("base", "me")}
-    found = scores_of_this(Evaluation(["en"], ["el", "hu", "tr"], models, [["el", "hu"], ["tr"]]), ["me"], "here")
+    found = Evaluation(["en"], ["el", "hu", "tr"], models, [["el", "hu"], ["tr"]]).of_this(["me"], "here")
     assert [row[0] for row in found.rows()[1]] == ["en (old)", "el (expansion 1)", "tr (expansion 2)"]
 
 
@@ -314,8 +313,7 @@ def test_language_tags_become_the_codes_that_the_hub_knows(checkpoint, code, wan
 @pytest.mark.parametrize("code", ["xx", "greek", "e", ""])
 def test_an_unknown_language_code_is_refused(checkpoint, code):
     edit(checkpoint, new_languages=["hu", code])
-    message = rf"expansions\[0\]\.new_languages has '{code}', which is not a language code of ISO 639"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=rf"config.json: expansions: '{code}' is not a language code of ISO 639"):
         make_card(checkpoint)
 
 

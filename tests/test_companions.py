@@ -9,8 +9,8 @@ from conftest import save_dense
 from test_join import EL, HU, make_pack
 
 from hf_moe_expand import expand_checkpoint, graft_delta, join_expansions
+from hf_moe_expand.checkpoint.published import published_files
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.hub.files import published_files
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import perplexity
 from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.hub.card import scores_of_this
 from hf_moe_expand.inference.models import longest_block
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
@@ -209,7 +208,7 @@ def test_unnamed_languages_are_a_group_of_their_own(tmp_path):
     result.to_json(tmp_path / "evaluation.json")
     assert Evaluation.from_json(tmp_path / "evaluation.json") == result
     assert json.loads((tmp_path / "evaluation.json").read_text())["mean_bits_per_byte"]["after"]["unnamed"] == 5.4
-    this = scores_of_this(result, ["after"], "here")
+    this = result.of_this(["after"], "here")
     assert this.unnamed == ["it", "fr"]
     assert "fr (unnamed)" in this.markdown()
 

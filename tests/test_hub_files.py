@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_dense
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.checkpoint import expansion_only
 from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.published import check_code, check_loads_alone, published_files
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.private import refuse_private
+from hf_moe_expand.core.private import library_errors_at, refuse_private
+from hf_moe_expand.hub import card
 from hf_moe_expand.hub.card import make_card
-from hf_moe_expand.hub.files import check_code, check_loads_alone, published_files
 from hf_moe_expand.hub.publish import push_to_hub
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
@@ -34,34 +37,33 @@ def folder(local, tmp_path):
     return Path(shutil.copytree(local, tmp_path / "tiny-el"))
 
 
-def test_foreign_files_are_refused_unless_included(folder):
-    before = published_files(folder)
+def test_other_files_stay_here_unless_included(folder):
+    said = []
+    before = published_files(folder, say=said.append)
     (folder / "notes.txt").write_text("x")
-    (folder / "old").mkdir()
-    (folder / "old" / "weights.pt").write_text("x")
-    with pytest.raises(InputError, match=r"not part of the checkpoint: notes\.txt, old\. Move them away"):
-        published_files(folder)
-    shutil.rmtree(folder / "old")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "optimizer.pt").write_text("x")
+    assert published_files(folder, say=said.append) == before
+    assert said == ["not published: checkpoint-5, notes.txt"]
     assert set(published_files(folder, ["notes.txt"])) == {*before, "notes.txt"}
-    with pytest.raises(InputError, match=r"--include names \.\./x"):
+    with pytest.raises(InputError, match=r"\.\./x is no file in the folder"):
         published_files(folder, ["../x"])
 
 
 def test_keys_and_links_do_not_go_along_with_the_tokenizer(folder, tmp_path):
     before = published_files(folder)
     (folder / "tokenizer_key.pem").write_text("x")
-    with pytest.raises(InputError, match=r"not part of the checkpoint: tokenizer_key\.pem"):
-        published_files(folder)
+    assert published_files(folder) == before
     (folder / "tokenizer_key.pem").unlink()
     (tmp_path / "secret.json").write_text("{}")
     (folder / "added_tokens.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(InputError, match=r"added_tokens\.json is a link that leads out of the folder"):
+    with pytest.raises(InputError, match=r"added_tokens\.json is no file in the folder, or a link"):
         published_files(folder)
     (folder / "added_tokens.json").unlink()
     (folder / "notes.txt").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(InputError, match=r"notes\.txt is a link that leads out"):
+    with pytest.raises(InputError, match=r"notes\.txt is no file in the folder, or a link"):
         published_files(folder, ["notes.txt"])
-    with pytest.raises(InputError, match="--include names /"):
+    with pytest.raises(InputError, match=r"config\.json is no file in the folder"):
         published_files(folder, [str(folder / "config.json")])
     (folder / "notes.txt").unlink()
     assert published_files(folder) == before
@@ -142,7 +144,7 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
 
 
 def test_a_dry_run_checks_the_repository_s_id(folder):
-    with pytest.raises(InputError, match="not the id of a repository"):
+    with pytest.raises(InputError, match="a/b/c: Repo id must be in the form"):
         push_to_hub(folder, "a/b/c", dry_run=True)
 
 
@@ -150,25 +152,37 @@ def test_cards_hold_no_html_of_names(folder):
     config = json.loads((folder / "config.json").read_text())
     config["expansions"][0]["base_model"] = "<script>alert(1)</script>"
     (folder / "config.json").write_text(json.dumps(config))
-    card = str(make_card(folder, "me/x"))
-    assert "<script>" not in card
-    assert "&lt;script>" in card
+    text = str(make_card(folder, "me/x"))
+    assert "<script>" not in text
+    assert "&lt;script>" in text
 
 
-def test_what_training_leaves_behind_stays_at_home(folder):
-    before = published_files(folder)
-    (folder / "checkpoint-5").mkdir()
-    for name in ("training_args.bin", "trainer_state.json", "optimizer.pt", "checkpoint-5/x.pt", ".DS_Store"):
-        (folder / name).write_text("x")
-    assert published_files(folder) == before
-
-
-def test_code_is_what_config_json_names_and_what_that_imports(folder):
+def test_code_goes_along_and_none_is_missing(folder):
     code = {name for name in published_files(folder) if name.endswith(".py")}
     assert {"modeling_layer_moe.py", "expanded_model.py", "expansion_only.py", "expanded_config.py"} <= code
     (folder / "modeling_layer_moe.py").unlink()
-    with pytest.raises(InputError, match=r"names modeling_layer_moe\.py, which is missing"):
-        published_files(folder)
+    with pytest.raises(InputError, match=r"does not load in a fresh process .*modeling_layer_moe\.py"):
+        check_loads_alone(folder)
+
+
+def test_a_base_that_cannot_be_asked_for_is_named_and_said(folder, monkeypatch):
+    def download(*_, **__):
+        raise LocalEntryNotFoundError("not in the cache")
+
+    for module in (expansion_only, card):
+        monkeypatch.setattr(module, "snapshot_download", download)
+    said = []
+    pushed = push_to_hub(folder, "me/tiny-el", base="org/tiny", dry_run=True, say=said.append)
+    assert any(line.startswith("base: org/tiny was not compared with the checkpoint") for line in said)
+    assert "org/tiny" in pushed.card
+
+
+def test_no_token_and_no_password_reaches_a_message(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
+    words = f"hf_{'x' * 30}\na-token-of-another-kind, the-token-given: https://me:opensesame@example.org/x."
+    with pytest.raises(InputError) as refused, library_errors_at("me/x", "the-token-given"):
+        raise OSError(words)
+    assert str(refused.value) == "me/x: *** ***, ***: https://me:***@example.org/x."
 
 
 @pytest.mark.parametrize(

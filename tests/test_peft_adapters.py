@@ -435,7 +435,6 @@ def test_pickled_weights_are_not_read(base, adapter, tmp_path):
 
 def test_an_adapter_on_the_hub(base, adapter, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(source, "hub_problem", lambda: "")
     monkeypatch.setattr(source, "snapshot_download", lambda name, **options: asked.append((name, options)) or adapter)
     expand_from_peft(base, {"el": "me/lora-el"}, tmp_path / "model")
     ((name, options),) = asked

@@ -115,7 +115,7 @@ def test_card_prints_what_push_writes(ran, monkeypatch, stage, options):
     monkeypatch.setattr("hf_moe_expand.hub.publish.base_on_hub", lambda config, base, token: card_module.BaseModel(
         base, base, None))  # fmt: skip
     notes, pushed = [], []
-    card = card_to_push(ran[0] / stage, "me/x", say=notes.append, **options)
+    card, *_ = card_to_push(ran[0] / stage, "me/x", say=notes.append, **options)
     assert card == push_to_hub(ran[0] / stage, "me/x", dry_run=True, say=pushed.append, **options).card
     assert notes == [line for line in pushed if line in notes]
     assert any("warning: the card names no license" in line for line in notes) == ("license" not in options)
@@ -137,5 +137,5 @@ def test_a_card_of_the_users_own_is_pushed_as_it_stands(tmp_path):
         assert push_to_hub(tmp_path / "el", "me/x", dry_run=True, say=said.append).card == own.read_text()
         assert any("names no license" in line for line in said) == warned
         said.clear()
-    assert "# mine" not in card_to_push(tmp_path / "el", "me/x", say=said.append)
+    assert "# mine" not in card_to_push(tmp_path / "el", "me/x", say=said.append)[0]
     assert any("which `push` publishes as it stands" in line for line in said)

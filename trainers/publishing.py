@@ -12,7 +12,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
 from ..core.errors import InputError
-from ..core.hub_answers import refusal
+from ..core.private import library_errors_at
 from ..core.scratch import link
 from .freezing import TrainerBase
 
@@ -35,10 +35,8 @@ class PublishingMixin(TrainerBase):
                 f"hub_strategy is {self.args.hub_strategy.value!r}: the model is published, and not what resumes its "
                 "training: take 'end' or 'every_save'."
             )
-        try:
+        with library_errors_at(self._repository):
             super().init_hf_repo(*args, **kwargs)
-        except Exception as error:  # an answer that is none of the hub's raises many types
-            raise InputError(f"{self._repository}: {refusal(error)}.") from None
 
     def push_to_hub(
         self,
@@ -127,7 +125,7 @@ class PublishingMixin(TrainerBase):
         from .. import push_to_hub
 
         return push_to_hub(
-            folder, self._repository, commit_message=message, license=license, leave_others=True,
+            folder, self._repository, commit_message=message, license=license,
             private=bool(self.args.hub_private_repo if private is None else private),
             revision=revision or self.args.hub_revision, token=token or self.args.hub_token,
         )  # fmt: skip

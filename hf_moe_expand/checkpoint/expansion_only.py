@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from transformers.core_model_loading import dot_natural_key
 
-from ..core.errors import InputError
+from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json
+from ..core.private import library_errors_at
 from ..core.schema import checked
 from ..modeling.expansion_only import ADDED, RECORD
+from .graft import COMPUTATION
 from .local import name_and_commit
 from .reader import StoredTensor
 from .records import History
-from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
+from .source import TOKENIZER_FILES, load_config, load_expanded_config, resolve_checkpoint, text_config
 from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,48 @@ def base_of(config: Any) -> BaseModel:
             "config.json does not say which base model was expanded: give its hub id (`push --base HUB_ID`)."
         )
     return BaseModel(name, name if revision else None, revision)
+
+
+def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel:
+    """The base that the hub has under `hub_id`, with its present commit; its configuration must be that of the model
+    that was expanded. Without a connection, or without access to a gated model, nothing is compared and the commit
+    stays unknown."""
+    where = f"--base {hub_id}"
+    if Path(hub_id).is_dir():
+        raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
+    with library_errors_at(where, token):
+        try:
+            folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))
+        except (GatedRepoError, LocalEntryNotFoundError):
+            return BaseModel(hub_id, hub_id, None)
+    with errors_at(where):
+        _compare_configs(config, text_config(load_config(folder)), where)
+    return BaseModel(hub_id, hub_id, folder.name)  # the hub's cache names a snapshot's folder by its commit
+
+
+def _compare_configs(config: Any, base: Any, where: str) -> None:
+    ours: dict[str, Any] = {name: getattr(config, name, None) for name in (*_SIZES, *COMPUTATION)}
+    ours = {"model_type": config.backbone_model_type, **ours}
+    if ours["num_hidden_layers"] is not None:
+        ours["num_hidden_layers"] -= len(getattr(config, "new_layers", None) or ())
+    if any(stage.changes_everything for stage in History.of(config).stages):
+        del ours["vocab_size"]  # a graft may have added tokens
+    for name, value in ours.items():
+        if (theirs := getattr(base, name, None)) != value:
+            raise InputError(
+                f"{where}: is not the model that was expanded: its {name} is {theirs!r}, not {value!r}. Give the "
+                "base's hub id."
+            )
+
+
+def config_with_base(file: Path, base: BaseModel) -> bytes:
+    """A checkpoint's config.json in which every expansion of the first one's base names `base`."""
+    fields = read_json(file, "a configuration")
+    before = fields["expansions"][0].get("base_model")
+    for record in fields["expansions"]:
+        if record.get("base_model") == before:
+            record |= {"base_model": base.name, "base_revision": base.revision}
+    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @checked

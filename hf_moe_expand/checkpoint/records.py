@@ -126,6 +126,16 @@ class ExpansionRecord(_Record):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "stages": [stage.to_dict() for stage in self.stages]}
 
+    def copies(self, added: Sequence[int]) -> str:
+        """Which experts a further expansion's new experts, `added` in each layer, are copies of."""
+        if self.copied_expert is not None:
+            return f"copies of expert {self.copied_expert}"
+        # JSON has no integers as keys.
+        known = {int(layer): expert for layer, expert in (self.copied_experts or {}).items()}
+        experts = [str(known.get(layer, 0)) if count else "-" for layer, count in enumerate(added)]
+        alike = {*experts} - {"-"}
+        return f"copies of expert {alike.pop()}" if len(alike) == 1 else f"copies of experts {' '.join(experts)}"
+
 
 @dataclass(frozen=True)
 class History:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -15,9 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
 from ..core.errors import InputError, first_line
-from ..core.hub_access import hub_problem, patiently
-from ..core.hub_answers import refusal
 from ..core.jsonfile import read_json
+from ..core.private import in_one_line
 from ..core.schema import Count, Flag, Positive, Schema, Text, Whole, read
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
@@ -114,24 +112,10 @@ def resolve_adapter(name: str | os.PathLike) -> Path:
 
 def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot of a repository on the hub, of which some files are fetched."""
-    if unreachable := hub_problem():
-        try:
-            return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=True))
-        except OSError:
-            raise InputError(f"{name}: no such folder, and the hub cannot be reached ({unreachable}).") from None
     try:
-        return Path(patiently(snapshot_download, str(name), revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise InputError(f"{name}: {refusal(error)}.") from None
-    except RepositoryNotFoundError:
-        raise InputError(
-            f"{name}: no such folder, and the hub shows no model of that name: check the name, or, if it is private or "
-            "gated, log in with `hf auth login` or set HF_TOKEN."
-        ) from None
-    except RevisionNotFoundError:
-        raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
-    except Exception as error:  # an answer that is none of the hub's raises many types
-        raise InputError(f"{name}: no such folder, and {refusal(error)}.") from None
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the library raises many types
+        raise InputError(f"{name}: no such folder, and the hub does not give it: {in_one_line(error)}.") from None
 
 
 def lies_inside(folder: Path, file: Path) -> bool:

@@ -37,7 +37,7 @@ def card(
     from ..core.saying import say_once
     from ..hub.publish import card_to_push
 
-    text = card_to_push(
+    text, *_ = card_to_push(
         model, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
         expansion_only=expansion_only, say=say_once,
     )  # fmt: skip

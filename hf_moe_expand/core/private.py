@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,29 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
 _PASSWORD = re.compile(r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'<>,$]*:([^/\s:@\"'<>,$]+)@", re.IGNORECASE)
 _HOME = re.compile(r"(?<![\w.:/-])(?:/(?:home|Users|root|mnt|media|scratch|tmp|var|workspace)|~)/[\w./-]+")
 _ABSOLUTE = re.compile(r"/[^/\s]+/\S*|file://.*|[A-Za-z]:[\\/].*|\\\\\w+\\.*")
+
+
+def in_one_line(error: BaseException, *secrets: str | None) -> str:
+    """A library's error and those behind it in one line, without access tokens and passwords."""
+    causes: list[BaseException | None] = [error]
+    while causes[-1]:
+        causes.append(causes[-1].__cause__)
+    texts = dict.fromkeys(" ".join(str(one).split()) for one in causes[:-1])
+    text = " ".join(filter(None, texts))[:1000].rstrip(".") or type(error).__name__
+    for secret in (*secrets, get_token(), *_TOKEN.findall(text), *_PASSWORD.findall(text)):
+        text = text.replace(secret, "***") if secret else text
+    return text
+
+
+@contextmanager
+def library_errors_at(where: str, *secrets: str | None) -> Iterator[None]:
+    """Inside, a library's error becomes an InputError with `where` in front of its message."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # libraries raise many types
+        raise InputError(f"{where}: {in_one_line(error, *secrets)}.") from None
 
 
 def refuse_private(files: dict[str, Path | bytes]) -> None:

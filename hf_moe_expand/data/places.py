@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from ..core.errors import InputError, first_line
-from ..core.hub_answers import without_secrets
+from ..core.errors import InputError
+from ..core.private import in_one_line
 
 WAITS = (1, 2, 4, 8, 16)  # seconds before each new try to open or read a file elsewhere
 PATIENCE = 60  # seconds; a try may take longer, since some stores' tools try again themselves
@@ -59,7 +59,7 @@ def files_elsewhere(source: str) -> dict[str, int | None]:
     Raises:
         InputError: the place cannot be reached, or has no such file.
     """
-    found = _patiently(lambda: _listed(source), source)
+    found = _retried(lambda: _listed(source), source)
     if not found:
         raise InputError(f"{source}: no such file: check the address.")
     return found
@@ -102,7 +102,7 @@ class _Elsewhere(RawIOBase):
 
     def __init__(self, path: str) -> None:
         self.path, self.name, self.at = path, path, 0
-        self.file = _patiently(self._open, path)
+        self.file = _retried(self._open, path)
         self.size = int(self.file.seek(0, os.SEEK_END))
 
     def _open(self) -> Any:
@@ -122,7 +122,7 @@ class _Elsewhere(RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        data = _patiently(lambda: self._read(len(buffer)), self.path)
+        data = _retried(lambda: self._read(len(buffer)), self.path)
         buffer[: len(data)] = data
         self.at += len(data)
         return len(data)
@@ -143,14 +143,14 @@ class _Elsewhere(RawIOBase):
         super().close()
 
 
-def _patiently(call: Any, path: str) -> Any:
+def _retried(call: Any, path: str) -> Any:
     """Calls, again after each wait while the place does not answer."""
     begun = time.monotonic()
     for wait in (*WAITS, None):
         try:
             return call()
         except Exception as error:  # each store has types of its own
-            said = without_secrets(first_line(error))
+            said = in_one_line(error)
             if isinstance(error, FileNotFoundError):
                 raise InputError(f"{path}: no such file: check the address.") from None
             if isinstance(error, (*_FINAL, ValueError)) or "redential" in f"{type(error)}{said}":

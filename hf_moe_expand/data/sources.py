@@ -15,13 +15,13 @@ from typing import Any
 import langcodes
 import numpy
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.errors import HTTPError
 
-from ..core.errors import InputError, first_line, is_unicode
+from ..core.errors import InputError, is_unicode
 from ..core.extra import import_extra
-from ..core.hub_access import hub_problem, patiently
-from ..core.hub_answers import is_of_hub, refusal, without_secrets
 from ..core.languages import check_old_and_new, is_language_code, names_language
+from ..core.private import in_one_line
 from ..core.saying import say_once
 from ..core.schema import checked
 from .files import KNOWN, Row, has_text, is_translation, kind_of, read_rows, text_files, version
@@ -373,13 +373,13 @@ def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dic
 
 def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
     stream, limit = _hub_stream(source)
-    with _hub_errors(source, "the dataset cannot be read"):
+    with _hub_errors(source):
         yield from islice(stream, limit)
 
 
 def _shard_rows(source: str, stream: Any, part: int | None, after: int) -> Iterator[Row]:
     """The rows of a shard of a dataset on the hub; of all of it without `part`."""
-    with _hub_errors(source, "the dataset cannot be read"):
+    with _hub_errors(source):
         shard = stream if part is None else stream.shard(stream.num_shards, part)
         # `iter(dataset)` in a worker would give its share of the shards.
         batches = (shard.skip(after) if after else shard).iter(batch_size=_ROWS)
@@ -398,22 +398,20 @@ def _hub_stream(source: str) -> tuple[Any, int | None]:
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d{1,18})\]", split)  # more rows than 18 digits tell, nothing has
     split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and (reason := hub_problem()):
-        raise InputError(f"{source}: the hub cannot be reached ({reason}).")
-    with _hub_errors(source, "the hub gives no dataset of that name"):
-        return patiently(load_dataset, name, config, split=split, streaming=True), limit
+    with _hub_errors(source):
+        return load_dataset(name, config, split=split, streaming=True), limit
 
 
 @contextmanager
-def _hub_errors(source: str, otherwise: str) -> Iterator[None]:
+def _hub_errors(source: str) -> Iterator[None]:
+    """Inside, a library's error becomes one of a place that does not answer, or else of the dataset."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # the hub, what stands before it, and the dataset's own files raise many types
-        if is_of_hub(error) and not isinstance(error, DatasetNotFoundError):
-            raise UnreachableError(f"{source}: {refusal(error)}.") from None
-        raise InputError(f"{source}: {otherwise} ({without_secrets(first_line(error))}).") from None
+    except Exception as error:  # the hub and the dataset's own files raise many types
+        kind = UnreachableError if isinstance(error, HTTPError | ConnectionError | TimeoutError) else InputError
+        raise kind(f"{source}: the dataset cannot be read: {in_one_line(error)}.") from None
 
 
 def read_file(path: str, language: str, stamp: Any = None, as_pairs: bool = False) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Scores several models, for the verb `evaluate` and for runs: one JSON file and its tables."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .perplexity import LanguageScore, evaluate_model
 from .samples import Sample, begin_samples, continue_samples
 from .settings import EvaluationSettings
 
+THIS = "this model"
 _NO_BOUND = "*"  # behind a score of text that the tokenizer loses
 
 
@@ -74,6 +76,27 @@ class Evaluation:
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
         known = {name: value[name] for name in keys_of(cls) if name in value}
         return read(cls, known, f"{path}: not an evaluation")
+
+    def of_this(self, names: Iterable[str], where: str | os.PathLike) -> "Evaluation":
+        """The scores of the first model and of this one, which has one of the `names`, and gets the name `THIS`.
+
+        Raises:
+            InputError: no model has one of the names; `where` is the evaluation's file.
+        """
+        wanted = list(dict.fromkeys(names))
+        called = next((name for name in wanted if name in self.models), None)
+        if called is None:
+            raise InputError(
+                f"{where}: has scores of {', '.join(self.models)}, but none of {' or '.join(wanted)}; "
+                "name this checkpoint's scores with --evaluated-as."
+            )
+        first, this = next(iter(self.models)), self.models[called]
+        before = {} if first == called else {first: self.models[first]}
+        old, new, unnamed = ([code for code in codes if code in this] for codes in (self.old, self.new, self.unnamed))
+        expansions = [[code for code in brought if code in this] for brought in self.expansions]
+        renamed = {name: name for name in before} | {called: THIS}
+        tasks = {renamed[name]: scores for name, scores in self.tasks.items() if name in renamed}
+        return Evaluation(old, new, {**before, THIS: this}, expansions, tasks, unnamed=unnamed)
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """The languages as the table groups them: `old`, then `new` or the languages of each of several expansions,

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -10,34 +10,31 @@ from typing import Any
 
 import jinja2
 import langcodes
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, metadata_load
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, snapshot_download
 from markupsafe import Markup
 
 from .. import __version__
 from ..checkpoint.base_tensors import Verdict, moved_tensors
-from ..checkpoint.expansion_only import BaseModel, base_of
+from ..checkpoint.expansion_only import BaseModel, base_of, base_on_hub
 from ..checkpoint.local import name_in_results, own_name
-from ..checkpoint.records import ExpansionRecord, History, StageRecord, without_folders
+from ..checkpoint.published import CARD
+from ..checkpoint.records import History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel
 from ..core.disk import readable_size
 from ..core.errors import InputError
-from ..core.hub_access import hub_problem, patiently
 from ..core.languages import in_words, is_language_code
 from ..core.layer_names import layer_name
 from ..core.private import refuse_private
 from ..core.schema import checked
 from ..core.yamlfile import to_yaml
-from ..evaluation.report import Evaluation, markdown_table
+from ..evaluation.report import THIS, Evaluation, markdown_table
 from ..modeling.language_gate import GateRule
 from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
-from .files import CARD, base_on_hub
 
-THIS = "this model"
 _MEASURES = ("bits_per_byte", "perplexity")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MARKDOWN = str.maketrans({
     "&": "&amp;", "<": "&lt;", "[": "&#91;", "]": "&#93;", "|": "&#124;", "`": "&#96;", "*": "&#42;"
 })  # fmt: skip
@@ -65,8 +62,7 @@ def make_card(
         expansion_only: whether the card is for a repository that holds only the added tensors.
 
     Raises:
-        InputError: a language code is unknown, config.json records no expansion or contains an access token,
-            `evaluation` lacks this model, or `base` is not the base.
+        InputError: config.json or `evaluation` lacks what the card says, or holds a secret, or `base` is not the base.
     """
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
@@ -84,7 +80,7 @@ def make_card(
     scores = None
     if evaluation is not None:
         names = [evaluated_as] if evaluated_as else [location, folder.resolve().name, name_in_results(model)]
-        scores = scores_of_this(Evaluation.from_json(Path(evaluation)), names, evaluation)
+        scores = Evaluation.from_json(Path(evaluation)).of_this(names, evaluation)
     item_size = getattr(config.dtype, "itemsize", None)
     licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
     data = ModelCardData(
@@ -116,7 +112,6 @@ def make_card(
         or any(known.get("curriculum") or any((known.get("masking") or {}).values()) for known in settings),
         groups=getattr(config, "language_groups", None),
         base=origin,
-        base_on_hub=origin.hub_id is not None and _is_hub_id(origin.hub_id),
         old=in_words(old),
         new=new,
         added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
@@ -127,37 +122,14 @@ def make_card(
             (record, [after - count for after, count in zip(now, before, strict=True)])
             for record, (before, now) in zip(history.expansions, pairwise(counts), strict=True)
         ],
-        trainings=list(_trainings(history)),
         results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
-        unnamed=scores.unnamed if scores else [],
-        notes=scores.notes() if scores else [],
+        scores=scores,
         tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
         untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
         version=(history.last.versions or {}).get("hf_moe_expand", __version__),
     )
     refuse_private({CARD: text.encode()})
     return ModelCard(text)
-
-
-def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os.PathLike) -> Evaluation:
-    """An evaluation reduced to its first model and this one, which gets the name `this model`; refuses one that has
-    none of its possible `names`."""
-    wanted = list(dict.fromkeys(names))
-    called = next((name for name in wanted if name in evaluation.models), None)
-    if called is None:
-        raise InputError(
-            f"{where}: has scores of {', '.join(evaluation.models)}, but none of {' or '.join(wanted)}; "
-            "name this checkpoint's scores with --evaluated-as."
-        )
-    first = next(iter(evaluation.models))
-    before = {} if first == called else {first: evaluation.models[first]}
-    this = evaluation.models[called]
-    old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
-    expansions = [[code for code in brought if code in this] for brought in evaluation.expansions]
-    unnamed = [code for code in evaluation.unnamed if code in this]
-    renamed = {name: name for name in before} | {called: THIS}
-    tasks = {renamed[name]: scores for name, scores in evaluation.tasks.items() if name in renamed}
-    return Evaluation(old, new, {**before, THIS: this}, expansions, tasks, unnamed=unnamed)
 
 
 def _read(name: str) -> str:
@@ -168,8 +140,8 @@ def _render(template: str, **facts: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
     )
-    filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _is_hub_id, "table": _table}
-    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name, "copied": _copied}
+    filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _HUB_ID.fullmatch, "table": _table}
+    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name}
     facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
     return environment.get_template(f"{template}.md").render(facts) + "\n"
 
@@ -197,14 +169,12 @@ def _method(config: Any, history: History) -> type[PlanSettings]:
 
 def _languages(history: History) -> tuple[list[str], list[str]]:
     """The base model's languages, and the languages of all expansions."""
-    for number, record in enumerate(history.expansions):
-        for kind in ("old_languages", "new_languages"):
-            for code in getattr(record, kind):
-                if not is_language_code(code):
-                    raise InputError(
-                        f"config.json: expansions[{number}].{kind} has {code!r}, which is not a language code of "
-                        "ISO 639, such as el or yue: correct it in config.json, and in the plan for further expansions."
-                    )
+    for code in history.languages:
+        if not is_language_code(code):
+            raise InputError(
+                f"config.json: expansions: {code!r} is not a language code of ISO 639, such as el or yue: correct it "
+                "in config.json, and in the plan for further expansions."
+            )
     old, *new = history.by_expansion
     return list(old), list(dict.fromkeys(code for codes in new for code in codes))
 
@@ -214,11 +184,9 @@ def _base_license(base: BaseModel) -> dict[str, str]:
     if base.hub_id is None:
         return {}
     try:
-        unreachable = bool(hub_problem())
-        where = {"revision": base.revision, "local_files_only": unreachable}
-        card = patiently(hf_hub_download, base.hub_id, "README.md", **where)
-        metadata = metadata_load(card) or {}
-    except Exception:  # without an answer, or with one that is none of the hub's
+        folder = snapshot_download(base.hub_id, revision=base.revision, allow_patterns=CARD)
+        metadata = metadata_load(Path(folder) / CARD) or {}
+    except Exception:  # the card is no condition, and libraries raise many types
         return {}
     return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}
 
@@ -235,66 +203,29 @@ def _plan_rows(layers: list[tuple[int, bool, int]], encoder: int) -> list[dict[s
     return rows
 
 
-def _trainings(history: History) -> Iterator[dict[str, Any]]:
-    """The title and the stages of each expansion."""
-    for number, record in enumerate(history.expansions, start=1):
-        pack = f" (pack {record.pack})" if record.pack else ""
-        title = f"Expansion {number}: {', '.join(record.new_languages)}{pack}" if len(history) > 1 else None
-        yield {"title": title, "stages": record.stages}
-
-
-def _copied(record: ExpansionRecord, added: list[int]) -> str:
-    """Which experts a further expansion's new experts are copies of."""
-    if record.copied_expert is not None:
-        return f"copies of expert {record.copied_expert}"
-    # JSON has no integers as keys.
-    origin = {int(layer): expert for layer, expert in (record.copied_experts or {}).items()}
-    experts = [origin.get(layer, 0) for layer, count in enumerate(added) if count]
-    if len(set(experts)) == 1:
-        return f"copies of expert {experts[0]}"
-    return f"copies of experts {' '.join(str(origin.get(i, 0)) if count else '-' for i, count in enumerate(added))}"
-
-
-def _is_hub_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
 def _settings(stage: StageRecord) -> Markup:
     """A stage's settings as YAML, of which none ends the block of code that it stands in; empty without any."""
-    settings = _without_nothing(without_folders(stage.settings or {}))
+
+    def known(value: Any) -> Any:
+        return {key: known(item) for key, item in value.items() if item is not None} if type(value) is dict else value
+
+    settings = known(without_folders(stage.settings or {}))
     return Markup(to_yaml(settings).strip().replace("```", "'''") if settings else "")
 
 
-def _without_nothing(value: Any) -> Any:
-    """Settings without null values."""
-    if isinstance(value, dict):
-        return {name: _without_nothing(item) for name, item in value.items() if item is not None}
-    return value
-
-
 def _eval_results(scores: Evaluation) -> list[EvalResult]:
-    found: list[tuple[str, str, float, dict[str, Any]]] = []  # kind and name of a metric, its value, its data set
-    for language, text in scores.models[THIS].items():
-        dataset = {
-            "dataset_type": "text",
-            "dataset_name": f"held-out text ({language})",
-            "dataset_config": language,
-            "dataset_args": {"tokens": text.tokens, "bytes": text.bytes},
-        }
-        found += [(kind, kind.replace("_", " "), getattr(text, kind), dataset) for kind in _MEASURES]
+    results = []
+
+    def add(dataset: str, name: str, kind: str, value: float, of: dict[str, Any], **more: Any) -> None:
+        results.append(EvalResult("text-generation", dataset, name, kind, round(value, 4), dataset_args=of, **more))
+
+    for code, text in scores.models[THIS].items():
+        for kind in _MEASURES:
+            of = {"tokens": text.tokens, "bytes": text.bytes}
+            more = {"dataset_config": code, "metric_name": kind.replace("_", " ")}
+            add("text", f"held-out text ({code})", kind, getattr(text, kind), of, **more)
     for task, score in scores.tasks.get(THIS, {}).items():
-        dataset = {
-            "dataset_type": task,
-            "dataset_name": f"{task} (lm-evaluation-harness)",
-            "dataset_args": {"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
-        }
-        if score.group is None:
-            found += [(kind, kind, metric.value, dataset) for kind, metric in score.metrics.items()]
-    return [
-        EvalResult("text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset)
-        for kind, name, value, dataset in found
-    ]
+        settings = {"num_few_shot": score.shots, "samples": score.samples, "version": score.version}
+        for kind, metric in score.metrics.items() if score.group is None else ():
+            add(task, f"{task} (lm-evaluation-harness)", kind, metric.value, settings, metric_name=kind)
+    return results

@@ -2,55 +2,31 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    ModelCard,
-    get_token,
-    hf_hub_download,
-    metadata_load,
-)
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
-from ..checkpoint.expansion_only import BaseModel, base_of, save_expansion
+from ..checkpoint.expansion_only import BaseModel, base_of, base_on_hub, config_with_base, save_expansion
 from ..checkpoint.local import name_in_results, own_name, run_of
+from ..checkpoint.published import CARD, EVALUATION, check_code, check_loads_alone, published_files
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..core.disk import readable_size
-from ..core.errors import InputError, first_line, goes_on
-from ..core.hub_access import patiently
-from ..core.hub_answers import is_quota, refusal, status_of, without_secrets
-from ..core.jsonfile import read_json
-from ..core.private import refuse_private
+from ..core.errors import InputError, goes_on, named_as
+from ..core.private import library_errors_at, refuse_private
 from ..core.recipe_paths import RECIPE, SETTINGS, without_paths
 from ..core.schema import checked
 from ..evaluation.report import Evaluation
-from ..modeling import MODEL_CLASSES
+from ..modeling.expansion_only import RECORD
 from ..stages import recipe_stages
-from .card import make_card, scores_of_this
-from .files import (
-    CARD,
-    EVALUATION,
-    base_on_hub,
-    check_code,
-    check_loads_alone,
-    config_with_base,
-    is_weights,
-    published_files,
-)
+from .card import make_card
 
-# Answers to an upload that the same one would get again.
-_FOR_GOOD = (401, 402, 403, 404, 407, 410, 413, 415, 422, 451, 507)
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -58,8 +34,7 @@ class Push:
     """Result of `push_to_hub`.
 
     Attributes:
-        repo_id, revision: repository and branch.
-        commit: the branch's commit now; None after a dry run.
+        repo_id, revision, commit: repository, branch, and the branch's commit now; None after a dry run.
         changed: False if the repository had all files already, so that no commit was made.
         files: size in bytes of every file.
         card: the text of README.md.
@@ -87,21 +62,12 @@ def push_to_hub(
     base: str | None = None,
     expansion_only: bool = False,
     dry_run: bool = False,
-    leave_others: bool = False,
     commit_message: str | None = None,
     token: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Push:
     """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation. Of
     local paths in the recipe, the last part is published.
-
-    After training with any trainer:
-
-        trainer.save_model("qwen-el")
-        tokenizer.save_pretrained("qwen-el")
-        push_to_hub("qwen-el", "me/qwen-el")
-
-    The package's own Trainers do so with `trainer.push_to_hub()`.
 
     The folder's README.md is the card; if it is missing or a trainer wrote it, a card is written from config.json and
     the evaluation. Before the upload the checkpoint is loaded in a fresh process without this package. After a broken
@@ -114,169 +80,130 @@ def push_to_hub(
         revision: branch to push to, created if it does not exist; `main` by default.
         evaluation: evaluation.json; by default the folder's or its run's.
         evaluated_as: the name of this model in `evaluation`; the folder's name by default.
-        include: further files of the folder to publish.
+        include: further files of the folder to publish; a line names those that stay here.
         license: license of the card; by default the base model's license, if its card names one.
         base: hub id of the base model, if config.json knows it only as a local folder; the published config.json and
             card name it, with its commit.
         expansion_only: publish only the added tensors, with a reference to the base (see `save_expansion`).
-        leave_others: leave other files of the folder here, where by default they are refused; a line names them.
         commit_message: message of the commit.
         dry_run: print what would be published, without an upload; needs no token.
         token: access token; by default that of `hf auth login` or HF_TOKEN.
 
     Raises:
-        InputError: the token, the repository, the folder or the card is wrong; the message says which and why.
+        InputError: the folder or the card is wrong, or the hub refuses; the message says which and why.
     """
-    folder = resolve_checkpoint(model)
-    config = load_expanded_config(folder)
-    check_code(folder)
+    folder, api = resolve_checkpoint(model), HfApi(token=token)
     CheckpointReader(folder).check_finite()
-    api = HfApi(token=token)
-    try:
+    with library_errors_at(repo_id, token):
         validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise InputError(f"{repo_id}: not the id of a repository (namespace/name): {error}") from None
+        if not dry_run:  # before all work, since the token may be missing or wrong
+            user = api.whoami()["name"]
+            repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+    card, chosen, origin = card_to_push(
+        folder, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
+        expansion_only=expansion_only, keep=True, token=token, say=say,
+    )  # fmt: skip
+    files: dict[str, Any] = dict(published_files(folder, include, say))
+    files.pop(EVALUATION, None)
     with tempfile.TemporaryDirectory() as scratch:
-        if not dry_run:
-            with _hub_errors(repo_id):
-                repo_id = patiently(_check_repository, api, repo_id, private)
-        origin = _origin(config, base, token, say)
-        if origin.hub_id is None and expansion_only:
-            raise InputError(
-                f"{folder}: was expanded from {origin.name}, a local folder, but loading the added tensors alone "
-                "fetches the base from the hub: name its published copy with --base HUB_ID, or leave out "
-                "--expansion-only."
-            )
-        files: dict[str, Path | bytes] = {**published_files(folder, include, say if leave_others else None)}
-        files.pop(EVALUATION, None)
-        chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id, say)
-        if chosen is not None:
-            files[EVALUATION] = chosen
-        source = folder
         if expansion_only:
             saved = save_expansion(folder, Path(scratch) / folder.resolve().name, base)
             if saved.changed:
                 say(f"training changed {len(saved.changed)} tensors of the base model, which are published too")
-            source = saved.out
-            files = {name: content for name, content in files.items() if not is_weights(name)}
-            files |= published_files(source)
-        if _own_card(folder):
-            if license is not None:
-                raise InputError(f"license: {CARD} of {folder} is the card, as it stands: name the licence there.")
-            say(f"card: {CARD} of {folder}, as it stands")
-            card = (folder / CARD).read_text(encoding="utf-8")
-        else:
-            card = str(make_card(folder, repo_id, chosen, called, license, origin, expansion_only))
-            files[CARD] = card.encode()
-        _warn_of_no_license(card, say)
+            files = {name: file for name, file in files.items() if not name.endswith(_WEIGHTS)}
+            files |= published_files(saved.out)
+        files |= {CARD: card.encode(), **({} if chosen is None else {EVALUATION: chosen})}
         if base is not None:
-            files["config.json"] = config_with_base(source / "config.json", origin)
-        for name in (RECIPE, SETTINGS):
-            if isinstance(written := files.get(name), Path):
-                files[name] = without_paths(written.read_text(encoding="utf-8-sig")).encode()
-        refuse_private(files)
-        sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in sorted(files.items())}
-        branch = revision or "main"
+            files["config.json"] = config_with_base(files["config.json"], origin)
+        for name in {RECIPE, SETTINGS} & files.keys():
+            files[name] = without_paths(files[name].read_text(encoding="utf-8-sig")).encode()
+        upload = Path(scratch) / "upload"
+        for name, content in files.items():
+            (upload / name).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                (upload / name).write_bytes(content)
+            else:
+                (upload / name).symlink_to(content.resolve())
+        sizes = {name: (upload / name).stat().st_size for name in sorted(files)}
+        with named_as(upload, folder):
+            check_code(upload)
+            refuse_private(files)
+            if not dry_run:
+                say("loading it in a fresh process, without this package ...")
+                check_loads_alone(upload)
         if dry_run:
-            for name, size in sizes.items():
-                say(f"{readable_size(size):>10}  {name}")
-            say(f"\n{card}")
-            return Push(repo_id, branch, None, False, sizes, card)
-        say("loading it in a fresh process, without this package ...")
-        check_loads_alone(source)
-        with _hub_errors(repo_id, uploads=True), goes_on(lambda: "with the files that have not arrived"):
-            commit, changed = patiently(_upload, api, repo_id, branch, private, files, commit_message)
-        say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
-    return Push(repo_id, branch, commit, changed, sizes, card)
+            listed = [f"{readable_size(size):>10}  {name}" for name, size in sizes.items()]
+            say("\n".join([*listed, "", card]))
+            return Push(repo_id, revision or "main", None, False, sizes, card)
+        with library_errors_at(repo_id, token), goes_on(lambda: "with the files that have not arrived"):
+            api.create_repo(repo_id, private=private or None, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            before = api.model_info(repo_id, revision=revision)
+            if private and not before.private:
+                raise InputError(f"{repo_id}: exists already and is public; make it private in its settings.")
+            # Weights of an earlier push under other names would be loaded instead of these.
+            stale = [RECORD, *(f"*{end}" for end in (*_WEIGHTS, ".bin", ".bin.index.json"))]
+            message = commit_message or f"Push with hf-moe-expand {__version__}"
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=upload, revision=revision, commit_message=message, delete_patterns=stale
+            ).oid
+    changed = commit != before.sha
+    say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
+    return Push(repo_id, revision or "main", commit, changed, sizes, card)
 
 
 def card_to_push(
-    model: str | os.PathLike,
-    repo_id: str | None = None,
-    *,
-    evaluation: str | os.PathLike | None = None,
-    evaluated_as: str | None = None,
-    license: str | None = None,
-    base: str | None = None,
-    expansion_only: bool = False,
-    say: Callable[[str], None] = print,
-) -> str:
-    """The card that `push_to_hub` writes with the same arguments.
-
-    Args:
-        repo_id: repository of the published model; by default the card names the checkpoint's own folder.
-
-    Raises:
-        InputError: as `push_to_hub`.
+    model: str | os.PathLike, repo_id: str | None = None, *, evaluation: str | os.PathLike | None = None,
+    evaluated_as: str | None = None, license: str | None = None, base: str | None = None, expansion_only: bool = False,
+    keep: bool = False, token: str | None = None, say: Callable[[str], None] = print,
+) -> tuple[str, Path | None, BaseModel]:  # fmt: skip
+    """The card that `push_to_hub` writes with the same arguments, the evaluation behind it, and the base that it names;
+    without `repo_id` the card names the checkpoint's folder. With `keep` the folder's own card takes its place.
     """
-    folder = resolve_checkpoint(model, weights=False)
-    origin = _origin(load_expanded_config(folder), base, None, say)
-    location = repo_id or own_name(model)
-    chosen, called = _evaluation(folder, evaluation, evaluated_as, location, say)
-    card = str(make_card(folder, location, chosen, called, license, origin, expansion_only))
-    if _own_card(folder):
-        say(f"card: {folder} has a {CARD} already, which `push` publishes as it stands: move it away for this one")
-    _warn_of_no_license(card, say)
-    return card
-
-
-def _origin(config: Any, base: str | None, token: str | None, say: Callable[[str], None]) -> BaseModel:
-    """The base to name, which may be known as a local folder alone; says what is not known of it."""
+    folder, name = resolve_checkpoint(model, weights=False), repo_id or own_name(model)
+    config = load_expanded_config(folder)
     origin = base_of(config) if base is None else base_on_hub(config, base, token)
     if base is not None and origin.revision is None:
         say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
     if origin.hub_id is None:
         say(f"base: {origin.name}, a local folder; if it is published too, name it with --base HUB_ID")
-    return origin
+    chosen, called = _evaluation(folder, evaluation, evaluated_as, name, say)
+    if own := _has_own_card(folder):
+        say(f"card: {folder} has a {CARD} already, which `push` publishes as it stands: move it away for a new one")
+    if own and keep:
+        if license is not None:
+            raise InputError(f"license: {CARD} of {folder} is the card, as it stands: name the licence there.")
+        text = (folder / CARD).read_text(encoding="utf-8")
+    else:
+        text = str(make_card(folder, name, chosen, called, license, origin, expansion_only))
+    if not ModelCard(text, ignore_metadata_errors=True).data.get("license"):
+        say(f"warning: the card names no license: give one with --license, such as apache-2.0, or in your own {CARD}")
+    return text, chosen, origin
 
 
-def _warn_of_no_license(card: str, say: Callable[[str], None]) -> None:
-    data: Any = ModelCard(card, ignore_metadata_errors=True).data
-    if not data.license:
-        say(
-            f"warning: the card names no license, nor does the base's card, or it could not be read: give one with "
-            f"--license, such as apache-2.0, or in the metadata of your own {CARD}"
-        )
-
-
-def _own_card(folder: Path) -> bool:
+def _has_own_card(folder: Path) -> bool:
     """Whether the folder has a card that no trainer of transformers or TRL wrote: theirs have a tag of their own."""
-    card = folder / CARD
-    if not card.is_file():
+    if not (folder / CARD).is_file():
         return False
-    try:
-        data: Any = metadata_load(card) or {}
-    except Exception as error:  # broken metadata raises many types
-        raise InputError(f"{card}: its metadata cannot be read ({first_line(error)}).") from error
-    return not isinstance(data, dict) or "generated_from_trainer" not in (data.get("tags") or [])
+    with library_errors_at(f"{folder / CARD}: its metadata cannot be read"):
+        tags = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.get("tags")
+    return "generated_from_trainer" not in (tags or [])
 
 
 def _evaluation(
-    folder: Path,
-    evaluation: str | os.PathLike | None,
-    called: str | None,
-    repo_id: str,
-    say: Callable[[str], None],
+    folder: Path, evaluation: str | os.PathLike | None, called: str | None, repo_id: str, say: Callable[[str], None]
 ) -> tuple[Path | None, str | None]:
-    """The evaluation to publish, and this model's name in it. An evaluation that was not given but found is used only
-    if it has scores of this model; a run's evaluation has none of the run's first checkpoint. Says where there is
-    none."""
+    """The evaluation to publish, and this model's name in it. One that was not given but found is used only if it has
+    scores of this model; a run's evaluation has none of the run's first checkpoint. Says where there is none."""
     run = run_of(folder)
-    ours = [folder.resolve().name, name_in_results(folder), own_name(folder)]
-    candidates = [(folder / EVALUATION, [*ours, repo_id])]
-    if run is not None:
-        candidates.append((run / EVALUATION, [_name_in_run(folder.resolve(), run)]))
-    if evaluation is not None:
-        own = [name for file, (name, *_) in candidates[1:] if file.resolve() == Path(evaluation).resolve()]
-        candidates = [(Path(evaluation), [repo_id, *ours, *own])]
-    for file, names in candidates:
-        if not file.is_file() and evaluation is None:
-            continue
-        scores = Evaluation.from_json(file)
-        names = [called] if called is not None else names
-        if evaluation is not None or called is not None:
-            scores_of_this(scores, names, file)
-        if name := next((name for name in names if name in scores.models), None):
+    names = [repo_id, folder.resolve().name, name_in_results(folder), own_name(folder)]
+    names += [] if run is None else [_name_in_run(folder.resolve(), run)]
+    found = [place / EVALUATION for place in (folder, run) if place and (place / EVALUATION).is_file()]
+    for file in found if evaluation is None else [Path(evaluation)]:
+        scored = Evaluation.from_json(file).models
+        name = called or next((name for name in names if name in scored), None)
+        if name is not None or evaluation is not None:
             return file, name
     say("no evaluation: the card will show no results (make one with `hf-moe-expand evaluate`)")
     return None, None
@@ -290,72 +217,3 @@ def _name_in_run(folder: Path, run: Path) -> str:
         return result_names.get(folder.name, folder.name)
     last = [stage for stage in result_names if (folder.parent / stage).is_dir()][-1:]
     return f"after expansion {folder.parent.name}" if [folder.name] == last else ""
-
-
-def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
-    """The full id of the repository, after checking as far as possible that the token may write to it."""
-    if (api.token or get_token()) is None:
-        raise InputError(
-            "The hub needs an access token with write permission: log in with `hf auth login`, or set HF_TOKEN "
-            "(https://huggingface.co/settings/tokens)."
-        )
-    user = api.whoami()["name"]
-    repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
-    try:
-        info = api.model_info(repo_id)
-    except RepositoryNotFoundError:
-        for kind in ("dataset", "space"):
-            if api.repo_exists(repo_id, repo_type=kind):
-                raise InputError(f"{repo_id}: is already a {kind} on the hub; give the model another name.") from None
-        return repo_id
-    if private and not info.private:
-        raise InputError(
-            f"{repo_id}: exists already and is public; make it private in its settings, or choose another name."
-        )
-    names = [sibling.rfilename for sibling in info.siblings or []]
-    content = "weights without config.json" if any(map(is_weights, names)) else None
-    if "config.json" in names:
-        config = read_json(hf_hub_download(repo_id, "config.json", revision=info.sha, token=api.token), "config.json")
-        model_type = config.get("model_type")
-        ours = [config_class.model_type for config_class in MODEL_CLASSES]  # type: ignore[attr-defined]
-        content = None if model_type in ours else f"a model of type {model_type}"
-    if content is not None:
-        raise InputError(f"{repo_id}: holds {content}, which this push would overwrite; choose another name.")
-    return repo_id
-
-
-def _upload(
-    api: HfApi, repo_id: str, branch: str, private: bool, files: dict[str, Path | bytes], message: str | None
-) -> tuple[str, bool]:
-    """Uploads the files; returns the branch's commit afterwards, and whether it is new."""
-    api.create_repo(repo_id, private=private or None, exist_ok=True)
-    if branch != "main":
-        api.create_branch(repo_id, branch=branch, exist_ok=True)
-    info = api.model_info(repo_id, revision=branch)
-    # Weights of an earlier push under other names would be loaded instead of these.
-    stale = [s.rfilename for s in info.siblings or [] if is_weights(s.rfilename) and s.rfilename not in files]
-    additions = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in files.items()]
-    deletions = [CommitOperationDelete(name) for name in stale]
-    message = message or f"Push with hf-moe-expand {__version__}"
-    done = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision=branch)
-    return done.oid, done.oid != info.sha
-
-
-@contextmanager
-def _hub_errors(repo_id: str, uploads: bool = False) -> Iterator[None]:
-    """Inside, the hub is asked: what is raised comes from it, from what stands before it, or from the network."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # an answer that is none of the hub's raises many types
-        said, status = refusal(error), status_of(error)
-        if "metadata in README.md" in str(error):
-            said = f"the hub refuses the card: {without_secrets(' '.join(str(error).split()))}"
-        elif status == HTTPStatus.UNAUTHORIZED:
-            raise InputError(f"The hub refuses the access token: {said}.") from None
-        elif status == HTTPStatus.FORBIDDEN and not is_quota(error):
-            said = f"the access token may not write to it: {said}, or push to a namespace of your own"
-        elif uploads and status not in _FOR_GOOD:
-            said = f"the upload broke off ({said}). Run the same command again: it sends only missing files"
-        raise InputError(f"{repo_id}: {said}.") from None
