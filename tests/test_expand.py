@@ -1,7 +1,5 @@
 """Out-of-core expansion: what it writes, and what it refuses."""
 
-import builtins
-import errno
 import json
 import os
 import shutil
@@ -10,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import byte_tokenizer, run_fresh, save_dense, tensors, tiny_config, tiny_dense
+from conftest import byte_tokenizer, save_dense, tensors, tiny_config, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.reader import StoredTensor
 from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -137,12 +134,6 @@ def test_bloom_checkpoints_without_the_base_prefix(tmp_path):
     assert found.changed + found.added + found.removed == []
 
 
-def test_tensors_that_the_backbone_does_not_know_are_left_out_aloud(base, tmp_path):
-    weights = load_file(base / "model.safetensors") | {"extra.weight": torch.ones(2)}
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    assert expand_checkpoint(base, tmp_path / "out", PLAN).left_out == ["extra.weight"]
-
-
 def assert_nothing_left(folder, *names):
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
 
@@ -185,10 +176,6 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     refused(tmp_path / "done", PLAN, "is an expanded checkpoint already")
     with pytest.raises(InputError, match="exists already"):
         expand_checkpoint(base, tmp_path / "done", PLAN)
-    with pytest.raises(InputError, match="is the input folder"):
-        expand_checkpoint(base, base, PLAN, overwrite=True)
-    with pytest.raises(InputError, match=r"the input folder .* lies in it"):
-        expand_checkpoint(base, base.parent, PLAN, overwrite=True)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "last.tex").touch()
     with pytest.raises(InputError, match=r"thesis: is not a checkpoint .* not overwritten"):
@@ -198,87 +185,15 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         expand_checkpoint(base, tmp_path / "link", PLAN, overwrite=True)
     assert base.is_dir()
     assert (tmp_path / "thesis" / "last.tex").is_file()
-    with pytest.raises(InputError, match="max_shard_size is '5 gigs'"):
-        expand_checkpoint(base, tmp_path / "sharded", PLAN, max_shard_size="5 gigs")
     expand_checkpoint(base, tmp_path / "done", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
     assert LayerMoEForCausalLM.from_pretrained(tmp_path / "done").config.num_experts_per_layer == [2, 2, 2]
 
 
-def test_broken_weight_files_are_refused(base, tmp_path):
-    file = base / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match="incomplete"):
-        expand_checkpoint(base, tmp_path / "out", PLAN)
-    file.write_bytes(b"not safetensors at all")
-    with pytest.raises(InputError, match="not a safetensors file"):
-        expand_checkpoint(base, tmp_path / "out", PLAN)
-    weights = tensors_of(content, tmp_path)
-    del weights["model.norm.weight"]
-    save_file(weights, file)
-    with pytest.raises(InputError, match=r"missing from the checkpoint: model\.norm\.weight"):
-        expand_checkpoint(base, tmp_path / "out", PLAN)
-    weights["model.norm.weight"] = torch.ones(31)
-    save_file(weights, file)
-    with pytest.raises(InputError, match=r"'model\.norm\.weight' has shape \[31\], but .* \[32\]"):
-        expand_checkpoint(base, tmp_path / "out", PLAN)
-    assert not (tmp_path / "out").exists()
-
-
-def tensors_of(content, tmp_path):
-    (tmp_path / "whole.safetensors").write_bytes(content)
-    return load_file(tmp_path / "whole.safetensors")
-
-
 def test_a_full_disk_leaves_nothing_behind(base, tmp_path, monkeypatch):
-    real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(InputError, match=r"needs .* kB, .* kB more than the disk has free: choose another disk"):
         expand_checkpoint(base, tmp_path / "out", PLAN)
-    monkeypatch.setattr(shutil, "disk_usage", real)
-    opened = builtins.open
-
-    def full(path, mode="r", *args, **kwargs):
-        file = opened(path, mode, *args, **kwargs)
-        if "w" in mode and str(path).endswith(".safetensors"):
-
-            def write(data):
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            file = SimpleNamespace(write=write, __enter__=None)
-            return _Context(file)
-        return file
-
-    monkeypatch.setattr(builtins, "open", full)
-    with pytest.raises(InputError, match=r"the disk is full; at least .* kB are needed"):
-        expand_checkpoint(base, tmp_path / "out", PLAN)
-    monkeypatch.undo()
     assert_nothing_left(tmp_path, "base")
-
-
-class _Context:
-    def __init__(self, value):
-        self.value = value
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *_):
-        return False
-
-
-def test_an_interruption_leaves_nothing_behind_and_keeps_what_was_there(base, tmp_path, monkeypatch):
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(StoredTensor, "chunks", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    assert_nothing_left(tmp_path, "base", "out")
 
 
 def test_comparison_finds_one_changed_bit(base, tmp_path):
@@ -289,20 +204,6 @@ def test_comparison_finds_one_changed_bit(base, tmp_path):
     save_file(weights | {"new.weight": extra}, tmp_path / "other" / "model.safetensors")
     found = compare_checkpoints(base, tmp_path / "other")
     assert (found.changed, found.removed, found.added) == (["model.norm.weight"], ["lm_head.weight"], ["new.weight"])
-
-
-@pytest.mark.parametrize("backbone", ["qwen2", "llama", "phi3"])
-def test_the_tokenizer_loads_as_the_bases_does(tmp_path, backbone):
-    """The library loads some tokenizers by the model's type, and cuts words as that type's tokenizer does."""
-    base = save_dense(tmp_path / "base", backbone)
-    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
-    text = "set to 0.75 mm, a b\n\n  12345 it's"
-    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", base))
-    assert type(ours) is type(theirs)
-    assert ours(text).input_ids == theirs(text).input_ids
-    fresh = "import sys; from transformers import AutoTokenizer; a = AutoTokenizer.from_pretrained(sys.argv[1], "
-    fresh += "trust_remote_code=False); print(type(a).__name__)"
-    assert run_fresh(fresh, str(tmp_path / "out")).strip() == type(theirs).__name__
 
 
 def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):

@@ -45,18 +45,6 @@ def test_the_command_line(checkpoint):
         analyze(checkpoint, "expanded", *data(checkpoint, "en"))
 
 
-@pytest.mark.parametrize(
-    ("model", "codes", "message"),
-    [
-        ("dense", ["en"], "a qwen2 checkpoint, not an expanded one"),
-        ("expanded", ["en", "hu"], "hu: not a known language of this model"),
-    ],
-)
-def test_the_command_line_refuses(checkpoint, model, codes, message):
-    with pytest.raises(InputError, match=message):
-        analyze(checkpoint, model, *data(checkpoint, *codes), "--overwrite")
-
-
 def test_the_command_says_that_there_is_no_choice(tmp_path):
     plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
     expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
