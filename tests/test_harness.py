@@ -2,7 +2,9 @@
 
 import functools
 import json
+import math
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -21,7 +23,7 @@ import lm_eval.tasks
 from lm_eval.models.huggingface import HFLM
 
 from hf_moe_expand.evaluation.benchmarks import benchmark_means, task_list
-from hf_moe_expand.evaluation.harness import HarnessTasks, Metric, TaskScore
+from hf_moe_expand.evaluation.harness import HarnessTasks, Metric, TaskScore, _metrics
 
 QUESTIONS = {
     "el": [("Η γάτα πίνει", ["γάλα", "ουρανό"], 0), ("Ο ήλιος είναι", ["κρύος", "ζεστός", "βιβλίο"], 1)] * 3,
@@ -299,3 +301,9 @@ def test_what_is_wrong_shows_before_a_model_is_loaded(root, tmp_path, monkeypatc
     monkeypatch.setattr(report, "load_for_inference", lambda *name: pytest.fail("loaded"))
     with pytest.raises(InputError, match="is not a task"):
         invoke("evaluate", root / "moe", "--tasks", "nothing", "--out", tmp_path / "out.json")
+
+
+def test_a_value_that_is_no_finite_number_is_left_out():
+    values = {"acc,none": numpy.float32(0.5), "acc_stderr,none": "N/A", "answer,none": "a text", "bleu,none": None}
+    assert _metrics(values, {}) == {"acc": Metric(0.5)}
+    assert _metrics({"acc,none": 0.5, "acc_stderr,none": math.nan, "bleu,none": math.nan}, {}) == {"acc": Metric(0.5)}

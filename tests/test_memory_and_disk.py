@@ -32,11 +32,13 @@ from hf_moe_expand.core.disk import StepOutput, peak, readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
+from hf_moe_expand.inference import memory
 from hf_moe_expand.inference.memory import least_memory, training_disk
 from hf_moe_expand.inference.models import load_config
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs import pipeline
 from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.steps import stage as stage_steps
 from hf_moe_expand.stages import prepare
 
 QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
@@ -260,3 +262,28 @@ def test_inspect_shows_what_a_plan_makes_without_weights(root, tmp_path):
         Plan("moe-lpr", counts, old=["en"], new=["el"], grows_from=before).save(plan)
         with pytest.raises(InputError, match=why):
             invoke("inspect", root / "base", "--plan", plan)
+
+
+def test_more_memory_than_there_is(root, tmp_path, monkeypatch):
+    def check(text=RECIPE, **options):
+        return validate_recipe(Recipe.of_text(text.format(root=root, out=tmp_path), "recipe.yaml"), **options)
+
+    monkeypatch.setattr(stage_steps, "memory_of_all", lambda: 1000)
+    with pytest.raises(InputError, match=r"post_pretrain: takes at least .* but 1 kB are here: lower .*--offline"):
+        check()
+    # Another machine may be the one that trains, or split the model.
+    split = RECIPE.replace("save_steps: 1", "distributed_config: {{fsdp_size: 2}}")
+    for text, options in ((RECIPE, {"here": False}), (RECIPE, {"offline": True}), (split, {})):
+        assert check(text, **options)
+    monkeypatch.setattr(stage_steps, "memory_of_all", lambda: None)  # a device of which it is not known
+    assert check()
+
+
+def test_the_memory_of_other_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert memory.memory_of_all() == 320  # over which a launch may split the model
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert memory.memory_of_all() is None

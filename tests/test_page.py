@@ -19,7 +19,7 @@ from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import Sample
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.planning.results import NO_CHOICE, RoutingResult
-from hf_moe_expand.report.page import make_page
+from hf_moe_expand.report.page import make_page, read_logs
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]
@@ -391,3 +391,17 @@ def test_the_command_writes_it_and_overwrites_only_when_told(run, tmp_path):
     assert (run / "report.html").read_text("utf-8") == text
     invoke("report", run, "--out", tmp_path / "new" / "page.html")
     assert (tmp_path / "new" / "page.html").read_text("utf-8") == text
+
+
+def test_logs_of_a_trainer_show_numbers(tmp_path):
+    file = tmp_path / "trainer_state.json"
+    assert read_logs(file) == []
+    logs = [{"step": 1, "loss": 2.0, "grad_norm": 1e305, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
+    write_json(file, {"log_history": logs})
+    assert read_logs(file) == [{"step": 1, "loss": 2.0}, {"step": 2}]
+    write_json(file, {"log_history": None})
+    assert read_logs(file) == []
+    for wrong in ({"step": 1}, [1]):
+        write_json(file, {"log_history": wrong})
+        with pytest.raises(InputError, match="log_history is no list"):
+            read_logs(file)

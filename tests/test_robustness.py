@@ -34,6 +34,8 @@ from hf_moe_expand.cli.options import versions
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
+from hf_moe_expand.data import held_out
+from hf_moe_expand.data.held_out import check_held_out
 from hf_moe_expand.evaluation import known, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.settings import EvaluationSettings
@@ -442,6 +444,54 @@ def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, war
     said = "(old: en 2.00; new: el 1.00): are `old` and `new` swapped?"
     assert [said in line for line in check(home) if "swapped" in line] == [True] * warned
     assert not [line for line in check(home, offline=True) if "swapped" in line]
+
+
+def test_text_that_is_long_enough_in_one_of_two_files(home):
+    (home / "folder").mkdir()
+    write_texts(home / "folder" / "a.jsonl", ["short"])
+    shutil.copy(home / "el.jsonl", home / "folder" / "b.jsonl")
+    assert check(home, RECIPE.replace("el: {home}/el.jsonl", "el: {home}/folder"))
+
+
+def test_of_long_text_a_part_is_compared_and_said(home, monkeypatch):
+    monkeypatch.setattr(held_out, "MOST_READ", 1000)
+    write_texts(home / "test.jsonl", LONG[190:])  # at the end of the training text
+    lines = check(home)
+    assert [line for line in lines if "compared with the held-out text" in line]
+    monkeypatch.undo()
+    refused(check, home, says="10 of its 10 documents are training text")
+
+
+def test_a_document_or_two_are_a_warning(home):
+    write_texts(home / "test.jsonl", [*HELD_OUT, LONG[150]])
+    (line,) = [line for line in check(home) if "warning" in line]
+    assert "test.jsonl: 1 of its 201 documents are training text, too (new.el: " in line
+
+
+def test_text_on_the_hub_is_told_by_its_name():
+    test, train, part = (LanguageText("el", f"hub:a/b:el:{split}") for split in ("test", "train", "train[:100]"))
+    check_held_out({"test.el": test}, {"new.el": train})
+    for one in (train, part):
+        refused(check_held_out, {"test.el": one}, {"new.el": train}, says="is training text, too")
+
+
+def test_sentence_pairs_of_an_encoder_decoder(tmp_path):
+    def pairs(name, rows):
+        lines = [json.dumps({"translation": {"en": en, "el": el}}) for en, el in rows]
+        (tmp_path / name).write_text("\n".join(lines))
+        return {name: LanguageText("el", str(tmp_path / name))}
+
+    training = pairs("train.jsonl", [(f"word {n}", f"mot {n}") for n in range(9)])
+    other = pairs("test.jsonl", [(f"word {n}", f"autre {n}") for n in range(9)])  # the same sentence, translated anew
+    assert check_held_out(other, training, as_pairs=True) == []
+    one_of_them = pairs("test.jsonl", [("word 3", "mot 3"), *((f"x {n}", f"y {n}") for n in range(3))])
+    refused(check_held_out, one_of_them, training, as_pairs=True, says=r"test\.jsonl: 2 of its 8 documents")
+
+
+def test_a_base_that_takes_long_is_not_asked(home, monkeypatch):
+    monkeypatch.setattr(known, "_MOST", 1)
+    monkeypatch.setattr(known, "load_for_inference", lambda *_: pytest.fail("loaded"))
+    assert any(line.startswith("skipped: whether old and new are swapped") for line in check(home))
 
 
 # --- how commands end -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 are somebody else's."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -360,6 +361,15 @@ def test_a_gradient_that_is_not_finite_stops_the_training_but_for_scaled_steps(n
     with patch.object(RouterLossMixin, "log", lambda self, logs, *rest: logged.append(logs)):
         trainer.log({"grad_norm": norm})
     assert logged
+
+
+def test_an_overflow_leaves_readable_records(root, data, tmp_path, monkeypatch):
+    """fp16's scaler skips such a step and logs its gradient."""
+    log = StageTrainer.log
+    monkeypatch.setattr(StageTrainer, "log", lambda self, logs, *rest: log(self, {**logs, "scale": math.inf}, *rest))
+    train_stage(root / "expanded", tmp_path / "out", data, config(logging_steps=1))
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text(), parse_constant=pytest.fail)
+    assert all("loss" in entry or "train_loss" in entry for entry in state["log_history"])
 
 
 def test_the_loss_after_a_step_too_long_is_an_error_that_names_its_step(root, data, tmp_path):
