@@ -4,9 +4,6 @@
 modules stay in their places: a forward hook adds the update to what a map returns, so that one that was replaced before
 the model is loaded (quantised) or wrapped afterwards (by PEFT) works too.
 
-A layer's parts before its FFN are below the gate, which reads the FFN's input. So in the gate's layer a text whose
-language nobody told has the base's attention and, from there on, the updates.
-
 Shape suffixes as in `routing.py`.
 """
 
@@ -44,7 +41,7 @@ def update_name(name: str) -> str:
 
 
 class AdaptedLayer(ExpandedLayer):
-    """The adapters of a layer, and the language gate if it stands there: a module beside the layer's own.
+    """The adapters of a layer: a module beside the layer's own.
 
     Args:
         layer: the layer.
@@ -61,53 +58,43 @@ class AdaptedLayer(ExpandedLayer):
         adding = [number for number, (before, after) in enumerate(pairwise(counts)) if after > before]
         maps = [config.adapter_maps(number, layer_index) for number in adding]
         self.experts = nn.ModuleList([nn.Identity(), *(Adapter(layer, of_expert) for of_expert in maps)])
-        self.language_gate = self._own_gate()
         self.updated: dict[str, list[int]] = {}
         for number, of_expert in enumerate(maps, start=1):
             for name in of_expert:
                 self.updated.setdefault(name, []).append(number)
 
-    def attach(self, layer: nn.Module, ffn: nn.Module) -> None:
-        """Lets the layer's linear maps call their updates, those that do not yet.
-
-        Args:
-            ffn: the module that gets the input of the layer's FFN.
-        """
-        if not _calls(layer._forward_pre_hooks, self._enter):
+    def attach(self, layer: nn.Module) -> None:
+        """Lets the layer's linear maps call their updates, those that do not yet."""
+        if not calls(layer._forward_pre_hooks, self._enter):
             layer.register_forward_pre_hook(partial(self._enter), with_kwargs=True)
-        if self.language_gate is not None and not _calls(ffn._forward_pre_hooks, self._judge):
-            ffn.register_forward_pre_hook(partial(self._judge))
+            layer.register_forward_hook(partial(self._leave), always_call=True)
         for name in self.updated:
             linear = layer.get_submodule(name)
-            if not _calls(linear._forward_hooks, self._add):
+            if not calls(linear._forward_hooks, self._add):
                 linear.register_forward_hook(partial(self._add, name))
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Leaves for the maps the expert of all tokens, or else the class of each."""
         hidden_states = args[0] if args else kwargs["hidden_states"]
         if hidden_states.dim() == 4:  # several streams of each token: [N, B, S, h] in Gemma 3n, [B, S, N, h] in Hy 4
             comes_first = hasattr(self.model_config, "altup_num_inputs")
             hidden_states = hidden_states[0] if comes_first else hidden_states[:, :, 0]
-        self._decide(hidden_states, judges=False)
-
-    def _judge(self, ffn: nn.Module, args: tuple) -> None:
-        self._decide(args[0], judges=True)
-
-    def _decide(self, hidden_states: torch.Tensor, judges: bool) -> None:
-        """Leaves for the maps that follow the expert of all tokens, or else the class of each."""
         request = self.control.request
-        known = self._known(request, hidden_states, judges=judges)
+        known = self._known(request, hidden_states)
         self.control.decided = self._single_expert(request, known), known, hidden_states.shape[:-1].numel()
+
+    def _leave(self, *_: Any) -> None:
+        self.control.decided = None
 
     def _add(self, name: str, linear: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         """A map's output with the updates of its tokens."""
         if self.control.decided is None:  # the map alone
             return output
         x, (single_expert, known, tokens), ran = inputs[0], self.control.decided, set()
-        if x.shape[:-1].numel() != tokens:
-            if self.gate_rule is not None and self.control.gate_pass is None:  # the map alone, after a pass
-                return output
-            known = self._of_sequences(known, x)
-            single_expert = single_expert if self.control.request.expert is not None else None
+        if single_expert is None and x.shape[:-1].numel() != tokens:
+            # A map of what the cache holds, too (`kv_b_proj` of DeepSeek's kin): the classes of the sequences.
+            class_B = known.class_T.view(len(x), -1)[:, -1]
+            known = TokenClasses(class_B.repeat_interleave(x.shape[:-1].numel() // len(x)), known.present)
         y = output
         if single_expert is not None:
             ran = {single_expert}
@@ -126,33 +113,10 @@ class AdaptedLayer(ExpandedLayer):
             y = y + sum(self._update(expert, name)(nothing).sum() for expert in idle)
         return y
 
-    def _of_sequences(self, known: TokenClasses | None, x: torch.Tensor) -> TokenClasses | None:
-        """The classes of what a map reads of the cache, too (`kv_b_proj` of DeepSeek's kin): those of the sequences. A
-        prompt that `generate` judged as home is home.
-
-        Raises:
-            ValueError: nobody told or judged the sequences, so that the cache's tokens may have had other classes.
-        """
-        request = self.control.request
-        given, is_judged = request.classes, request.message_ends is not None
-        is_told = request.expert is not None or (given is not None and (is_judged or None not in given))
-        if self.gate_rule is not None and not is_told:
-            raise ValueError(
-                f"A {self.model_config.backbone_model_type} layer maps what its cache holds anew, and the language "
-                "gate may have judged those tokens otherwise: name the languages (languages=), or let generate judge "
-                "the prompt."
-            )
-        if known is None or request.expert is not None:
-            return None
-        class_B = known.class_T.view(len(x), -1)[:, -1]
-        if given is not None and None in given:  # beams of a sequence follow one another
-            is_home_B = torch.tensor([number is None for number in given], device=x.device)
-            class_B = class_B.masked_fill(is_home_B.repeat_interleave(len(x) // len(given)), 0)
-        return TokenClasses(class_B.repeat_interleave(x.shape[:-1].numel() // len(x)), known.present)
-
     def _update(self, expert: int, name: str) -> nn.Module:
         return self.experts[expert].get_submodule(update_name(name))
 
 
-def _calls(hooks: Any, method: Any) -> bool:
+def calls(hooks: Any, method: Any) -> bool:
+    """Whether a partial of the method is among a module's hooks."""
     return any(getattr(hook, "func", None) == method for hook in hooks.values())

@@ -12,6 +12,7 @@ expanded model the mixture is expert 0 of an `ExpandedFFN`: the same rules hold 
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from math import prod
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from .expanded_config import layer_names, stack_sizes
@@ -203,11 +204,12 @@ def _of_layer(converters: list[WeightConverter], place: str, module: nn.Module) 
                 yield WeightConverter(moved, f"{place}.{name}", operations=copy.deepcopy(rule.operations))
 
 
-def use_rules(model: Any, rules: list[WeightConverter]) -> None:
-    """Lets the library load and save the model by these rules. It looks them up by the name of the model's class,
-    right after the model is built, and keeps them in the model."""
+def use_rules(model: Any, rules: list[WeightConverter], old_names: dict[str, str]) -> None:
+    """Lets the library load and save the model by these rules, and load tensors by old names too. It looks them up by
+    the name of the model's class, right after the model is built, and keeps them in the model."""
     name = type(model).__name__
-    if rules or get_checkpoint_conversion_mapping(name) is not None:
-        register_checkpoint_conversion_mapping(name, [*rules], overwrite=True)
-    if rules:
+    renamings = [WeightRenaming(re.escape(old), new) for old, new in old_names.items()]
+    if rules or renamings or get_checkpoint_conversion_mapping(name) is not None:
+        register_checkpoint_conversion_mapping(name, [*renamings, *rules], overwrite=True)
+    if rules or renamings:
         model._weight_conversions = rules

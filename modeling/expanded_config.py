@@ -204,8 +204,8 @@ class ExpandedConfig(PreTrainedConfig):
         expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs; `"lora"`, expert 0 with a low-rank update on its
             linear layers; `"added"`, expert 0 with an FFN of any width beside it; or `"adapter"`, the whole layer with
             low-rank updates of its linear maps.
-        language_gate: `{"layer": ..., "languages": [...], "bound": ..., "window": ...}` of the gate that tells the
-            languages of each class apart (`GateRule`); None without one.
+        language_gate: `{"layer": ..., "languages": [...], ...}` of the gate that tells the languages of each class
+            apart (`GateRule`); None without one.
         exclusive_experts: whether tokens of a new class take its experts alone, without expert 0.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
         expert_width: width of the added FFNs.
@@ -320,13 +320,11 @@ class ExpandedConfig(PreTrainedConfig):
             return
         if self.is_encoder_decoder:
             raise ValueError(
-                "language_gate judges a text from its first token on, but an encoder reads the whole sentence at once: "
-                "leave it out for an encoder-decoder, whose classifiers judge single tokens."
+                "language_gate judges one text, but a sentence of an encoder-decoder and its translation have a "
+                "language each: leave it out for an encoder-decoder, whose classifiers judge single tokens."
             )
-        if rule.layer >= len(names) or self.num_experts_per_layer[rule.layer] < 2:  # type: ignore[index]
-            raise ValueError(
-                f"language_gate: layer is {rule.layer}, which has no experts: the gate stands in a layer with some."
-            )
+        if rule.layer >= len(names):
+            raise ValueError(f"language_gate: layer is {rule.layer}, but the layers are 0 to {len(names) - 1}.")
         if self.classifier_layers:
             raise ValueError("language_gate decides for all layers: leave classifier_layers out.")
 

@@ -28,7 +28,7 @@ from .routing_control import RoutingControl, RoutingRequest
 
 class ExpandedFFN(ExpandedLayer):
     """A layer's FFN grown into N experts (`experts[0]` is the original), a router where a token has a choice and,
-    optionally, a classifier or the model's language gate.
+    optionally, a classifier.
 
     Args:
         ffn: the backbone's FFN, which becomes expert 0 and the template of the other experts.
@@ -56,7 +56,6 @@ class ExpandedFFN(ExpandedLayer):
         self.router = Router(hidden_size, num_experts) if has_choice else None
         classes = len(self.experts_after_expansion)
         self.classifier = Classifier(hidden_size, classes) if layer_index in config.classifier_layers else None
-        self.language_gate = self._own_gate()
         self.conditional_gate = ConditionalGate(hidden_size, 1) if config.conditional_routing else None
         self.top_k = min(config.router_top_k, num_experts - config.conditional_routing) if has_choice else 1
 

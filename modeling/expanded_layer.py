@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from .dispatch import is_traced
-from .language_gate import GatePass, GateRule, LanguageGate
 from .routing import TokenClasses, expert_ranges, token_classes
 from .routing_control import RoutingControl, RoutingRequest
 
@@ -27,8 +26,7 @@ class ExpandedLayer(nn.Module):
         experts_after_expansion: number of experts before any expansion (1), and after each expansion.
         expert_ranges: the experts that each class may use, as `(first, end)`, besides expert 0 or, with exclusive
             experts, in its place.
-        gate_rule: how the model's language gate judges; None without one.
-        router, classifier, language_gate, conditional_gate: None where the layer has none.
+        router, classifier, conditional_gate: None where the layer has none.
     """
 
     experts: nn.ModuleList
@@ -39,53 +37,43 @@ class ExpandedLayer(nn.Module):
         self.experts_after_expansion = (1, *earlier, config.num_experts_per_layer[layer_index])
         self.exclusive = bool(getattr(config, "exclusive_experts", False))
         self.expert_ranges = expert_ranges(self.experts_after_expansion, self.exclusive)
-        self.gate_rule = GateRule.of(config)
         self.layer_index = layer_index
         self.control = control
         self.model_config = config
         self.is_mixture, self.top_k = False, 1
         self.router: Any = None
         self.classifier: Any = None
-        self.language_gate: Any = None
         self.conditional_gate: Any = None
 
-    def _own_gate(self) -> LanguageGate | None:
-        rule = self.gate_rule
-        has_gate = rule is not None and rule.layer == self.layer_index
-        return LanguageGate(self.model_config.hidden_size, rule) if has_gate else None  # type: ignore[arg-type]
-
     def _known(
-        self, request: RoutingRequest, hidden_states: torch.Tensor, logits_TC: torch.Tensor | None = None,
-        judges: bool = True,
-    ) -> TokenClasses | None:  # fmt: skip
+        self, request: RoutingRequest, hidden_states: torch.Tensor, logits_TC: torch.Tensor | None = None
+    ) -> TokenClasses | None:
         """The tokens' classes before they are routed; None where nothing says them.
 
-        A class is the one that the user gives a sequence, or else the layer's own decision (`_own_classes`), or else,
-        with exclusive experts or beside sequences that the user knows, the newest expansion's.
+        A class is the one that the user tells or the gate judged, or else, in a Trainer, the batch's, or else the
+        layer's classifier's, or else, with exclusive experts or beside sequences that are told, the newest expansion's.
 
         Args:
-            hidden_states: `[..., h]`, the input of the layer's FFN; of any part of it, where the gate does not judge.
+            hidden_states: `[..., h]`, an input of the layer's tokens.
             logits_TC: those of the layer's classifier.
-            judges: whether the gate, if the layer has it, judges these hidden states; the layer's parts before its FFN
-                are below the gate.
         """
-        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
-        given, newest = request.classes, len(self.experts_after_expansion) - 1
-        is_given = given is not None and None not in given
-        is_known = is_given or request.expert is not None
-        known = self._own_classes(request, x_Th, hidden_states, logits_TC, is_known, judges)
-        if known is not None:  # the gate's layer may lie on another device
-            known = TokenClasses(known.class_T.to(x_Th.device), known.present)
         if request.change_logits is not None and not self.exclusive:  # whose classes are no choice of a router
             return None
-        if known is None and (given is not None or self.exclusive):
+        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows, newest, known = request.classes, len(self.experts_after_expansion) - 1, None
+        if request.expert is None and (rows is None or not rows.complete):
+            known = self._own_classes(request, x_Th, hidden_states, logits_TC)
+        if known is None and (rows is not None or self.exclusive):
             known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
-        if given is not None and known is not None:
-            given_B = torch.tensor([-1 if number is None else number for number in given], device=x_Th.device)
-            given_T = given_B.repeat_interleave(len(x_Th) // len(given))  # beams of a sequence follow one another
-            others = [] if is_given else known.present
-            present = None if others is None else sorted({number for number in (*given, *others) if number is not None})
-            known = TokenClasses(torch.where(given_T < 0, known.class_T, given_T), present)
+        if rows is not None and known is not None:
+            # Beams of a sequence follow one another.
+            told_T = rows.class_B.to(x_Th.device).repeat_interleave(len(x_Th) // len(rows.class_B))
+            present: Any = None  # a compiled pass reads no more than `only`
+            if rows.only is not None:
+                present = [rows.only]
+            elif not torch.compiler.is_compiling() and (rows.complete or known.present is not None):
+                present = sorted({*rows.present, *(() if rows.complete else known.present or ())})
+            known = TokenClasses(told_T if rows.complete else torch.where(told_T < 0, known.class_T, told_T), present)
         if known is not None and self.exclusive and request.expansion is not None:
             most = request.expansion
             present = None if known.present is None else sorted({min(number, most) for number in known.present})
@@ -93,16 +81,13 @@ class ExpandedLayer(nn.Module):
         return known
 
     def _own_classes(
-        self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor,
-        logits_TC: torch.Tensor | None, is_known: bool, judges: bool,
-    ) -> TokenClasses | None:  # fmt: skip
-        """The decision of the gate, which in layers below it is home, or else of the layer's classifier; in training,
-        and where a Trainer scores a model without a gate, the classes of the rows, for exclusive experts alone; None
-        without any, or where `is_known` says that nobody asks: such a pass, too, is evidence for the tokens that
-        follow."""
-        rule, text = self.gate_rule, self.control.gate_pass
-        trains = self.training or request.as_in_training
-        given = request.token_classes if self.exclusive and (trains or rule is None) else None
+        self, request: RoutingRequest, x_Th: torch.Tensor, hidden_states: torch.Tensor, logits_TC: torch.Tensor | None
+    ) -> TokenClasses | None:
+        """What nobody tells of the tokens' classes: what the gate judged of the pass's texts; or, in training, and
+        where a Trainer scores a model without a gate, the classes of the batch, for exclusive experts alone; or what
+        the layer's classifier says, but in training; None without any."""
+        judged, trains = self.control.judged, self.training or request.as_in_training
+        given = request.token_classes if self.exclusive and judged is None else None
         if given is not None and len(given.class_T) == len(x_Th):
             return given
         if given is not None and hidden_states.dim() == 3 and len(given.class_T) < len(x_Th):
@@ -112,18 +97,9 @@ class ExpandedLayer(nn.Module):
             return TokenClasses(torch.cat([virtual_BV, class_BS], 1).flatten(), given.present)
         if trains:
             return None
-        if self.language_gate is not None and judges:
-            if text is None:  # the layer alone: each sequence is a text
-                shape = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, len(x_Th))
-                text = GatePass.of_inputs(rule, shape, x_Th.device)  # type: ignore[arg-type]
-            class_BS = text.judge(self.language_gate(x_Th))
-            return None if is_known else text.decide(class_BS)
-        if is_known:
-            return None
-        if rule is not None and text is not None:
-            home = TokenClasses(torch.zeros_like(x_Th[:, 0], dtype=torch.long), [0])
-            is_below = self.layer_index < rule.layer or self.language_gate is not None
-            return home if is_below else text.classes
+        if judged is not None:  # perhaps on another device
+            several = judged.only is None and torch.compiler.is_compiling()
+            return TokenClasses(judged.class_T.to(x_Th.device), None if several else judged.present)
         if logits_TC is None:
             return None
         class_T = token_classes(logits_TC)

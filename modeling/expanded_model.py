@@ -12,10 +12,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from inspect import signature
 from numbers import Integral
 from pathlib import Path
-from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from .adapters import AdaptedLayer
+from .adapters import AdaptedLayer, calls
 from .backbone import SeparateFFN, decoder_ffns, mixture_rules, put_in_place, use_rules
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import layer_names, static_class
@@ -32,16 +30,23 @@ from .expanded_ffn import ExpandedFFN
 from .expanded_layer import ExpandedLayer
 from .expansion_only import HUB_OPTIONS, load_assembled
 from .experts import AddedExpert, LoraUpdate
-from .language_gate import GateRule, LanguageGate, cache_of_call, can_compile, pass_of_call
+from .judging import Answers, begin_pass, catch, counted_in, end_pass, is_shared, sums_of
+from .language_gate import GateRule, LanguageGate, classes_of_sums
 from .routing import Classifier, ConditionalGate, Router, init_router
-from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
+from .routing_control import (
+    Routing,
+    RoutingControl,
+    RowClasses,
+    check_count,
+    classes_of,
+    inputs_of,
+    is_filled,
+    with_answers,
+    with_languages,
+)
 from .servers import check_batching, check_gate, check_model
 
 _CLASSES: dict[tuple[type, str], type] = {}
-
-
-class _PromptJudgedError(Exception):
-    """Ends a pass that reads a prompt up to the gate."""
 
 
 class ExpandedModelMixin(ExpertsImplementationMixin):
@@ -53,6 +58,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     _dense_mapping: Any = None
     _auto_map: ClassVar[dict[str, str]] = {}
     _of_encoder_decoders: ClassVar[bool | None] = None
+    _gate_places: tuple[str, str, str] | None = None  # the decoder's name, the layer's and its FFN's
     hub_options: ClassVar[dict[str, Any]] = {}  # of a loaded model: those by which its other files are found, too
     _supports_attention_backend = True  # read on the static class by serving back ends
     _tp_plan: Any
@@ -83,7 +89,12 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             loaded = load(pretrained_model_name_or_path, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.hub_options = {name: value for name, value in passed.items() if value is not None}
-        model._attach_adapters()
+        model._attach_parts()
+        # A gate that an earlier version stored inside a layer's block is saved beside it.
+        used = getattr(model, "_weight_conversions", None) or []
+        if any("language_gate" in source for rule in used for source in rule.source_patterns):
+            kept = [rule for rule in used if "language_gate" not in rule.source_patterns[0]]
+            model._weight_conversions = kept
         return loaded
 
     @classmethod
@@ -133,24 +144,43 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # Noted now: quantised weights no longer have the shapes by which an FFN is known.
         adapted = [ffn.place for ffn, count in zip(ffns, config.num_experts_per_layer, strict=True) if count > 1]
         self._adapted_ffns = adapted if config.has_kind("adapter") else []
-        self._attach_adapters()
-        self._use_requested_experts(bool(mixtures))
-        use_rules(self, mixture_rules(self, decoder_ffns(self)) if mixtures else [])  # type: ignore[arg-type]
+        old_names = {}
         if rule is not None:
             check_gate(config)
+            place = decoder_ffns(self)[rule.layer].place  # type: ignore[arg-type]
+            before = place.rpartition(".")[0]
+            self.get_submodule(before).language_gate = LanguageGate(config.hidden_size, rule)  # type: ignore[attr-defined]
+            blocks = (place, f"{before}.adapters")
+            old_names = {f"{block}.language_gate": f"{before}.language_gate" for block in blocks}
             # On the module that owns the layers: it always runs, also for heads of other libraries.
-            owner = ffns[0].place.partition(".0.")[0].rpartition(".")[0]
-            decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
-            decoder.register_forward_pre_hook(partial(_begin_pass, control, rule), with_kwargs=True)
-            decoder.register_forward_hook(partial(_end_pass, control), with_kwargs=True, always_call=True)
+            self._gate_places = ffns[0].place.partition(".0.")[0].rpartition(".")[0], before, place
+            decoder = self._decoder()
+            decoder.register_forward_pre_hook(partial(begin_pass, control, rule), with_kwargs=True)
+            decoder.register_forward_hook(partial(end_pass, control), with_kwargs=True, always_call=True)
+        self._attach_parts()
+        self._use_requested_experts(bool(mixtures))
+        use_rules(self, mixture_rules(self, decoder_ffns(self)) if mixtures else [], old_names)  # type: ignore[arg-type]
         super().post_init()  # type: ignore[misc]
 
-    def _attach_adapters(self) -> None:
-        """Lets the maps that adapters update call them; again after loading, which replaces the maps of a quantised
-        model."""
+    def _attach_parts(self) -> None:
+        """Lets the maps that adapters update call them, and the FFN of the gate's layer the gate; again after loading,
+        which replaces the maps of a quantised model."""
         for place in self._adapted_ffns:
             layer: Any = self.get_submodule(place.rpartition(".")[0])  # type: ignore[attr-defined]
-            layer.adapters.attach(layer, self.get_submodule(place))  # type: ignore[attr-defined]
+            layer.adapters.attach(layer)
+        if self._gate_places is not None:
+            ffn, gate = self.get_submodule(self._gate_places[2]), self.language_gate  # type: ignore[attr-defined]
+            if not calls(ffn._forward_pre_hooks, catch):
+                ffn.register_forward_pre_hook(partial(catch, self.routing_control, gate))
+
+    def _decoder(self) -> Any:
+        """The module that owns the layers, of a model with a gate."""
+        return self.get_submodule(self._gate_places[0])  # type: ignore[attr-defined, index]
+
+    @property
+    def language_gate(self) -> LanguageGate | None:
+        """The model's language gate; None without one."""
+        return self._gate_places and self.get_submodule(self._gate_places[1]).language_gate  # type: ignore[attr-defined]
 
     def init_parallel_plans(self) -> None:
         # The backbone's tensor-parallel rules for its FFN apply to every expert. Routers and classifiers have no rule:
@@ -190,9 +220,11 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def initialize_weights(self) -> None:
         # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
         # initialise them.
+        if self.language_gate is not None:
+            self._initialize_weights(self.language_gate)  # type: ignore[attr-defined]
         for ffn in self.expanded_ffns().values():
             new = (module for module in ffn.experts.modules() if isinstance(module, LoraUpdate | AddedExpert))
-            for module in (ffn.router, ffn.classifier, ffn.language_gate, ffn.conditional_gate, *new):
+            for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *new):
                 if module is not None:
                     self._initialize_weights(module)  # type: ignore[attr-defined]
             for number, expert in enumerate(ffn.experts):
@@ -248,12 +280,6 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             raise ValueError(f"Expansion {expansion!r} was asked for, but the model has 0 (the base) to {last}.")
         return self.routing_control.asking(expansion=expansion)
 
-    def use_virtual_tokens(self, count: int) -> AbstractContextManager[None]:
-        """Inside, the first `count` tokens of a new cache are no text but virtual tokens, which PEFT's prefix tuning
-        puts there: a language gate leaves them out. Without it, a cache with tokens that the gate has not judged is
-        refused."""
-        return self.routing_control.asking(virtual_tokens=count)
-
     @contextmanager
     def use_languages(self, languages: str | Sequence[str | None]) -> Iterator[None]:
         """Inside, the model knows the language of each sequence, as with `languages` of `forward` and `generate`.
@@ -268,11 +294,52 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if
                 it has another number of sequences than there are codes.
         """
-        classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
-        with self.routing_control.asking(
-            classes=classes, sequences=None if isinstance(languages, str) else len(classes)
-        ):
+        rows = RowClasses.of(classes_of(self.config, languages), self.device)  # type: ignore[attr-defined]
+        sequences = None if isinstance(languages, str) else len(rows.numbers)
+        with self.routing_control.asking(classes=rows, sequences=sequences, answers=None):
             yield
+
+    @contextmanager
+    def judged(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> Iterator[None]:
+        """Inside, the language of each sequence is known, as with `use_languages`: the one that `judge` finds in these
+        texts. For a loop of one's own over a cache, and for caches that others fill (PEFT's prefix tuning).
+
+        Raises:
+            ValueError: see `judge`.
+        """
+        rows = self.judge(input_ids, attention_mask, inputs_embeds).tolist()
+        with self.routing_control.asking(classes=RowClasses.of(rows, self.device), sequences=len(rows), answers=None):  # type: ignore[attr-defined]
+            yield
+
+    def judge(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> torch.Tensor:
+        """The class of each text, `[B]`, one a row, by the language gate: 0 stays home, g takes expansion g's experts.
+        A text is judged by its last 128 tokens alone.
+
+        Args:
+            input_ids: `[B, S]`.
+            attention_mask: `[B, S]`, 0 where a token is padding. Without it the padding token at either end, and a run
+                of one token at a row's end, are padding.
+            inputs_embeds: `[B, S, h]`, in place of ids.
+
+        Raises:
+            ValueError: the model has no language gate, or is in training mode.
+        """
+        return classes_of_sums(self._sums(input_ids, attention_mask, inputs_embeds))
+
+    def _sums(self, input_ids: Any, attention_mask: Any = None, inputs_embeds: Any = None, pad: Any = None) -> Any:
+        """The evidence of each row, `[B, E]`; see `judge`."""
+        rule = GateRule.of(self.config)  # type: ignore[attr-defined]
+        if rule is None or self.training:  # type: ignore[attr-defined]
+            raise ValueError(
+                "judge: " + ("the model has no language gate." if rule is None else "call model.eval() first.")
+            )
+        decoder, inputs = self._decoder(), input_ids if inputs_embeds is None else inputs_embeds
+        pad = getattr(decoder.config, "pad_token_id", None) if pad is None else pad
+        counted_BS = counted_in(decoder, inputs, attention_mask, pad)
+        # A row with padding alone is an empty text of its own.
+        texts_BS = torch.arange(len(inputs), device=counted_BS.device).unsqueeze(-1).masked_fill(~counted_BS, -1)
+        sums_ME = sums_of(self.routing_control, rule, decoder, inputs, texts_BS)
+        return torch.nn.functional.pad(sums_ME, (0, 0, 0, len(inputs) - len(sums_ME)))
 
     def generate(
         self,
@@ -280,55 +347,93 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         generation_config: Any = None,
         *args: Any,
         languages: Any = None,
-        judge_prompt: bool | Sequence[int] = True,
+        judge: bool | torch.Tensor = True,
         **kwargs: Any,
     ) -> Any:
-        """As the backbone's `generate`.
+        """As the backbone's `generate`. With a language gate each prompt is judged and then told, and the answer's own
+        tokens are judged when there are 16, 32, 64 and every 64 more of them.
+
+        With drafts (an assistant, prompt lookup), and where processes generate in step (`synced_gpus`), the prompt's
+        class holds to the end.
 
         Args:
-            languages: the language of each sequence; see `use_languages`.
-            judge_prompt: with a language gate, all tokens of the prompt take the class that its end has, in the pass
-                that reads it; the answer's tokens continue the sum. A list gives the columns at which a chat's messages
-                end, each of which is judged so. False judges each token by the text so far, as `forward` does. With
-                adapters a prompt that ends in a new class counts as told, and its answer too: they run in all layers,
-                and the layers up to the gate's read the prompt twice.
+            languages: the language of each sequence, which holds to the end; see `use_languages`.
+            judge: False leaves sequences home whose language is not told. A tensor `[B, S]` of ids is judged in place
+                of the prompts (a chat's newest message without its template).
 
         Raises:
-            ValueError: see `use_languages`; or the number of codes is not that of the sequences; or a model with a gate
-                shall draft by its first layers (`assistant_early_exit`), or one without it judge messages.
+            ValueError: see `use_languages`; or the number of codes is not that of the sequences; or nobody tells the
+                language of texts of which a cache holds a part.
         """
-        has_gate, given = self.config.language_gate is not None, {"generation_config": generation_config, **kwargs}  # type: ignore[attr-defined]
-        if has_gate and self._setting_of("assistant_early_exit", given) is not None:
-            raise ValueError(
-                "assistant_early_exit: a model of the first layers alone has no language gate, or another last layer "
-                "than its cache: leave it out, or draft with an assistant_model (the dense base)."
-            )
-        if has_gate and not can_compile(self.config):  # type: ignore[attr-defined]
-            # The library would compile the forward pass into CUDA graphs, whose outputs the gate may not keep.
-            kwargs.setdefault("disable_compile", True)
+        if "judge_prompt" in kwargs:
+            warnings.warn("generate: judge_prompt is called judge now.", FutureWarning, stacklevel=2)
+            judge = kwargs.pop("judge_prompt") is not False
         if languages is not None:
             with self.use_languages(languages):
-                return self.generate(inputs, generation_config, *args, judge_prompt=judge_prompt, **kwargs)
-        if has_gate and self.training:  # type: ignore[attr-defined]
+                return self.generate(inputs, generation_config, *args, judge=judge, **kwargs)
+        control, given = self.routing_control, {"generation_config": generation_config, **kwargs}
+        if (sequences := control.request.sequences) is not None:
+            check_count(sequences, inputs, kwargs)
+        changes: dict[str, Any] = {"sequences": None}  # each sequence has beams
+        if self._gate_places is not None and control.request.expert is None:
+            changes |= self._told(inputs, given, judge)
+        with control.asking(**changes):
+            made = super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        if self._gate_places is not None and getattr(generation_config, "is_assistant", False):
+            control.remember(made.past_key_values, changes.get("classes"))
+        return made
+
+    def _told(self, inputs: Any, given: dict[str, Any], judge: Any) -> dict[str, Any]:
+        """What a call of `generate` knows of its sequences' languages, as changes of the request: what the caller
+        tells, or else the judged class of each prompt, and how its answer is judged."""
+        control, cache = self.routing_control, given.get("past_key_values")
+        if self.training:  # type: ignore[attr-defined]
             warnings.warn(
                 "generate in training mode: the language gate judges nothing, and text of any language takes the new "
                 "experts: call model.eval() first.",
-                stacklevel=2,
+                stacklevel=3,
             )
-        if (sequences := self.routing_control.request.sequences) is not None:
-            check_count(sequences, inputs, kwargs)
-        ends = None
-        if not has_gate:
-            if not isinstance(judge_prompt, bool):
-                raise ValueError("judge_prompt: the model has no language gate that would judge: leave it out.")
-        elif judge_prompt is not False:
-            ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
-        with self.routing_control.asking(sequences=None, message_ends=ends):  # each sequence has beams
-            if ends is not None and self.config.has_kind("adapter"):  # type: ignore[attr-defined]
-                classes = self.classes_of_prompts(inputs, given)
-                with self.routing_control.asking(classes=classes):
-                    return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
-            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+            return {}
+        rows, prompts, embeds = control.request.classes, inputs_of(inputs, given), given.get("inputs_embeds")
+        if rows is not None and rows.complete:
+            return {}
+        is_assistant = getattr(given["generation_config"], "is_assistant", False)
+        if is_filled(cache) and judge is not False:
+            rows = control.remembered(cache) if is_assistant else None
+            if rows is None:
+                raise ValueError(
+                    "generate: nobody tells the language of the texts in past_key_values: give languages=, or call it "
+                    "in `with model.judged(input_ids):`."
+                )
+            return {"classes": rows}
+        count = 1 if prompts is None else len(prompts)
+        told = list(rows.numbers) if rows is not None else [None] * count
+        told = told * (count // len(told))  # one code may speak of all
+        judged = [0] * count
+        if isinstance(judge, torch.Tensor):
+            judged = self.judge(judge.to(self.device)).tolist()  # type: ignore[attr-defined]
+        elif judge is not False and prompts is not None and prompts.shape[1]:
+            mask, pad = given.get("attention_mask"), self._setting_of("pad_token_id", given)
+            mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+            is_text = prompts.ndim == 2
+            sums_BE = self._sums(prompts if is_text else None, mask, None if is_text else prompts, pad)
+            judged = classes_of_sums(sums_BE).tolist()
+        numbers = [mine if said is None else said for said, mine in zip(told, judged, strict=True)]
+        changes: dict[str, Any] = {"classes": RowClasses.of(numbers, self.device)}  # type: ignore[attr-defined]
+        drafts = (given.get("assistant_model"), self._setting_of("prompt_lookup_num_tokens", given))
+        if judge is False or is_assistant or self._in_step(given) or any(one is not None for one in drafts):
+            return changes
+        ids = given.get("input_ids", inputs)
+        start = ids.shape[1] if ids is not None else int(embeds is None)  # without a prompt, the id that begins a text
+        moves = (self._setting_of("num_beams", given) or 1) > 1
+        is_told = [said is not None for said in told]
+        rule: Any = GateRule.of(self.config)  # type: ignore[attr-defined]
+        return changes | {"answers": Answers(rule, self._sums, changes["classes"], is_told, start, moves)}
+
+    def _in_step(self, given: dict[str, Any]) -> bool:
+        """Whether processes generate in step, so that none may run a pass alone."""
+        asked = given.get("synced_gpus")
+        return is_shared(self) if asked is None else bool(asked)
 
     def _setting_of(self, name: str, arguments: dict[str, Any]) -> Any:
         """A setting of a call of `generate`, read as the library does: the argument, or else the given configuration's,
@@ -337,50 +442,6 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             return arguments[name]
         of_call = getattr(arguments.get("generation_config"), name, None)
         return getattr(self.generation_config, name) if of_call is None else of_call  # type: ignore[attr-defined]
-
-    def classes_of_prompts(self, inputs: Any, kwargs: dict[str, Any]) -> Sequence[int | None] | None:
-        """The class of each prompt of a call of `generate`: what the caller tells, or else what it has at its end, None
-        for one that stays home. In training, and where a cache has read a part, only what is told."""
-        request, cache = self.routing_control.request, kwargs.get("past_key_values")
-        told, is_begun = request.classes, cache is not None and cache.get_seq_length()
-        if (told is not None and None not in told) or request.expert is not None or is_begun or self.training:  # type: ignore[attr-defined]
-            return told
-        names = ("inputs_embeds", "attention_mask", "position_ids")
-        given: dict[str, Any] = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        if "inputs_embeds" not in given:  # which the library reads where it has both
-            given["input_ids"] = kwargs.get("input_ids", inputs)
-            if "attention_mask" not in given and given["input_ids"] is not None:
-                given["attention_mask"] = self._mask_by_padding(given["input_ids"], kwargs)
-        mask, is_text = given.get("attention_mask"), self.config.get_text_config() is self.config  # type: ignore[attr-defined]
-        takes = signature(self.base_model.forward).parameters  # type: ignore[attr-defined]
-        if mask is not None and mask.ndim == 2 and is_text and "position_ids" in takes:
-            given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))  # as `generate` has them
-        found: list[Any] = []
-        thread = get_ident()
-
-        def stop(*_: Any) -> None:
-            if get_ident() == thread:  # not in another one's pass
-                found.append(self.routing_control.gate_pass.classes.class_T)  # type: ignore[union-attr]
-                raise _PromptJudgedError
-
-        place = decoder_ffns(self)[self.config.language_gate["layer"]].place  # type: ignore[arg-type, attr-defined]
-        hook = self.get_submodule(place).register_forward_hook(stop)  # type: ignore[attr-defined]
-        try:
-            with torch.no_grad():
-                self.base_model(**given, use_cache=False)  # type: ignore[attr-defined]
-        except _PromptJudgedError:
-            pass
-        finally:
-            hook.remove()
-        sequences = len(given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"])
-        judged = [number or None for number in found[0].view(sequences, -1)[:, -1].tolist()]
-        return [mine if said is None else said for said, mine in zip(told or [None] * sequences, judged, strict=True)]
-
-    def _mask_by_padding(self, ids: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The attention mask that `generate` makes of prompts without one."""
-        pad, end = (self._setting_of(name, kwargs) for name in ("pad_token_id", "eos_token_id"))
-        is_end = pad in (end if isinstance(end, list) else [end])
-        return torch.ones_like(ids) if pad is None or is_end else ids.ne(pad).long()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's, which `generate_batch` calls.
@@ -391,14 +452,14 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         check_batching(self.config, self.routing_control.request)  # type: ignore[attr-defined]
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
-    def generate_batch(self, *args: Any, languages: Any = None, judge_prompt: Any = True, **kwargs: Any) -> Any:
-        """As the backbone's, which knows no `languages` and `judge_prompt`.
+    def generate_batch(self, *args: Any, languages: Any = None, judge: Any = True, **kwargs: Any) -> Any:
+        """As the backbone's, which knows no `languages` and `judge`.
 
         Raises:
             ValueError: one of them is given; see `check_batching`.
         """
-        if languages is not None or judge_prompt is not True:
-            name = "judge_prompt" if languages is None else "languages"
+        if languages is not None or judge is not True:
+            name = "judge" if languages is None else "languages"
             raise ValueError(f"{name}: continuous batching does not know it: use generate.")
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
@@ -452,6 +513,7 @@ def _expanded_class(cls: Any, config: Any) -> type:
             "_static": cls,
             "_supports_attention_backend": dense._supports_attention_backend,
             "forward": with_languages(dense.forward),
+            "prepare_inputs_for_generation": with_answers(dense.prepare_inputs_for_generation),
         }
         _CLASSES[cls, backbone] = type(cls.__name__, (cls, dense), namespace)
     return _CLASSES[cls, backbone]
@@ -482,20 +544,6 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
             "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
             "hf_moe_expand.expand_checkpoint(folder, out, plan)."
         )
-
-
-def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    check_gate(decoder.config)
-    asked = control.request
-    ends, virtual = asked.message_ends or (), asked.virtual_tokens
-    control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends, virtual)
-
-
-def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    made, control.gate_pass = control.gate_pass, None
-    cache = cache_of_call(args, kwargs, output)
-    if made is not None and cache is not None:
-        made.remember(cache)
 
 
 def _blank_model(static: type, config: Any) -> PreTrainedModel:

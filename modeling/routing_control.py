@@ -6,6 +6,7 @@ Shape suffixes as in `routing.py`.
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 
-from .language_gate import GatePass
 from .routing import Choice, LayerRouting, TokenClasses
 
 # Why a language cannot be told.
@@ -40,6 +40,32 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class RowClasses:
+    """The class of each row of a batch: 0 for the base model's languages, None where it is not known.
+
+    A compiled pass reads `only` and tensors alone, so that there is a graph for each class and one for several.
+
+    Attributes:
+        class_B: `[B]`; -1 where it is not known.
+        present: the classes that occur.
+        only: the class of all rows; None if they have several, or one is not known.
+    """
+
+    numbers: tuple[int | None, ...]
+    class_B: torch.Tensor
+    present: tuple[int, ...]
+    complete: bool
+    only: int | None
+
+    @classmethod
+    def of(cls, numbers: Sequence[int | None], device: Any) -> "RowClasses":
+        class_B = torch.tensor([-1 if number is None else number for number in numbers], device=device)
+        present = tuple(sorted({number for number in numbers if number is not None}))
+        complete = None not in numbers
+        return cls(tuple(numbers), class_B, present, complete, present[0] if complete and len(present) == 1 else None)
+
+
+@dataclass(frozen=True)
 class RoutingRequest:
     """What a caller wants of forward passes.
 
@@ -47,11 +73,10 @@ class RoutingRequest:
         capture: where each layer's routing is recorded.
         expert: the expert that every token takes, in every layer.
         expansion: the expansion after which the model routes; 0 is the base model.
-        classes: the class of each sequence's language, where the user names it: 0 for the base model's.
+        classes: the class of each sequence's language, where it is told or was judged.
         sequences: the number of sequences that `classes` speaks of; None if any number is right.
-        message_ends: the columns at which the messages of a prompt end, each of which the language gate judges whole;
-            None judges no prompt.
-        virtual_tokens: tokens at the beginning of a new cache that are no text, which the language gate leaves out.
+        reading: where a pass that judges leaves its evidence.
+        answers: judges what `generate` writes.
         token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
         as_in_training: in a Trainer, whether a model in evaluation mode, such as DPO's reference, is routed as the one
             that trains: by no gate and no classifier.
@@ -63,10 +88,10 @@ class RoutingRequest:
     capture: Routing | None = None
     expert: int | None = None
     expansion: int | None = None
-    classes: Sequence[int | None] | None = None
+    classes: RowClasses | None = None
     sequences: int | None = None
-    message_ends: Sequence[int] | None = None
-    virtual_tokens: int | None = None
+    reading: Any = None
+    answers: Any = None
     token_classes: TokenClasses | None = None
     as_in_training: bool = False
     change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
@@ -85,6 +110,7 @@ class RoutingControl:
         # Thread-local, and no context variable: `torch.compile` traces the one and refuses the other.
         self._own = threading.local()
         self._latest = RoutingRequest()  # of whichever thread asked last
+        self._of_caches: Any = weakref.WeakKeyDictionary()
 
     @property
     def request(self) -> RoutingRequest:
@@ -106,6 +132,10 @@ class RoutingControl:
         finally:
             self._own.request = self._latest = before
 
+    def change(self, **changes: Any) -> None:
+        """From now on, until an `asking` ends, this thread's request has these values."""
+        self._own.request = self._latest = replace(self.request, **changes)
+
     def checkpointed(self, checkpoint: Callable, function: Callable, *args: Any) -> Any:
         """Gradient checkpointing of a layer: the backward pass runs it again, perhaps in a thread of its own, for what
         is asked now, but for a capture."""
@@ -122,14 +152,22 @@ class RoutingControl:
 
         return checkpoint(run, *args)
 
-    @property
-    def gate_pass(self) -> GatePass | None:
-        """Of this thread's forward pass, the texts that the language gate judges."""
-        return getattr(self._own, "gate_pass", None)
+    def remember(self, cache: Any, rows: RowClasses | None) -> None:
+        """Notes the classes of a cache's rows, for as long as the cache is in use."""
+        if rows is not None and cache is not None:
+            self._of_caches[cache] = rows
 
-    @gate_pass.setter
-    def gate_pass(self, value: GatePass | None) -> None:
-        self._own.gate_pass = value
+    def remembered(self, cache: Any) -> RowClasses | None:
+        return self._of_caches.get(cache)
+
+    @property
+    def judged(self) -> TokenClasses | None:
+        """In this thread's forward pass, the classes of its tokens that the language gate judged."""
+        return getattr(self._own, "judged", None)
+
+    @judged.setter
+    def judged(self, value: TokenClasses | None) -> None:
+        self._own.judged = value
 
     @property
     def decided(self) -> Any:
@@ -184,27 +222,41 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     return [None if code is None else known[code] for code in codes]
 
 
-def _inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
+def is_filled(cache: Any) -> bool:
+    """Whether a cache, or a tuple of keys and values in place of one, holds tokens."""
+    if isinstance(cache, tuple | list):
+        return len(cache) > 0
+    return cache is not None and int(cache.get_seq_length()) > 0
+
+
+def inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
     """The first of a call's inputs, `[B, S, ...]`; None without any."""
     tensors = (arguments.get("inputs_embeds"), inputs, arguments.get("inputs"), arguments.get("input_ids"))
     return next((tensor for tensor in tensors if tensor is not None), None)
 
 
-def prompt_ends(inputs: Any, arguments: dict[str, Any]) -> list[int] | None:
-    """The column at which the prompt of a call of `generate` ends; None without a prompt."""
-    given = _inputs_of(inputs, arguments)
-    return None if given is None else [given.shape[1]]
-
-
 def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
     """Refuses more or fewer codes than sequences."""
-    given = _inputs_of(inputs, arguments)
+    given = inputs_of(inputs, arguments)
     sequences = 1 if given is None else len(given)
     if count != sequences:
         raise ValueError(
             f"languages has {count} codes, but the batch has {sequences} sequences: give one code for each, "
             "or a single text for all."
         )
+
+
+def with_answers(prepare: Callable) -> Callable:
+    """A backbone's `prepare_inputs_for_generation`, before which the answers so far are judged."""
+
+    @wraps(prepare)
+    def prepare_with_answers(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        answers = self.routing_control.request.answers
+        if answers is not None and (rows := answers.rows(input_ids)) is not None:
+            self.routing_control.change(classes=rows)
+        return prepare(self, input_ids, *args, **kwargs)
+
+    return prepare_with_answers
 
 
 def with_languages(forward: Callable) -> Callable:

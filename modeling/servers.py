@@ -6,10 +6,9 @@ from .routing_control import RoutingRequest
 
 # Servers that run a model's code in place of transformers' generate, by the name of their attention.
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
-_NO_EVIDENCE = (
-    "language_gate: the gate adds up evidence along a text, which {} does not keep beside its cache, so that tokens "
-    "would go astray. Write a dense model of one language (`hf-moe-expand export --language`), or serve the model with "
-    "transformers' generate."
+_NOT_JUDGED = (
+    "language_gate: the gate judges whole texts, and {} reads parts of several in one pass. Write a dense model of "
+    "one language (`hf-moe-expand export --language`), or serve the model with transformers' generate."
 )
 
 
@@ -43,14 +42,14 @@ def check_model(config: Any, has_mixtures: bool) -> None:
 
 
 def check_gate(config: Any) -> None:
-    """Refuses a server whose own cache keeps no evidence: vLLM, SGLang.
+    """Refuses a server that reads parts of texts: vLLM, SGLang.
 
     Raises:
         ValueError: the attention is such a server's.
     """
     server = _SERVERS.get(str(getattr(config, "_attn_implementation", None)))
     if server is not None:
-        raise ValueError(_NO_EVIDENCE.format(server))
+        raise ValueError(_NOT_JUDGED.format(server))
 
 
 def check_batching(config: Any, request: RoutingRequest) -> None:
@@ -62,7 +61,7 @@ def check_batching(config: Any, request: RoutingRequest) -> None:
             generates.
     """
     if config.language_gate is not None:
-        raise ValueError(_NO_EVIDENCE.format("continuous batching"))
+        raise ValueError(_NOT_JUDGED.format("continuous batching"))
     if any(value is not None for value in (request.capture, request.expert, request.expansion, request.classes)):
         raise ValueError(
             "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "

@@ -8,7 +8,6 @@ import torch
 from conftest import tiny_config, tiny_dense
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
-from hf_moe_expand.modeling.language_gate import GatePass
 
 LANGUAGES = [["en", "de"], ["el"], ["hu", "tr"]]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 256}
@@ -46,16 +45,16 @@ def gated_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-        ffn = model.expanded_ffns()[layer]
+        ffn = model.get_submodule(model._gate_places[2])
         # Orthogonal to the mean of the layer's inputs, so that the tokens are evidence for all sides.
         found: list[torch.Tensor] = []
         handle = ffn.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-        model(tokens(8, 16, seed=2))
+        model(tokens(8, 16, seed=2), languages="en")
         handle.remove()
         mean = torch.nn.functional.normalize(found[0].flatten(0, -2).mean(0), dim=0)
-        weight = torch.randn_like(ffn.language_gate.weight)
-        ffn.language_gate.weight.copy_(weight - (weight @ mean).unsqueeze(-1) * mean)
-        ffn.language_gate.bias.zero_()
+        weight = torch.randn_like(model.language_gate.weight)
+        model.language_gate.weight.copy_(weight - (weight @ mean).unsqueeze(-1) * mean)
+        model.language_gate.bias.zero_()
     return model
 
 
@@ -78,76 +77,8 @@ def dense_of(model, expert: Sequence[int] = ()) -> torch.nn.Module:
 
 def all_go_to(model, number: int) -> None:
     """Every token is strong evidence for this class."""
-    ffn = model.expanded_ffns()[model.config.language_gate["layer"]]
     sizes = [len(codes) for codes in model.config.language_gate["languages"]]
     with torch.no_grad():
-        ffn.language_gate.weight.zero_()
-        ffn.language_gate.bias.fill_(0)
-        ffn.language_gate.bias[sum(sizes[:number])] = 20.0
-
-
-@contextmanager
-def decisions() -> Iterator[list[torch.Tensor]]:
-    """The classes `[B, S]` of each pass that runs inside."""
-    found: list[torch.Tensor] = []
-    decide = GatePass.decide
-
-    def recorded(self, class_BS):
-        found.append(class_BS.clone())
-        return decide(self, class_BS)
-
-    with patch.object(GatePass, "decide", recorded):
-        yield found
-
-
-def classes(model, *args, **kwargs):
-    """The gate's classes `[B, S]` of one pass, and its output."""
-    with torch.no_grad(), decisions() as found:
-        output = model(*args, **kwargs)
-    (class_BS,) = found
-    return class_BS, output
-
-
-def kept(output) -> torch.Tensor:
-    """What the gate keeps beside the cache that a pass gave: marks and evidence, `[B, P, 2 + E]`."""
-    return output.past_key_values.layers[-1].kept
-
-
-def evidence_of(seed: int = 0, classes: int = 2) -> torch.Tensor:
-    """Evidence of each of 257 tokens for the later classes, in whole numbers of both signs."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(-2048, 2049, (257, classes - 1), generator=draw, dtype=torch.int32)
-
-
-def give_evidence(model, table: torch.Tensor) -> None:
-    """From now on a token's evidence is `table[token]`, as if hidden states were the same bits however they are
-    computed."""
-    read: list[torch.Tensor] = []
-
-    def remember(_, args):
-        read[:] = [args[0]]
-
-    model.get_input_embeddings().register_forward_pre_hook(remember)
-    ffn = model.expanded_ffns()[model.config.language_gate["layer"]]
-    ffn.language_gate.register_forward_hook(lambda *_: table[read[0].flatten()])
-
-
-def slow_classes(evidence, counted, starts, window: int) -> list[int]:
-    """The class of each token of one row, one token after the other; `evidence` is `[S, E]`."""
-    found, text = [], []
-    for own, counts, begins in zip(evidence.tolist(), counted, starts, strict=True):
-        if begins:
-            text = []
-        if counts:
-            text.append(own)
-        sums = [sum(values) for values in zip(*text[-window:], strict=True)] or [0]
-        best = max(sums)
-        found.append(1 + sums.index(best) if best > 0 else 0)
-    return found
-
-
-def classes_of_rows(table: torch.Tensor, ids: torch.Tensor, window: int = 5) -> torch.Tensor:
-    """The classes of whole texts, `[B, S]`, by the slow loop."""
-    whole = [True] * ids.shape[1]
-    begins = [True, *[False] * (ids.shape[1] - 1)]
-    return torch.tensor([slow_classes(table[row], whole, begins, window) for row in ids])
+        model.language_gate.weight.zero_()
+        model.language_gate.bias.fill_(0)
+        model.language_gate.bias[sum(sizes[:number])] = 20.0
