@@ -70,7 +70,7 @@ def _gated(base: Any, layer: int, to_new: bool) -> Any:
     )  # fmt: skip
     model = copy.deepcopy(expand_model(base, config))
     with torch.no_grad():
-        model.expanded_ffns()[layer].language_gate.bias.copy_(torch.tensor([float(not to_new), float(to_new)]))
+        model.language_gate.bias.copy_(torch.tensor([float(not to_new), float(to_new)]))
     return model
 
 

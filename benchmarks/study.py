@@ -29,7 +29,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from transformers import AutoTokenizer
 import hf_moe_expand as moe
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.inference.memory import has_bfloat16
-from hf_moe_expand.modeling import decoder_ffns
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 LONGEST = 512  # tokens of a text that is scored
@@ -311,13 +309,12 @@ def batches(texts: Sequence[str], tokenizer: Any, device: Any) -> Iterator[tuple
 
 @torch.no_grad()
 def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[str]) -> dict[str, float]:
-    """Bits per byte by way, kind of text and language, and the share of tokens that go to new experts."""
+    """Bits per byte by way, kind of text and language, and the share of texts that go to new experts."""
     rule = getattr(model.config, "language_gate", None)
     found: dict[str, float] = {}
     control = getattr(model, "routing_control", None)
-    classes, hook = watched_gate(model) if rule else ([], None)
     for code, kinds in texts.items():
-        ways = ["read", *(["end"] if rule else []), *(["told"] if control and code in new else [])]
+        ways = ["read", *(["told"] if control and code in new else [])]
         for kind, some in kinds.items():
             taken = [0, 0]
             for way in ways:
@@ -327,48 +324,19 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
                     positions = (mask.cumsum(1) - 1).clamp(min=0)
                     wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
                     labels = torch.where(wanted, ids[:, 1:], -100)
-                    classes.clear()
-                    asked = judged_by_end(model, ids, mask) if way == "end" else nullcontext()
                     said = {"languages": code} if way == "told" else {}
-                    with asked:
-                        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
+                    logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
                     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
                     nats += loss.item()
-                    if way == "read" and rule:
-                        is_new = classes[0].view(ids.shape)[:, 1:] > 0
-                        taken[0] += int((is_new & wanted).sum())
-                        taken[1] += int(wanted.sum())
+                    if rule and way == "read":
+                        taken[0] += int((model.judge(ids, mask) > 0).sum())
+                        taken[1] += len(ids)
                     del logits, loss
                 found[f"{way}.{kind}.{code}"] = round(nats / math.log(2) / size, 5)
-            if rule:
+            if rule:  # a text is judged by its end before it is read
+                found[f"end.{kind}.{code}"] = found[f"read.{kind}.{code}"]
                 found[f"new.{kind}.{code}"] = round(taken[0] / max(taken[1], 1), 5)
-    if hook:
-        hook.remove()
     return found
-
-
-@contextmanager
-def judged_by_end(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
-    """Inside, a pass over these tokens judges each text by its end, as `generate` does a prompt: adapters then run in
-    all layers."""
-    control = model.routing_control
-    with control.asking(message_ends=[ids.shape[1]]):
-        has_adapters = model.config.has_kind("adapter")
-        classes = model.classes_of_prompts(ids, {"attention_mask": mask}) if has_adapters else None
-        with control.asking(classes=classes):
-            yield
-
-
-def watched_gate(model: Any) -> tuple[list[torch.Tensor | None], Any]:
-    """A list that gets the class of each token in each pass (None where the pass is told), and the hook that does it:
-    after the FFN of the gate's layer, whatever the kind of the experts."""
-    found: list[torch.Tensor | None] = []
-    control, layer = model.routing_control, model.config.language_gate["layer"]
-    has_adapters = model.config.has_kind("adapter")  # which stand beside the base's FFN
-    ffn = model.get_submodule(decoder_ffns(model)[layer].place) if has_adapters else model.expanded_ffns()[layer]
-    return found, ffn.register_forward_hook(
-        lambda *_: found.append(getattr(control.gate_pass.classes, "class_T", None))
-    )
 
 
 def in_template(tokenizer: Any, asked: Sequence[str]) -> list[str]:

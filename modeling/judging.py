@@ -68,9 +68,9 @@ def sums_of(
     mask_ML = (column_L < lengths_M.unsqueeze(-1) + first) | (column_L == 0)
     given = {"inputs_embeds" if rows.ndim == 3 else "input_ids": rows, "attention_mask": mask_ML.long()}
     reading = Reading(ends=not is_shared(decoder))
-    with control.asking(**vars(RoutingRequest(expert=0, reading=reading))), torch.compiler.set_stance("force_eager"):
-        with suppress(_ReadError):
-            decoder(**given, use_cache=False)
+    alone = control.asking(**vars(RoutingRequest(expert=0, reading=reading)))
+    with alone, torch.compiler.set_stance("force_eager"), suppress(_ReadError):
+        decoder(**given, use_cache=False)
     evidence_MLE = reading.evidence.view(*rows.shape[:2], -1)[:, first:]  # type: ignore[union-attr]
     return last_sums(evidence_MLE, lengths_M.to(evidence_MLE.device), rule.window).to(inputs.device)
 

@@ -1,8 +1,6 @@
 """Models with a language gate, what the gate decides in them, and the same by a slow loop; for several test files."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from unittest.mock import patch
+from collections.abc import Sequence
 
 import torch
 from conftest import tiny_config, tiny_dense

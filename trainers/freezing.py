@@ -104,9 +104,9 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
 
 def freeze_gate(model: nn.Module) -> None:
     """Freezes the language gate, which is fitted: no pass of a training computes it."""
-    for ffn in getattr(model, "expanded_ffns", dict)().values():
-        if ffn.language_gate is not None:
-            ffn.language_gate.requires_grad_(False)
+    gate = getattr(model, "language_gate", None)
+    if gate is not None:
+        gate.requires_grad_(False)
 
 
 def _size(parameter: nn.Parameter) -> int:

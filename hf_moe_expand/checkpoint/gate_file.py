@@ -22,18 +22,14 @@ from .loaded import check_place, finished, opened
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
 from .source import OLD_GATES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, block_names
+from .stored import GATE_ROWS, StoredModel, gate_home
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
 
 # Why a model takes no gate.
 REFUSED = {
     ("dmoe", "gated"): "a DMoE keeps no language of its base, so that a gate has nothing to send home",
-    (
-        "encoder-decoder",
-        "gated",
-    ): "a gate judges a text from its first token on, but an encoder reads all of it at once",
+    ("encoder-decoder", "gated"): "a gate judges one text, but a sentence and its translation have a language each",
 }
-_ROWS = ("language_gate.weight", "language_gate.bias")
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Gate:
     @property
     def rows(self) -> dict[tuple[int, str], torch.Tensor]:
         """Its tensors, by layer and inner name."""
-        weight, bias = ((self.rule.layer, inner) for inner in _ROWS)
+        weight, bias = ((self.rule.layer, inner) for inner in GATE_ROWS)
         return {weight: self.weight_Rh, bias: self.bias_R}
 
     def set_in(self, config: Any) -> None:
@@ -110,7 +106,7 @@ def write_gate(
     stored = opened(model)
     check_place(model, out, overwrite, stored.folder)
     config: Any = stored.config
-    judging = ("classifier.weight", *_ROWS)
+    judging = ("classifier.weight", *GATE_ROWS)
     kept = [key for key in stored.tensors if stored.places[key].inner not in judging]
     outputs = [one for key in kept for one in stored.copies(key)]
     outputs += gate_tensors(stored, gate)
@@ -123,7 +119,7 @@ def write_gate(
 
 def gate_tensors(stored: StoredModel, gate: Gate) -> list[OutputTensor]:
     """The gate's tensors, in the type of its layer's first expert."""
-    place = block_names(stored.network)[gate.rule.layer]
+    place = gate_home(stored.network, gate.rule.layer)
     like = next(key for key in stored.tensors if key.startswith(f"{place}.") and stored[key].dtype in TORCH_DTYPES)
     dtype = TORCH_DTYPES[stored[like].dtype]
     return [in_memory(f"{place}.{inner}", rows.to(dtype)) for (_, inner), rows in gate.rows.items()]

@@ -24,6 +24,7 @@ from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, is_finite, ten
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, copy_of
 
+GATE_ROWS = ("language_gate.weight", "language_gate.bias")
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
 
@@ -257,7 +258,7 @@ class Place:
         shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.
-        inner: its name inside the layer's block: the FFN, or the adapters.
+        inner: its name inside the layer's block: the FFN, or the adapters; of a gate, inside the layer.
     """
 
     dense: str | None
@@ -289,7 +290,16 @@ def places(network: Any) -> dict[str, Place]:
                 expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
                 dense = f"{ffns[layer].name}.{rest}" if network.config.kind_of(layer, expert).has_ffn else None
             by_key[key] = Place(dense, by_key[key].shape, layer, expert, inner)
+    if (rule := getattr(network.config, "language_gate", None)) is not None:
+        for inner in GATE_ROWS:
+            key = f"{gate_home(network, rule['layer'])}.{inner}"
+            by_key[key] = Place(None, by_key[key].shape, rule["layer"], inner=inner)
     return by_key
+
+
+def gate_home(network: Any, layer: int) -> str:
+    """The name of the module that holds a gate in a layer: the layer."""
+    return decoder_ffns(network)[layer].place.rpartition(".")[0]
 
 
 def computed(

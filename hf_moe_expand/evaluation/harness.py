@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
@@ -15,6 +15,8 @@ from datasets.exceptions import DatasetNotFoundError
 from ..core.errors import InputError
 from ..core.extra import import_extra
 from ..data.tokens import without_end
+
+_JUDGED_AT_ONCE = 16  # questions
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,12 @@ class HarnessTasks:
         return matches
 
     def evaluate(self, model: Any, tokenizer: Any, batch_size: int = 8) -> dict[str, TaskScore]:
-        """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples."""
-        wrapped = import_extra("lm_eval.models.huggingface").HFLM(
-            pretrained=model, tokenizer=without_end(tokenizer), batch_size=batch_size
-        )
+        """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples. A model with a language gate
+        is told the class of each question by its context, so that the choices of one take one model."""
+        wrapper = import_extra("lm_eval.models.huggingface").HFLM
+        if getattr(model.config, "language_gate", None) is not None:
+            wrapper = _judging(wrapper)
+        wrapped = wrapper(pretrained=model, tokenizer=without_end(tokenizer), batch_size=batch_size)
         scores: dict[str, TaskScore] = {}
         for shots, items in self.by_shots.items():
             results = import_extra("lm_eval").simple_evaluate(
@@ -129,6 +133,40 @@ class HarnessTasks:
             )
             scores |= task_scores(results, self.harness)
         return scores
+
+
+def _judging(wrapper: Any) -> Any:
+    """The harness's wrapper of a model, which tells it the judged language of each question: its context's or, where
+    that is empty (minimal pairs), that of its choices."""
+
+    class Judging(wrapper):
+        def loglikelihood(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
+            questions = [(request.task_name, request.doc_id) for request in requests]
+            of_question: dict[Any, list[tuple[str, str]]] = {}
+            for question, request in zip(questions, requests, strict=True):
+                of_question.setdefault(question, []).append(request.args)
+            texts = [of[0][0].strip() or " ".join(choice for _, choice in of) for of in of_question.values()]
+            languages = dict(zip(of_question, self._languages(texts), strict=True))
+            found: list[Any] = [None] * len(requests)
+            for language in dict.fromkeys(languages.values()):
+                numbers = [n for n, question in enumerate(questions) if languages[question] == language]
+                with self.model.use_languages(language):
+                    of_language = super().loglikelihood([requests[n] for n in numbers], *args, **kwargs)
+                for number, result in zip(numbers, of_language, strict=True):
+                    found[number] = result
+            return found
+
+        def _languages(self, texts: Sequence[str]) -> Iterator[str]:
+            """A language of each text's class."""
+            of_class = self.model.config.language_gate["languages"]
+            for start in range(0, len(texts), _JUDGED_AT_ONCE):
+                rows = self.tokenizer(
+                    texts[start : start + _JUDGED_AT_ONCE], return_tensors="pt", padding=True, padding_side="right"
+                ).to(self.device)
+                for number in self.model.judge(rows.input_ids, rows.attention_mask).tolist():
+                    yield of_class[number][-1]
+
+    return Judging
 
 
 def _parse(argument: str, num_fewshot: int | None) -> tuple[str, int | None]:

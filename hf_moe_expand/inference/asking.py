@@ -85,24 +85,13 @@ class ChatModel:
             )
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
-        return self._write(inputs, how, language, streamer, self._ends([*system, *messages], inputs))
-
-    def _ends(self, messages: Sequence[Message], inputs: Any) -> list[int]:
-        """The columns of a conversation's tokens at which its messages end, the last one's words after it included."""
-        whole = inputs["input_ids"][0].tolist()
-        ends = []
-        for count in range(1, len(messages)):
-            try:
-                ids = self.tokenizer.apply_chat_template([*messages[:count]], return_dict=True)["input_ids"]
-            except Exception:  # a template may want an answer to every message
-                continue
-            if ids == whole[: len(ids)]:  # else the template changes earlier messages
-                ends.append(len(ids))
-        return [*ends, len(whole)]
+        newest = self.tokenizer(messages[-1]["content"], return_tensors="pt").input_ids
+        return self._write(inputs, how, language, streamer, newest)
 
     def _write(
-        self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, ends: list[int] | None = None
+        self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, judge: torch.Tensor | None = None
     ) -> str:
+        """What it writes after these inputs; a language gate judges the tokens `judge` in their place."""
         inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
         length = inputs["input_ids"].shape[1]
         if not length:
@@ -119,8 +108,8 @@ class ChatModel:
             max_new_tokens=new, eos_token_id=end_tokens(self.model, self.tokenizer) or None,
             pad_token_id=self.tokenizer.eos_token_id if pad is None else pad, **(drawn if how.temperature else {}),
         )  # fmt: skip
-        if ends is not None and getattr(self.model.config, "language_gate", None) is not None:
-            inputs["judge_prompt"] = ends
+        if judge is not None and getattr(self.model.config, "language_gate", None) is not None:
+            inputs["judge"] = judge
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language), generating(self.model, config):
             written = self.model.generate(**inputs, streamer=streamer)[0, length:].tolist()
