@@ -17,7 +17,7 @@ from ...planning.plan import Plan
 from ...stages.outlook import Found, Outlook, StepResult
 from .analyze import check_tokens
 from .base import RunStep
-from .base_gate import GATE_FILE, gate_layer
+from .base_gate import gate_file
 
 # The settings that say what the new experts are.
 _KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"}
@@ -75,8 +75,8 @@ class Expand(RunStep):
             copied = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else ""
             return StepResult(summary + copied)
         gate = None
-        if gate_layer(run) is not None:
-            gate, _ = gate_from_file(run.folder / GATE_FILE, run.start, plan.new, run.revision)
+        if (file := gate_file(run)) is not None:
+            gate, _ = gate_from_file(file, run.start, plan.new, run.revision)
         report = expand_checkpoint(
             run.start,
             self.output,

@@ -5,14 +5,12 @@ from typing import Any
 
 from ...checkpoint.source import load_config, resolve_checkpoint
 from ...core.errors import InputError
-from ...core.schema import changed
 from ...data.sources import counted
 from ...modeling import count_layers, stack_sizes
 from ...planning.make import make_plan
 from ...planning.results import DeviationResult, SimilarityResult
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep, digest_of
-from .base_gate import expanded_layers, gate_layer, only_layers
 
 
 class MakePlan(RunStep):
@@ -79,13 +77,8 @@ class MakePlan(RunStep):
         similarity = SimilarityResult.from_json(path) if planned.needs == "similarity" else None
         deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
         config = load_config(resolve_checkpoint(run.start, run.revision))
-        gate, layers = gate_layer(run), count_layers(config)
-        adapters = run.expansion.expand.expert_kind == "adapter"  # told, they run below the gate, too
-        if gate is not None and not adapters:  # no expert ever runs below the gate
-            above = [str(layer) for layer in expanded_layers(run, config) if layer >= gate]
-            planned = changed(planned, only_layers=",".join(above) if only_layers(run) else f"{gate}-{layers - 1}")
         plan = make_plan(
-            planned, layers, run.old, run.new, similarity, run.recipe.seed,
+            planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
             encoder_layers=_encoder_layers(config),
         )  # fmt: skip
