@@ -4,6 +4,7 @@ Shape suffixes as in `language_gate.py`.
 """
 
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from .language_gate import (
 from .routing import TokenClasses
 from .routing_control import RoutingControl, RoutingRequest, RowClasses, is_filled
 
-_MARKS = (0, 16, 32, 64)  # tokens of an answer at which it is judged, and every 64 more
+_ONE_BY_ONE = threading.Lock()  # the compiler's stance is that of all threads
 
 
 class _ReadError(Exception):
@@ -69,7 +70,7 @@ def sums_of(
     given = {"inputs_embeds" if rows.ndim == 3 else "input_ids": rows, "attention_mask": mask_ML.long()}
     reading = Reading(ends=not is_shared(decoder))
     alone = control.asking(**vars(RoutingRequest(expert=0, reading=reading)))
-    with alone, torch.compiler.set_stance("force_eager"), suppress(_ReadError):
+    with _ONE_BY_ONE, alone, torch.compiler.set_stance("force_eager"), suppress(_ReadError):
         decoder(**given, use_cache=False)
     evidence_MLE = reading.evidence.view(*rows.shape[:2], -1)[:, first:]  # type: ignore[union-attr]
     return last_sums(evidence_MLE, lengths_M.to(evidence_MLE.device), rule.window).to(inputs.device)
@@ -161,12 +162,11 @@ class Answers:
 
     def rows(self, ids_RS: torch.Tensor) -> RowClasses | None:
         """The classes of the rows before the model reads the last token of these; None where they stay."""
-        count = ids_RS.shape[1] - self.start
-        *_, before, mark = (0, *(m for m in (*_MARKS, count // 64 * 64) if m <= count))
+        count = max(0, ids_RS.shape[1] - self.start)
+        mark = count // 64 * 64 or count // 32 * 32 or count // 16 * 16  # 16, 32, 64, and every 64 more
         if not mark or (count > mark and not self.moves):
             return None
-        if mark > 64:
-            before = mark - 64
+        before = mark - 64 if mark > 64 else mark // 2
         beams, answers_RS = len(ids_RS) // len(self.told), ids_RS[:, self.start : self.start + mark]
         keys = [(row // beams, *answer) for row, answer in enumerate(answers_RS.tolist())]
         unknown = {key: row for row, key in enumerate(keys) if key not in self.classes and not self.told[key[0]]}
