@@ -72,6 +72,7 @@ class Inspection:
         experts: the kind of the new experts, in words, unless they are FFNs.
         mixtures: layers that are mixtures of experts of the backbone's own.
         gate: the language gate; None without one.
+        judges_tokens: whether the checkpoint's code is an earlier version's, which judges token by token.
         exclusive: whether tokens of a new language take its experts alone.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
         packs: the language packs that the model joins.
@@ -91,6 +92,7 @@ class Inspection:
     mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
     gate: GateRule | None = None
+    judges_tokens: bool = False
     exclusive: bool = False
     packs: Sequence[InspectedPack] = ()
     encoder_layers: int = 0
@@ -101,7 +103,7 @@ class Inspection:
         experts, encoder = [experts for experts, _, _ in self.layers], self.encoder_layers
         stages = [stage for expansion in reversed(self.expansions) for stage in reversed(expansion.stages)]
         fitted = next((stage.settings for stage in stages if stage.stage == "gates"), None) or {}
-        shares = {code: of["0"] for code, of in fitted.get("shares", {}).items()} | fitted.get("home", {})
+        shares = {code: of["end"] for code, of in fitted.get("shares", {}).items()} | fitted.get("home", {})
         facts = {
             "model": self, "experts": experts, "counts": counts_in_words(experts, encoder),
             "stacks": f"{encoder} encoder and {len(experts) - encoder} decoder" if encoder else len(experts),
@@ -126,7 +128,11 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
     inspection = inspect_config(config)
-    return replace(inspection, leftovers=leftovers(Path(model)), base_check=recorded_verdict(folder).words)
+    code = folder / "language_gate.py", folder / "judging.py"
+    return replace(
+        inspection, leftovers=leftovers(Path(model)), base_check=recorded_verdict(folder).words,
+        judges_tokens=inspection.gate is not None and [file.is_file() for file in code] == [True, False],
+    )  # fmt: skip
 
 
 def inspect_config(config: Any) -> Inspection:
@@ -134,7 +140,8 @@ def inspect_config(config: Any) -> Inspection:
     network = network_of(config)
     kinds = config.expert_kinds
     layers = [(1, False, 0)] * count_layers(config)
-    added, total = 0, _size_of(network)
+    gate = network.language_gate
+    added, total = 0 if gate is None else _size_of(gate), _size_of(network)
     for index, ffn in network.expanded_ffns().items():
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size_of(ffn))
         added += _size_of(ffn) - _size_of(ffn.experts[0])
