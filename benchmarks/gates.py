@@ -1,9 +1,10 @@
-"""Prints where a gate sends the beginnings of texts, code, mathematics and a chat's questions (docs/gates.md).
+"""Prints what a gate makes of texts and of answers, and what judging costs (docs/gates.md).
 
-    python benchmarks/gates.py MODEL --data DIR --languages en es fr de pt id sw hu tr
+    python benchmarks/gates.py MODEL --data DIR --languages en es fr de pt id sw hu tr --new hu tr
 
-DIR is the study's. The table has the share of tokens that new experts take: of all, and of each text's first 8 and 32;
-and the share of texts that go to new experts as a whole, judged by their end. Documents are six sentences of FLORES.
+DIR is the study's. Three tables: the share of documents (six sentences of FLORES), sentences, code, mathematics and a
+chat's questions that go to new experts; the share of answers that do, by their tokens so far, after a prompt that went
+home and after one that did not; and seconds of a judged call beside a told one.
 """
 
 import argparse
@@ -12,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study import LONGEST, batches, in_template, texts_of, watched_gate
-from timing import parser, report
+from study import batches, in_template, texts_of
+from timing import parser, ratio, report, time_in_turn
 
 from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.modeling.judging import Answers
+from hf_moe_expand.modeling.language_gate import GateRule
+from hf_moe_expand.modeling.routing_control import RowClasses
+
+MARKS = (16, 32, 64, 128)
 
 QUESTIONS = {
     "en": ["What is the capital of France?", "Name three fruits.", "Why do we sleep?", "What do bees make?"],
@@ -37,38 +43,77 @@ OTHER = {
 
 
 @torch.no_grad()
-def shares(model: Any, texts: Sequence[str], tokenizer: Any) -> list[float]:
-    """The share of tokens that new experts take: of all, of the first 8, of the first 32; of texts, by their end."""
-    counts = [[0, 0] for _ in range(4)]
-    found, hook = watched_gate(model)
-    for ids, mask, _ in batches(texts, tokenizer, model.device):
-        place = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for padding and for the token that begins a text
-        model(ids, attention_mask=mask, position_ids=place, use_cache=False, logits_to_keep=1)
-        is_new = (found.pop().view(ids.shape) > 0) & (mask > 0)
-        chosen = [(place > 0) & (place <= most) for most in (LONGEST, 8, 32)]
-        last = torch.zeros_like(is_new)
-        last[:, -1] = True
-        for count, one in zip(counts, [*chosen, last], strict=True):
-            count[0] += int((is_new & one).sum())
-            count[1] += int(one.sum())
-    hook.remove()
-    return [part / max(whole, 1) for part, whole in counts]
+def share(model: Any, texts: Sequence[str], tokenizer: Any) -> str:
+    """The share of texts that go to new experts."""
+    found = torch.cat([model.judge(ids, mask) for ids, mask, _ in batches(texts, tokenizer, model.device)])
+    return f"{100 * (found > 0).float().mean():.1f} %"
+
+
+@torch.no_grad()
+def answers(model: Any, texts: Sequence[str], tokenizer: Any, before: int) -> list[str]:
+    """The share of answers, these texts, that are in a new class at each mark after prompts of the class `before`."""
+    rule: Any = GateRule.of(model.config)
+    rows = [ids for text in texts if len(ids := tokenizer(text, add_special_tokens=False).input_ids) >= MARKS[1]]
+    counts = {mark: [0, 0] for mark in MARKS}
+    for row in rows:
+        prompt = RowClasses.of([before], model.device)
+        of_row = Answers(rule, model._sums, prompt, [False], start=0, moves=False)
+        for mark in (mark for mark in MARKS if mark <= len(row)):
+            now = of_row.rows(torch.tensor([row[:mark]], device=model.device))
+            counts[mark][0] += int(now is not None and now.numbers != (0,))
+            counts[mark][1] += 1
+    return [f"{100 * part / max(whole, 1):.1f} % of {whole}" for part, whole in counts.values()]
+
+
+def speed(model: Any, tokenizer: Any, texts: Sequence[str], options: argparse.Namespace) -> list[list[str]]:
+    """Seconds of calls that judge, beside those of calls that are told the class that is judged."""
+    ids = torch.tensor([tokenizer(" ".join(texts)).input_ids[:512]], device=model.device)
+    told, found = options.new[0], []
+    for name, prompt, new in (("64 tokens after 512", ids, 64), ("64 tokens after 16", ids[:, -16:], 64)):
+        how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        code = told if model.judge(prompt) else model.config.language_gate["languages"][0][-1]
+        calls = {
+            "told": lambda p=prompt, code=code, how=how: model.generate(p, languages=code, **how),
+            "judged": lambda p=prompt, how=how: model.generate(p, **how),
+        }
+        found.append((name, calls))
+    rows = ids[:, :480].view(16, 30)
+    of_rows = [told if number else model.config.language_gate["languages"][0][-1] for number in model.judge(rows)]
+    calls = {"told": lambda: model(rows, languages=of_rows), "judged": lambda: model(rows)}
+    found.append(("16 requests of 30 tokens, scored", calls))
+    with torch.no_grad():
+        timed = [(name, time_in_turn(calls, options.repeats, str(model.device), "wall")) for name, calls in found]
+    return [
+        [name, f"{min(of['told']):.2f}", f"{min(of['judged']):.2f}", f"{ratio(of, 'judged', 'told'):.2f}"]
+        for name, of in timed
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    found = parser(__doc__, repeats=1, on_device=False)
+    found = parser(__doc__, repeats=5, on_device=False)
     found.add_argument("model", help="checkpoint with a gate")
     found.add_argument("--data", type=Path, required=True, help="folder with flores/LANGUAGE.dev.jsonl")
     found.add_argument("--languages", nargs="+", required=True)
+    found.add_argument("--new", nargs="+", required=True, help="those of them that are new")
     found.add_argument("--sentences", type=int, default=288, help="of each language (%(default)s)")
     options: argparse.Namespace = found.parse_args(arguments)
     model, tokenizer = load_for_inference(options.model)
-    texts = {code: texts_of(options.data, code, options.sentences).get("documents", []) for code in options.languages}
-    if missing := [code for code, some in texts.items() if not some]:
+    texts = {code: texts_of(options.data, code, options.sentences) for code in options.languages}
+    if missing := [code for code, some in texts.items() if not some.get("documents")]:
         found.error(f"{options.data}: has no flores/LANGUAGE.dev.jsonl of {', '.join(missing)}")
-    texts |= OTHER | {f"questions, {code}": in_template(tokenizer, some) for code, some in QUESTIONS.items()}
-    rows = [[name, *(f"{100 * s:.1f} %" for s in shares(model, some, tokenizer))] for name, some in texts.items()]
-    report("To new experts", ["text", "tokens", "first 8", "first 32", "judged by their end"], rows, options)
+    kinds = ("documents", "sentences")
+    rows = [[code, *(share(model, some[kind], tokenizer) for kind in kinds)] for code, some in texts.items()]
+    other = OTHER | {f"questions, {code}": in_template(tokenizer, some) for code, some in QUESTIONS.items()}
+    rows += [[name, "", share(model, some, tokenizer)] for name, some in other.items()]
+    report("Texts that go to new experts", ["text", *kinds], rows, options)
+    rows = []
+    for code in options.languages:
+        for before in (0, 1) if code in options.new else (0,):
+            shares = answers(model, texts[code]["documents"], tokenizer, before)
+            rows.append([code, "new experts" if before else "home", *shares])
+    report("Answers that run new experts", ["answer", "prompt went to", *map(str, MARKS)], rows, options, "a")
+    rows = speed(model, tokenizer, texts[options.new[0]]["documents"], options)
+    report("Seconds", ["call", "told", "judged", "judged / told"], rows, options, "a")
 
 
 if __name__ == "__main__":

@@ -104,12 +104,15 @@ def parser(description: str | None, repeats: int, on_device: bool = True) -> arg
     return found
 
 
-def report(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], options: argparse.Namespace) -> None:
-    """Prints the header line and the table, and writes them to `--out`."""
+def report(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], options: argparse.Namespace, mode: str = "w"
+) -> None:
+    """Prints the header line and the table, and writes them to `--out`; with mode `a` behind what is there."""
     text = "\n".join([header(title, options), "", markdown_table(head, rows)])
     print(text)
     if options.out:
-        options.out.write_text(text + "\n", "utf-8")
+        with options.out.open(mode, encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def header(title: str, options: argparse.Namespace) -> str:
