@@ -8,11 +8,12 @@ import numpy
 import pytest
 import torch
 import yaml
-from conftest import invoke, save_dense, write_texts
+from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from gated_models import gated_model
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.evaluation import report
+from hf_moe_expand.evaluation import harness, report
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.inference import models
@@ -20,6 +21,7 @@ from hf_moe_expand.inference import models
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 
 import lm_eval.tasks
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from hf_moe_expand.evaluation.benchmarks import benchmark_means, task_list
@@ -117,6 +119,35 @@ def test_accuracy_is_that_of_likelihoods_one_by_one(root, shots, monkeypatch):
         assert score.metrics["acc"].stderr == pytest.approx(error)
         assert score.metrics["acc"].higher_is_better
         assert (score.version, score.harness) == ("1.0", lm_eval.__version__)
+
+
+def test_the_choices_of_a_question_take_the_model_of_its_context(root):
+    """With a gate; where the contexts are empty, that of the choices together."""
+    tokenizer = byte_tokenizer()
+    model = gated_model(exclusive=True, max_position_embeddings=512)
+    questions = [
+        ("Η γάτα πίνει", ["γάλα", "ουρανό"]),
+        ("One two", ["three", "four"]),
+        ("", ["Some words", "Others."]),
+    ] * 2
+    questions += [(f"Context {number}", ["a b", "c d"]) for number in range(8)]
+    requests = [
+        Instance("loglikelihood", {}, (context, f" {choice}"), number, metadata=("task", number, 1))
+        for number, (context, choices) in enumerate(questions)
+        for choice in choices
+    ]
+    wrapped = harness._judging(HFLM)(pretrained=model, tokenizer=tokenizer, batch_size=3)
+    found = wrapped.loglikelihood(requests)
+    classes = []
+    for request, (likelihood_, _) in zip(requests, found, strict=True):
+        context, choice = request.args
+        of_question = [one.args[1] for one in requests if one.doc_id == request.doc_id]
+        ids = torch.tensor([wrapped.tok_encode(context or " ".join(of_question))])
+        classes.append(int(model.judge(ids)))
+        with model.use_languages("el" if classes[-1] else "en"):
+            begin = context or tokenizer.decode([wrapped.prefix_token_id])
+            assert likelihood_ == pytest.approx(likelihood(model, tokenizer, begin, choice), abs=1e-3)
+    assert 0 < sum(classes) < len(classes)
 
 
 def test_a_group_and_its_parts(root):

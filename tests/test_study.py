@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import math
 from pathlib import Path
 
 import pandas
@@ -11,7 +12,6 @@ import torch
 import yaml
 from conftest import byte_tokenizer, save_dense, write_texts
 from gated_models import gated_model
-from test_gpu import adapted
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 DOCS = BENCHMARKS.parent / "docs"
@@ -101,40 +101,22 @@ def test_a_study_goes_on_where_it_was_stopped(small_study, study, tmp_path, caps
     assert "<svg" in (tmp_path / "study.svg").read_text("utf-8")
 
 
-def test_a_gate_is_watched_whatever_the_experts_are(study):
-    """Adapters stand beside the base's FFN, which is called in their place."""
-    _, adapters = adapted("cpu", torch.float32, "gate")
-    tokenizer, text = byte_tokenizer(), "One text of several words."
-    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text).input_ids]])
-    for model in (gated_model(max_position_embeddings=512), adapters):
-        found = study.scores(model, tokenizer, {"en": {"pages": [text]}, "el": {"pages": [text]}}, ["el"])
-        classes, hook = study.watched_gate(model)
-        model(ids, use_cache=False)
-        hook.remove()
-        assert found["new.pages.en"] == round((classes.pop()[1:] > 0).float().mean().item(), 5)
-        assert found["told.pages.el"] > 0
-
-
-def test_judged_by_its_end_a_text_has_the_logits_of_generate(study):
-    """Of adapters, too, which then run in all layers."""
-    _, model = adapted("cpu", torch.float32, "gate")
-    gate = model.expanded_ffns()[model.config.language_gate["layer"]].language_gate
-    with torch.no_grad():
-        gate.weight.normal_(generator=torch.Generator().manual_seed(3))
-        gate.bias.zero_()
-    ids = torch.randint(0, 250, (12, 20), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[1::2, :7] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    classes = model.classes_of_prompts(ids, {"attention_mask": mask})
-    assert {None, 1} <= {*classes}
-    asked = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-    with study.judged_by_end(model, ids, mask):
-        found = model(ids, **asked).logits[:, -1]
-    options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    wanted = model.generate(ids, attention_mask=mask, do_sample=False, **options).logits[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(model(ids, **asked).logits[:, -1], wanted, atol=1e-3)
+def test_a_gated_model_is_scored_as_it_judges(study):
+    model, tokenizer = gated_model(max_position_embeddings=512), byte_tokenizer()
+    texts = ["".join(chr(33 + (7 * i * j + i) % 90) for j in range(12 + i)) for i in range(1, 13)]
+    found = study.scores(model, tokenizer, {"en": {"pages": texts}, "el": {"pages": texts}}, ["el"])
+    rows = [torch.tensor([[tokenizer.eos_token_id, *tokenizer(text).input_ids]]) for text in texts]
+    classes = [int(model.judge(ids)) for ids in rows]
+    assert 0 < sum(classes) < len(classes)
+    assert found["new.pages.en"] == round(sum(classes) / len(classes), 5)
+    nats = 0.0
+    for ids, number in zip(rows, classes, strict=True):
+        with torch.no_grad():
+            logs = model(ids, languages="el" if number else "en").logits[0].log_softmax(-1)
+        nats -= logs[:-1].gather(1, ids[0, 1:, None]).sum().item()
+    bits = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    assert found["read.pages.en"] == found["end.pages.en"] == pytest.approx(bits, abs=2e-5)
+    assert found["told.pages.el"] != found["read.pages.el"]
 
 
 @pytest.mark.parametrize(
@@ -234,26 +216,31 @@ def test_a_csv_without_its_base_is_refused(figures):
 
 def test_gates_shares_are_those_of_the_classes(study, tmp_path, monkeypatch, capsys):
     gates = importlib.import_module("gates")
-    model, tokenizer = gated_model(max_position_embeddings=512), byte_tokenizer()
+    model, tokenizer = gated_model(max_position_embeddings=1024), byte_tokenizer()
     monkeypatch.setattr(gates, "load_for_inference", lambda folder: (model, tokenizer))
-    texts = ["One text of several words.", "Another, which is longer than the first one of them all."]
+    texts = ["One text of several words.", "Another, which is longer than the first one of them all."] * 8
     (tmp_path / "flores").mkdir()
-    write_texts(tmp_path / "flores" / "en.dev.jsonl", texts)
-    gates.main(["MODEL", "--data", str(tmp_path), "--languages", "en", "--sentences", "2"])
+    for code in ("en", "el"):
+        write_texts(tmp_path / "flores" / f"{code}.dev.jsonl", texts)
+    options = ["MODEL", "--data", str(tmp_path), "--sentences", "12", "--repeats", "1", "--new", "el", "--languages"]
+    gates.main([*options, "en", "el"])
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    document = " ".join(texts)
-    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(document).input_ids]])
-    found = []
-    keep = lambda *_: found.append(model.routing_control.gate_pass.classes.class_T)  # noqa: E731
-    hook = model.expanded_ffns()[1].register_forward_hook(keep)
-    model(ids, use_cache=False)
-    hook.remove()
-    is_new = (found[0].view(-1) > 0)[1:].float()
-    shares = (is_new.mean(), is_new[:8].mean(), is_new[:32].mean(), is_new[-1])
-    assert rows[2] == ["en", *(f"{100 * share:.1f} %" for share in shares)]
-    assert [row[0] for row in rows[3:]] == [*gates.OTHER, *(f"questions, {code}" for code in gates.QUESTIONS)]
+    document = " ".join(texts[:6])
+    classes = [
+        int(model.judge(torch.tensor([[tokenizer.eos_token_id, *tokenizer(text).input_ids]])))
+        for text in (document, *texts[:2])
+    ]
+    wanted = [100.0 * classes[0], 50.0 * sum(classes[1:])]
+    assert rows[2] == ["en", *(f"{share:.1f} %" for share in wanted)]
+    assert [row[0] for row in rows[4:10]] == [*gates.OTHER, *(f"questions, {code}" for code in gates.QUESTIONS)]
+    assert [row[:2] for row in rows[12:15]] == [["en", "home"], ["el", "home"], ["el", "new experts"]]
+    assert [row[0] for row in rows[17:]] == [
+        "64 tokens after 512",
+        "64 tokens after 16",
+        "16 requests of 30 tokens, scored",
+    ]
     with pytest.raises(SystemExit):
-        gates.main(["MODEL", "--data", str(tmp_path), "--languages", "en", "xx"])
+        gates.main([*options, "en", "xx"])
     assert "has no flores/LANGUAGE.dev.jsonl of xx" in capsys.readouterr().err
 
 
