@@ -106,7 +106,7 @@ def test_a_gated_model_is_scored_as_it_judges(study):
     texts = ["".join(chr(33 + (7 * i * j + i) % 90) for j in range(12 + i)) for i in range(1, 13)]
     found = study.scores(model, tokenizer, {"en": {"pages": texts}, "el": {"pages": texts}}, ["el"])
     rows = [torch.tensor([[tokenizer.eos_token_id, *tokenizer(text).input_ids]]) for text in texts]
-    classes = [int(model.judge(ids)) for ids in rows]
+    classes = [int(model.judge(ids, torch.ones_like(ids))) for ids in rows]
     assert 0 < sum(classes) < len(classes)
     assert found["new.pages.en"] == round(sum(classes) / len(classes), 5)
     nats = 0.0
