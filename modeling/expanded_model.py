@@ -171,7 +171,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if self._gate_places is not None:
             ffn, gate = self.get_submodule(self._gate_places[2]), self.language_gate  # type: ignore[attr-defined]
             if not calls(ffn._forward_pre_hooks, catch):
-                ffn.register_forward_pre_hook(partial(catch, self.routing_control, gate))
+                ffn.register_forward_pre_hook(partial(catch, self.routing_control, gate))  # type: ignore[arg-type]
 
     def _decoder(self) -> Any:
         """The module that owns the layers, of a model with a gate."""
