@@ -116,7 +116,7 @@ def expand_checkpoint(
     )
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     if gate is not None:
-        check_plan_of_gate(plan, gate.rule.layer, kind)
+        check_plan_of_gate(plan)
         gate.set_in(config)
     tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate)
     held = [dense[key] for key in dense.tensors]
@@ -193,7 +193,7 @@ def expand_model(
         )  # fmt: skip
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if gate is not None:
-        check_plan_of_gate(plan, gate.rule.layer, kind)
+        check_plan_of_gate(plan)
         gate.set_in(config)
     elif wanted is not None:
         config.language_gate = wanted.language_gate
@@ -249,21 +249,14 @@ def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.
     check_layers(plan, dense_config, name)
 
 
-def check_plan_of_gate(plan: Plan, layer: int, kind: ExpertKind) -> None:
-    """Refuses a plan for a gate in this layer that leaves the layer dense, or expands layers below it, where adapters
-    alone have a use: for text whose language is told; and one with what a gate takes the place of."""
+def check_plan_of_gate(plan: Plan) -> None:
+    """Refuses a plan with what a gate takes the place of."""
     if plan.groups:
         raise InputError("A gate sends text home to a frozen base, but DMoE trains the base: leave the gate out.")
     if plan.classifier_layers:
         raise InputError(
             f"The gate takes the place of classifiers, but the plan has some, in layers {plan.classifiers_in_words}: "
             "plan without classifiers."
-        )
-    counts = plan.experts_per_layer
-    if counts[layer] < 2 or (max(counts[:layer], default=1) > 1 and not isinstance(kind, AdapterKind)):
-        raise InputError(
-            f"The gate stands in layer {layer}, below which no expert ever runs, but the plan has "
-            f"{plan.counts_in_words} experts: plan with --only-layers {layer}-{len(counts) - 1} (`only_layers`)."
         )
 
 

@@ -227,7 +227,7 @@ def expand_from_peft(
     kind = AdapterKind([adapter_of(dense.network, one.lora, one.name) for one in loaded])
     config, plans = _planned(dense_config, kind, rounds, old_languages)
     if gate is not None:
-        check_plan_of_gate(plans[-1], gate.rule.layer, kind)
+        check_plan_of_gate(plans[-1])
         gate.set_in(config)
     given = _updates(dense, config, loaded)
     tensors = expanded_tensors(dense, config, "copy", 0, gate=gate)
