@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from test_gates import ANCHORS, SETTINGS, TEXTS
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model, fit_gates
-from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file, layer_of_file
+from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file
 from hf_moe_expand.checkpoint.gate_file import Gate
-from hf_moe_expand.checkpoint.stored import StoredModel, block_names
+from hf_moe_expand.checkpoint.stored import StoredModel, gate_home
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.modeling.language_gate import GateRule
@@ -38,7 +39,7 @@ def file(base, tmp_path_factory):
 def the_gate(folder):
     stored = StoredModel(folder)
     rule = GateRule.of(stored.config)
-    place = block_names(stored.network)[rule.layer]
+    place = gate_home(stored.network, rule.layer)
     return Gate(rule, *(stored.tensor(f"{place}.{inner}") for inner in ("language_gate.weight", "language_gate.bias")))
 
 
@@ -48,14 +49,18 @@ def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):
     expand_checkpoint(base, tmp_path / "plain", PLAN)
     later = fit_gates(tmp_path / "plain", tmp_path / "two", TEXTS, ANCHORS, SETTINGS)
     one, two = the_gate(tmp_path / "one"), the_gate(tmp_path / "two")
-    assert one.rule == two.rule
-    assert one.rule.layer == layer_of_file(file)
+    assert replace(one.rule, home=0) == replace(two.rule, home=0)
+    assert one.rule.layer == gate.rule.layer == 0
     assert one.rule.languages == [["en", *sorted(ANCHORS)], NEW]
     torch.testing.assert_close(one.weight_Rh, two.weight_Rh, rtol=1e-3, atol=1e-4)
-    # The file keeps the anchors' logits in half precision, from which the bias follows in steps of 0.02.
+    # The file keeps the texts' logits in half precision, from which the bias follows in steps of 0.02.
     torch.testing.assert_close(one.bias_R, two.bias_R, rtol=0, atol=0.05)
+    assert one.rule.home == pytest.approx(two.rule.home, abs=3)
+    assert one.rule.begin is two.rule.begin is None
     assert report.named == later.gates.named
-    assert report.unseen == pytest.approx(later.gates.unseen, abs=0.02)
+    assert report.unseen == later.gates.unseen
+    assert report.new == pytest.approx(later.gates.new, abs=0.05)
+    assert report.old == later.gates.old
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     assert config["expansions"][-1]["language_gate"] == config["language_gate"]
     assert config["classifier_layers"] == []
@@ -77,11 +82,13 @@ def test_a_model_in_memory_gets_the_same_gate(base, file, tmp_path):
 def test_one_file_serves_any_choice_of_its_languages(base, file):
     """Rows of a language that is not new go home; fewer new languages pass less of the anchors."""
     both, _ = gate_from_file(file, base, NEW)
-    one, _ = gate_from_file(file, base, ["hu"])
+    one, of_one = gate_from_file(file, base, ["hu"])
     assert one.rule.languages[1] == ["hu"]
     assert set(one.rule.languages[0]) == {"en", "el", *ANCHORS}
     rows = [one.rule.languages[0].index("el"), len(both.rule.languages[0])]
     assert torch.equal(one.weight_Rh[rows[0]], both.weight_Rh[rows[1]])
+    assert {*of_one.new} == {"hu"}
+    assert {*of_one.old} == {"en", "el"}
     with pytest.raises(InputError, match="has no row for tr: fit the gate with text"):
         gate_from_file(file, base, ["tr"])
 
@@ -96,7 +103,7 @@ def changed_base(base, place, name):
 
 
 def test_another_base_is_refused_but_not_for_layers_that_the_gate_does_not_read(base, file, tmp_path):
-    layer = layer_of_file(file)
+    layer = gate_from_file(file, base, NEW)[0].rule.layer
     said = "was fitted on another base than .*, or on other weights: fit the gate of this base"
     with pytest.raises(InputError, match=said):
         gate_from_file(file, save_dense(tmp_path / "other", seed=5), NEW)
@@ -107,19 +114,19 @@ def test_another_base_is_refused_but_not_for_layers_that_the_gate_does_not_read(
     assert gate_from_file(file, above, NEW)[0].rule.layer == layer
 
 
-def test_a_plan_with_experts_below_the_gate_or_none_beside_it_is_refused(base, tmp_path):
+def test_experts_may_stand_below_the_gate_and_need_not_stand_beside_it(base, tmp_path):
     settings = SETTINGS.model_copy(update={"layer": 1})
     fit_base_gate(base, tmp_path / "gate.safetensors", TEXTS, NEW, ANCHORS, settings)
     gate, _ = gate_from_file(tmp_path / "gate.safetensors", base, NEW)
     assert gate.rule.layer == 1
-    for counts in ([2, 2, 2], [1, 1, 2]):
-        with pytest.raises(
-            InputError, match=r"gate stands in layer 1, below which no expert ever runs.*--only-layers 1-2"
-        ):
-            expand_checkpoint(base, tmp_path / "no", Plan("moe-lpr", counts, old=["en"], new=NEW), gate=gate)
-        assert not (tmp_path / "no").exists()
-    expand_checkpoint(base, tmp_path / "one", Plan("moe-lpr", [1, 2, 2], old=["en"], new=NEW), gate=gate)
-    assert the_gate(tmp_path / "one").rule.layer == 1
+    for number, counts in enumerate(([2, 2, 2], [1, 1, 2], [2, 1, 1])):
+        out = tmp_path / f"{number}"
+        expand_checkpoint(base, out, Plan("moe-lpr", counts, old=["en"], new=NEW), gate=gate)
+        assert the_gate(out).rule == gate.rule
+    with pytest.raises(InputError, match=r"gates: layer is 3, but the model has the layers 0\.\.2"):
+        fit_base_gate(
+            base, tmp_path / "no", TEXTS, NEW, ANCHORS, SETTINGS.model_copy(update={"layer": 3}), overwrite=True
+        )
 
 
 @pytest.mark.parametrize(

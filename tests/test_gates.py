@@ -1,14 +1,15 @@
 """The fit of the language gate of an expanded model: with anchors, kept to a promise, written, grown, refused."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import byte_tokenizer, invoke, run_fresh, save_dense, write_texts
-from gated_models import decisions
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
+from tqdm.auto import tqdm
 
 from hf_moe_expand import (
     LayerMoEForCausalLM,
@@ -17,8 +18,21 @@ from hf_moe_expand import (
     fit_gates,
     grow_checkpoint,
 )
-from hf_moe_expand.analysis.gate_fit import PENALTY, _marked, candidates, softmax_regression
+from hf_moe_expand.analysis.gate_fit import (
+    MARKS,
+    PENALTY,
+    Scored,
+    _folds,
+    _moments,
+    _read,
+    _rows,
+    by_class,
+    candidates,
+    home_of,
+    softmax_regression,
+)
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
+from hf_moe_expand.analysis.gating import fitted, gate_of
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.cli.common import texts_of
 from hf_moe_expand.core.errors import InputError
@@ -63,20 +77,36 @@ def gated(expanded, tmp_path_factory):
     return fit_gates(expanded, out, TEXTS, ANCHORS, SETTINGS)
 
 
+def slow_loss(x, row, weight, bias):
+    """The mean over rows of the mean over tokens of the cross-entropy, and the penalty."""
+    total = PENALTY / 2 * sum(float(w) ** 2 for w in weight.flatten())
+    rows = sorted(set(row.tolist()))
+    for number in rows:
+        tokens = [t for t in range(len(x)) if row[t] == number]
+        for t in tokens:
+            logits = [float(x[t] @ weight[r] + bias[r]) for r in range(len(weight))]
+            total += (math.log(sum(map(math.exp, logits))) - logits[number]) / len(tokens) / len(rows)
+    return total
+
+
 def test_the_rows_are_the_minimum_of_the_penalised_cross_entropy():
     torch.manual_seed(0)
-    x = torch.randn(60, 5) * torch.tensor([1.0, 3.0, 0.2, 1.0, 1.0]) + 2
-    row = torch.arange(60) % 3
-    share = torch.rand(60).softmax(0)
-    weight, bias = softmax_regression(x, row, share, 3)
-    mean = (share[:, None] * x).sum(0)
-    scale = (share[:, None] * (x - mean).square()).sum(0).sqrt()
-    w = (weight * scale).requires_grad_()
-    b = (bias + weight @ mean).requires_grad_()
-    loss = (F.cross_entropy((x - mean) / scale @ w.T + b, row, reduction="none") * share).sum()
-    loss = loss + PENALTY / 2 * w.square().sum()
-    for gradient in torch.autograd.grad(loss, (w, b)):
-        assert gradient.abs().max() < 2e-3
+    raw = torch.randn(60, 5) * torch.tensor([1.0, 3.0, 0.2, 1.0, 1.0]) + 2
+    row = torch.arange(60).remainder(7).clamp(max=2)  # more tokens of the last one
+    mean, scale = _moments(raw, row)
+    x = (raw - mean) / scale
+    for number in range(5):
+        of_rows = [x[row == r, number] for r in range(3)]
+        assert sum(float(part.mean()) for part in of_rows) == pytest.approx(0, abs=1e-5)
+        assert sum(float(part.square().mean()) for part in of_rows) / 3 == pytest.approx(1, abs=1e-4)
+    weight, bias = softmax_regression(x, row, 3)
+    least = slow_loss(x, row, weight, bias)
+    for number in range(20):
+        torch.manual_seed(number)
+        other = slow_loss(x, row, weight + torch.randn(3, 5) * 0.02, bias + torch.randn(3) * 0.02)
+        assert other > least - 1e-6
+    again = softmax_regression(x, row, 3, (weight + 0.01, bias - 0.01))  # from near it: the same minimum
+    assert slow_loss(x, row, *again) == pytest.approx(least, abs=1e-5)
 
 
 def test_all_languages_are_shown_in_the_same_forms():
@@ -85,7 +115,9 @@ def test_all_languages_are_shown_in_the_same_forms():
     found = gate_examples({"en": TEXTS["en"]}, tokenizer, 600, 128)["en"]
     own = [tokenizer.decode(example.ids[example.start : example.end]) for example in found]
     assert all("<|" not in text for text in own)
-    inside = [tokenizer.decode(example.ids).startswith("<|u|>") for example in found]
+    inside = [tokenizer.decode(example.ids).endswith("<|a|>") for example in found]
+    assert inside == [example.has_template for example in found]
+    assert max(len(example.ids) for example in found) == 128  # the template's beginning is cut off
     assert 0.3 < sum(inside) / len(inside) < 0.7
     short = sum(len(text) for text in own if len(text) <= 60)
     assert 0.3 < short / sum(map(len, own)) < 0.7
@@ -94,44 +126,38 @@ def test_all_languages_are_shown_in_the_same_forms():
         gate_examples({"en": ["short"]}, tokenizer, 600, 128)
 
 
-def classes_of(model, ids):
-    """The gate's classes of a text's tokens."""
-    with torch.no_grad(), decisions() as found:
-        model(ids)
-    return found[0][0]
-
-
-def share_taken(model, tokenizer, text):
-    """The share of a text's tokens that new experts take."""
-    ids = torch.tensor([tokenizer(" ".join(text)).input_ids[:60]])
-    return classes_of(model, ids).bool().float().mean().item()
+def judged(model, tokenizer, text, count=60):
+    """The classes of a text's beginnings of 20 to `count` tokens."""
+    ids = tokenizer(" ".join(text)).input_ids
+    return [int(model.judge(torch.tensor([ids[:end]]))) for end in range(20, count)]
 
 
 def test_new_text_is_recognised_and_a_language_that_nobody_named_goes_home(gated):
     model, tokenizer = load_for_inference(gated.out)
-    assert share_taken(model, tokenizer, TEXTS["el"]) > 0.7
-    assert share_taken(model, tokenizer, TEXTS["hu"]) > 0.7
-    assert share_taken(model, tokenizer, TEXTS["en"]) < 0.05
-    assert share_taken(model, tokenizer, ANCHORS["qcc"]) < 0.05
-    assert share_taken(model, tokenizer, words("4567890!?", 60)) < 0.1  # in no text that the gates saw
+    assert sum(judged(model, tokenizer, TEXTS["el"])) > 30
+    assert sum(judged(model, tokenizer, TEXTS["hu"])) > 30
+    assert not sum(judged(model, tokenizer, TEXTS["en"]))
+    assert not sum(judged(model, tokenizer, ANCHORS["qcc"]))
+    assert not sum(judged(model, tokenizer, words("4567890!?", 60)))  # in no text that the gate saw
 
 
-def test_the_report_says_where_tokens_go(gated):
+def test_the_report_says_where_texts_go(gated):
     report = gated.gates
     assert set(report.unseen) == set(ANCHORS)
     assert set(report.new) == {"el", "hu"}
-    assert set(report.new["el"]) == {0, 8, 32, "end"}
     over = {code for code, share in report.unseen.items() if share > SETTINGS.unseen_share}
     assert over == set(report.named)
     assert len(over) <= 1  # a tenth of the anchors, but one at least
-    assert report.home["en"] < 0.05
-    assert report.passing == (report.new["el"][0] + report.new["hu"][0]) / 2 > 0.7
+    assert report.old["en"] == 0
+    assert report.passing == (report.new["el"] + report.new["hu"]) / 2 > 0.7
+    assert report.home <= 0
     said = "\n".join(gated.lines())
-    assert f"in layer {report.layer}, for it and all later layers" in said
+    assert f"gate               in layer {report.layer}\n" in said
     assert "unseen languages" in said
-    assert "old languages" in said
-    assert "of the first 8:" in said
-    assert "of its texts, judged by their end" in said
+    assert "% of their texts go to new experts, left out of the fit in turn" in said
+    assert "old languages      en 0 % of their texts" in said
+    assert f"el                 {100 * report.new['el']:.0f} % of its texts go to new experts" in said
+    assert f"answers            go home below {report.home:.0f} nats" in said
 
 
 def test_a_near_relative_of_a_new_language_is_named(expanded, tmp_path):
@@ -140,7 +166,9 @@ def test_a_near_relative_of_a_new_language_is_named(expanded, tmp_path):
     report = fit_gates(expanded, tmp_path / "out", TEXTS, anchors, SETTINGS).gates
     assert report.named == {"qzz": "el"}
     assert report.unseen["qzz"] > SETTINGS.unseen_share
-    assert any(line.startswith("qzz") and "is taken for el" in line for line in report.lines())
+    (line,) = [line for line in report.lines() if line.startswith("qzz")]
+    assert "is taken for el: unless the gate is shown it, " in line
+    assert "of its speakers' texts run the new experts: give text of it as an anchor" in line
 
 
 def test_a_chat_begins_at_home_and_is_answered_in_its_language(expanded, tmp_path):
@@ -155,38 +183,37 @@ def test_a_chat_begins_at_home_and_is_answered_in_its_language(expanded, tmp_pat
     assert "9 languages stay home" in "\n".join(inspect_checkpoint(made.out).lines())
 
     def new(text):
-        "The share of tokens that new experts take: before a message, and after it."
+        "The class of a message in the template, and of its beginning, which is the template's own."
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True, return_tensors="pt")
-        taken = classes_of(model, ids["input_ids"]).bool().float()
-        return taken[:22].mean(), taken[-13:].mean()
+        return int(model.judge(**ids)), int(model.judge(ids["input_ids"][:, :22]))
 
-    before, after = new("αβγδεζη βαγ δεζ ηζε αβγδ " * 2)
-    assert before == 0 < 0.5 < after
-    before, after = new("aei noun tea ion ate nut in a tin")
-    assert before == after == 0
+    assert new("αβγδεζη βαγ δεζ ηζε αβγδ " * 2) == (1, 0)
+    assert new("aei noun tea ion ate nut in a tin") == (0, 0)
 
 
 def test_a_stricter_promise_lets_less_pass(expanded, gated, tmp_path):
     strict = GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.001)
     found = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, strict).gates
     assert sum(found.unseen.values()) <= sum(gated.gates.unseen.values())
-    assert found.new["el"][0] <= gated.gates.new["el"][0] + 1e-6
+    assert found.new["el"] <= gated.gates.new["el"]
 
 
 def test_all_but_the_gate_is_byte_for_byte_the_same(expanded, gated):
     before, after = (load_file(folder / "model.safetensors") for folder in (expanded, gated.out))
     added = {name for name in after if name not in before}
     layer = gated.gates.layer
-    assert added == {f"model.layers.{layer}.mlp.language_gate.{kind}" for kind in ("weight", "bias")}
+    assert added == {f"model.layers.{layer}.language_gate.{kind}" for kind in ("weight", "bias")}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     config = json.loads((gated.out / "config.json").read_text())
     languages = [["en", *sorted(ANCHORS)], ["el", "hu"]]
-    assert config["language_gate"] == {"layer": layer, "languages": languages, "bound": 4.0, "window": 64}
+    rule = {"layer": layer, "languages": languages, "bound": 4.0, "window": 64, "begin": None}
+    assert config["language_gate"] == {**rule, "home": gated.gates.home}
     assert config["classifier_layers"] == []
     stage = config["expansions"][-1]["stages"][-1]
     assert stage["stage"] == "gates"
     assert stage["settings"]["unseen_share"] == 0.02
     assert stage["settings"]["layer"] == layer
+    assert stage["settings"]["shares"]["el"] == {"end": round(gated.gates.new["el"], 4)}
     assert config["expansions"][-1]["language_gate"] == config["language_gate"]
 
 
@@ -204,20 +231,12 @@ def test_it_loads_without_the_package_and_saves_the_same_bytes(gated, tmp_path):
         assert (tmp_path / "again" / file).read_bytes() == (gated.out / file).read_bytes()
 
 
-def test_token_by_token_is_one_pass_and_anchors_may_be_named(gated):
+def test_anchors_may_be_named(gated):
     model, tokenizer = load_for_inference(gated.out)
     ids = torch.tensor([tokenizer("αβγ δεζ ηαβ γδ").input_ids])
-    with torch.no_grad():
-        whole = model(ids).logits
-        cache, rows = None, []
-        for token in ids[0]:
-            step = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
-            rows.append(step.logits[0, 0])
-        torch.testing.assert_close(torch.stack(rows), whole[0], rtol=1e-4, atol=1e-4)
-        with model.use_expert(0):
-            base = model(ids).logits
-        assert torch.equal(model(ids, languages="qaa").logits, base)
+    with torch.no_grad(), model.use_expert(0):
+        base = model(ids).logits
+    assert torch.equal(model(ids, languages="qaa").logits, base)
 
 
 def test_growth_leaves_the_gate_out_and_says_so(gated, tmp_path):
@@ -250,29 +269,33 @@ def test_each_expansion_has_a_class(gated, tmp_path):
     model, tokenizer = load_for_inference(again.out)
     assert [len(codes) for codes in model.config.language_gate["languages"]] == [1 + len(ANCHORS), 2, 1]
     for code, number in (("tr", 2), ("el", 1), ("hu", 1)):
-        ids = torch.tensor([tokenizer(" ".join(texts[code])).input_ids[:60]])
-        assert (classes_of(model, ids)[20:] == number).float().mean() > 0.7
-    refitted = fit_gates(
-        again.out, tmp_path / "twice", texts, ANCHORS, SETTINGS
-    )  # in the place of the gate that it had
+        assert judged(model, tokenizer, texts[code]).count(number) > 30
+    refitted = fit_gates(again.out, tmp_path / "twice", texts, ANCHORS, SETTINGS)  # in the place of the gate it had
     assert (refitted.out / "model.safetensors").read_bytes() == (again.out / "model.safetensors").read_bytes()
 
 
 def test_the_layer_may_be_chosen(expanded, tmp_path):
     made = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 2}))
     assert made.gates.layer == 2
-    assert "model.layers.2.mlp.language_gate.bias" in load_file(made.out / "model.safetensors")
-    with pytest.raises(
-        InputError, match=r"layer is 7, but the gate stands in a layer that has, or will have, experts: 0\.\.2"
-    ):
-        fit_gates(expanded, tmp_path / "no", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 7}))
+    assert "model.layers.2.language_gate.bias" in load_file(made.out / "model.safetensors")
+    with pytest.raises(InputError, match=r"layer is 3, but the model has the layers 0\.\.2"):
+        fit_gates(expanded, tmp_path / "no", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 3}))
+
+
+def test_it_may_stand_in_a_layer_without_experts(tmp_path):
+    save_dense(tmp_path / "base")
+    plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el", "hu"])
+    expand_checkpoint(tmp_path / "base", tmp_path / "one", plan)
+    made = fit_gates(tmp_path / "one", tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
+    assert made.gates.layer == 0
+    model, tokenizer = load_for_inference(made.out)
+    assert sum(judged(model, tokenizer, TEXTS["el"])) > 30
 
 
 def test_layers_of_the_first_third_are_tried():
-    assert candidates(range(3), 3) == [0]
-    assert candidates(range(24), 24) == [5, 6, 7]
-    assert candidates(range(6, 24), 24) == [6, 7]
-    assert candidates(range(12, 24), 24) == [12]  # no expert is in the first third
+    assert candidates(3) == [0]
+    assert candidates(24) == [5, 6, 7]
+    assert candidates(30) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -341,8 +364,100 @@ def test_the_command_reads_files_in_a_recipes_order(tmp_path):
     assert texts_of([f"el={file}"], seed=3)["el"][:] == recipe[:] != texts_of([f"el={file}"])["el"][:]
 
 
-def test_what_a_template_puts_around_a_message_is_of_no_language():
-    chat, line = Example([1, 2, 3, 4, 5], 2, 4), Example([6, 7, 8], 1, 3)
-    states = torch.arange(8.0).unsqueeze(1)
-    assert _marked([chat, line], states).flatten().tolist() == [2, 3, 6, 7]
-    assert _marked([chat, line], states, of_template=True).flatten().tolist() == [0, 1, 4]
+def test_a_token_is_fitted_to_its_language_to_the_template_or_to_nothing():
+    chat, line = Example([1, 2, 3, 4, 5], 2, 4, True), Example([6, 7, 8], 1, 3, False)
+    assert _rows(chat, 9, True).tolist() == [-1, 0, 9, 9, 0]
+    assert _rows(line, 9, True).tolist() == [-1, 9, 9]
+    assert _rows(Example([6, 7, 8], 0, 3, False), 9, True).tolist() == [9, 9, 9]  # an id stands before every text
+    assert _rows(Example([1, 2, 3], 1, 2, True), 9, False).tolist() == [-1, 9, -1]
+
+
+def test_anchors_are_left_out_as_wholes_and_other_languages_text_by_text():
+    codes = ["en", "qb", "qb", "en", "qa", "en", "qb", "en"]
+    assert _folds(codes, ["qa", "qb"]) == [0, 1, 1, 1, 0, 2, 1, 0]
+
+
+def slow_sum(evidence, end, window):
+    """The evidence of the last tokens before `end`, for each class."""
+    return [sum(int(token[g]) for token in evidence[max(0, end - window) : end]) for g in range(len(evidence[0]))]
+
+
+def slow_evidence(logits, sizes, bias, bound, has_template):
+    """Each token's evidence for the later classes, of rows in the order of the classes."""
+    found = []
+    for row in logits.double().tolist():
+        of_row = [value - bias * (number >= sizes[0]) for number, value in enumerate(row)]
+        parts, rest = [], of_row
+        for size in sizes:
+            parts.append(math.log(sum(map(math.exp, rest[:size]))))
+            rest = rest[size:]
+        none = math.exp(of_row[0]) / sum(map(math.exp, of_row)) if has_template else 0.0
+        found.append([round(1024 * (1 - none) * bound * math.tanh((p - parts[0]) / bound)) for p in parts[1:]])
+    return found
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+@pytest.mark.parametrize("bias", [0.0, 1.5])
+def test_what_texts_are_evidence_of_is_as_in_a_slow_loop(has_template, bias):
+    torch.manual_seed(3)
+    lengths, order, sizes = [5, 70, 17, 128], torch.tensor([0, 3, 1, 4, 2]), [3, 1, 1]
+    settings = GateSettings(window=9)
+    logits = torch.randn(sum(lengths), 5) * 2
+    logits[:5, 3] = float("-inf")  # a row that the fit lacks
+    scored = Scored(logits, torch.tensor([[length, number == 2] for number, length in enumerate(lengths)]))
+    few = scored.by_class(order, sizes, has_template)
+    texts = [slow_evidence(part[:, order], sizes, bias, settings.bound, has_template) for part in logits.split(lengths)]
+    ends = [slow_sum(text, len(text), 9) for text in texts]
+    torch.testing.assert_close(few.sums(bias, has_template, settings), torch.tensor(ends), rtol=0, atol=9)
+    share = sum(max(end) > 0 for end in ends) / 4
+    assert few.share(bias, has_template, settings) == share
+    at_17 = [slow_sum(text[:17], 17, 9) for text in texts if len(text) >= 17]
+    torch.testing.assert_close(few.sums(bias, has_template, settings, 17), torch.tensor(at_17), rtol=0, atol=9)
+    plain = [text for number, text in enumerate(texts) if number != 2]
+    least = [min(max(slow_sum(text, mark, 9)) for mark in MARKS if mark <= len(text)) for text in plain[1:]]
+    found = few.plain().least(bias, has_template, settings)
+    torch.testing.assert_close(found, torch.tensor(least).float(), rtol=0, atol=9)
+
+
+def test_home_is_below_new_answers_and_above_other_text():
+    new, other = torch.arange(-10, 90) * 1024, torch.arange(-199, -99) * 1024
+    home = home_of([new[:50], new[50:]], [other])
+    below = (new / 1024 < home).float().mean()
+    assert below <= 0.02
+    assert (other / 1024 < home).float().mean() >= 0.9
+    assert home == pytest.approx((-8 - 110) / 2, abs=1)
+    near = home_of([new], [new])  # text that nothing tells apart: no answer leaves
+    assert (new / 1024 < near).float().mean() <= 0.02
+    assert home_of([torch.ones(3)], [torch.ones(3)]) == 0.0
+    assert home_of([torch.ones(0)], [torch.ones(0)]) == 0.0
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("template", [None, "<|u|>Be kind to all. {{ messages[0]['content'] }}<|a|>Answer: "])
+def test_the_fit_cuts_and_reads_texts_as_the_model_judges_them(expanded, tmp_path, begins, template):
+    """The sums of a fit's texts are those that the model with its gate finds in the same ids."""
+    folder = shutil.copytree(expanded, tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    if begins:
+        one = tokenizer.convert_ids_to_tokens(7)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=[one, "$A"], special_tokens=[(one, 7)])
+    tokenizer.save_pretrained(folder)
+    model, tokenizer = load_for_inference(folder)
+    classes = {"en": 0, "el": 1, "hu": 1}
+    gate, report = fitted(model, tokenizer, TEXTS, ANCHORS, SETTINGS, classes)
+    assert gate.begin == (7 if begins else None)
+    made = gate_of(gate, classes, report, SETTINGS)
+    assert (made.rule.begin, made.rule.home) == (gate.begin, report.home)
+    with_gate = fit_gates(folder, tmp_path / "out", TEXTS, ANCHORS, SETTINGS).out
+    model, _ = load_for_inference(with_gate)
+    order, sizes = by_class(gate.codes, classes)
+    assert torch.equal(model.language_gate.weight, made.weight_Rh)
+    examples = gate_examples({"el": TEXTS["el"]}, tokenizer, 400, 64)["el"]
+    states = _read(model, examples, gate.begin, [report.layer], tqdm(disable=True))[report.layer]
+    scored = Scored(states.float() @ gate.weight_Rh.T + gate.bias_R, torch.tensor([[len(e.ids), 0] for e in examples]))
+    sums = scored.by_class(order, sizes, gate.has_template).sums(report.bias, gate.has_template, SETTINGS)
+    for example, found in zip(examples, sums, strict=True):
+        for before in ([], [50] * (128 - len(example.ids)) if len(example.ids) == 128 else []):
+            ids = torch.tensor([[*before, *example.ids]])
+            assert int((model._sums(ids, torch.ones_like(ids)) - found).abs().max()) < 64 * 20, example

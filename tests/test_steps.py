@@ -218,15 +218,14 @@ def test_a_gate_is_fitted_once_more_on_a_base_that_a_stage_changed(recipe, tmp_p
         assert names[-2:] == ["gates", "evaluate"]
 
 
-def test_a_gate_stands_where_the_plan_may_put_experts(recipe, quick_gates):
+def test_a_gate_may_stand_where_the_plan_puts_no_experts(recipe, quick_gates):
     plan = plan_settings("moe-lpr", experts=2, exclusive=True, only_layers="1-2")
     gated = changed(recipe, review=None, test={}, plan=plan, gates=GateSettings(unseen_share=0.99))
     final = run_recipe(gated, lambda line: None)
     config = json.loads((final / "config.json").read_text())
-    assert (config["language_gate"]["layer"], config["num_experts_per_layer"]) == (1, [1, 2, 2])
-    for layer in (0, 9):
-        with pytest.raises(InputError, match=rf"gates: layer is {layer}, but the gate stands in a layer .*: 1\.\.2"):
-            validate_recipe(changed(gated, gates=GateSettings(layer=layer)))
+    assert (config["language_gate"]["layer"], config["num_experts_per_layer"]) == (0, [1, 2, 2])
+    with pytest.raises(InputError, match=r"gates: layer is 9, but the model has the layers 0\.\.2"):
+        validate_recipe(changed(gated, gates=GateSettings(layer=9)))
 
 
 def test_what_a_configuration_answers_is_refused_before_a_run(recipe, tmp_path):

@@ -1,11 +1,15 @@
-"""The text from which gates learn languages: tokens of each language, plain and inside the chat template."""
+"""The text from which gates learn languages: ends of texts of each language, plain and inside the chat template."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import torch
 
 from ..core.errors import InputError
 from ..data.tokens import begin_tokens
+from ..modeling.language_gate import text_ends
 
 LEAST = 100  # tokens of a language
 _LINE = 48  # most tokens of a single line
@@ -13,21 +17,24 @@ _LINE = 48  # most tokens of a single line
 
 @dataclass(frozen=True)
 class Example:
-    """One text as the model reads it.
+    """One text as the gate reads it, its last tokens.
 
     Attributes:
-        ids: its tokens.
-        start, end: the tokens `ids[start:end]` are the language's own. The first token of a text says nothing of its
-            language, and neither does what a chat template puts around a message.
+        ids: its tokens, without the id that stands before every text.
+        start, end: the tokens `ids[start:end]` are the language's own. What a chat template puts around a message says
+            nothing of a language, and neither does a first token with none before it.
+        has_template: whether it is inside the chat template.
     """
 
     ids: list[int]
     start: int
     end: int
+    has_template: bool
 
-    @property
-    def has_template(self) -> bool:
-        return self.end < len(self.ids)
+
+def begin_of(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before a text; None if it puts none."""
+    return next(iter(begin_tokens(tokenizer)), None)
 
 
 def gate_examples(
@@ -36,22 +43,25 @@ def gate_examples(
     """Examples of each language with together about `tokens` of its own tokens, or all of its text.
 
     All languages are shown in the same forms, so that no gate learns a form in place of a language: half of the tokens
-    in single lines, half in texts of `block` tokens, which are lines one after the other. Where the tokenizer has a
-    chat template, every second one stands in it, as a user's message."""
+    in single lines, half in texts of `block` tokens, which are the following lines one after the other, from the first
+    on again where there are no more. Where the tokenizer has a chat template, every second one stands in it, as a
+    user's message."""
     examples: dict[str, list[Example]] = {}
     begin = begin_tokens(tokenizer)
     for code, documents in texts.items():
-        lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
+        lines = (line.strip() for document in documents for line in document.splitlines() if line.strip())
+        shown: list[str] = []
         made: list[Example] = []
         counted = 0
-        for size, wanted, pieces in ((_LINE, tokens // 2, lines), (block, tokens, _joined(lines, tokenizer, block))):
+        for size, wanted in ((_LINE, tokens // 2), (block, tokens)):
+            pieces = _kept(lines, shown) if size == _LINE else _joined(chain(lines, shown), tokenizer, block)
             for number, text in enumerate(pieces):
-                if counted >= wanted:
-                    break
                 example = _example(text, tokenizer, size, number % 2 == 1, begin)
                 if example.end > example.start:
                     made.append(example)
                     counted += example.end - example.start
+                if counted >= wanted:
+                    break
         if counted < LEAST:
             raise InputError(
                 f"gates: {code} has {counted} tokens of text, but a gate learns a language from at least {LEAST}: give "
@@ -61,7 +71,14 @@ def gate_examples(
     return examples
 
 
-def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
+def _kept(lines: Iterator[str], shown: list[str]) -> Iterator[str]:
+    """The lines, which are noted in `shown`."""
+    for line in lines:
+        shown.append(line)
+        yield line
+
+
+def _joined(lines: Iterable[str], tokenizer: Any, size: int) -> Iterator[str]:
     """Lines one after the other, to texts of about `size` tokens."""
     text, held = "", 0
     for line in lines:
@@ -75,21 +92,20 @@ def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
 
 
 def _example(text: str, tokenizer: Any, size: int, inside: bool, begin: list[int]) -> Example:
-    """The text, cut to `size` tokens of its own. `begin` are the tokens that the tokenizer puts before a text."""
+    """The text's last `size` tokens, or a message of them, cut as a model cuts what it judges. `begin` are the tokens
+    that the tokenizer puts before a text."""
+    own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[-size:]
+    head, tail, has_template = begin, [], False
     if inside and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": text}]
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         before, message, after = whole.partition(text)
         if message:  # else the template changes the text
-            own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:size]
             head, tail = (tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
-            return Example([*head, *own, *tail], len(head), len(head) + len(own))
-    ids = [*begin, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids][:size]
-    return Example(ids, max(1, len(begin)), len(ids))
-
-
-def held_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """The examples to fit on, and every fourth, to score on; a single one is both."""
-    scored = list(examples[3::4]) or list(examples[-1:])
-    fitted = [example for example in examples if example not in scored]
-    return fitted or scored, scored
+            has_template = True
+    ids = [*head, *own, *tail]
+    first = torch.tensor(begin[0]) if begin else None
+    rows_1L, length_1 = text_ends(torch.tensor([ids]), torch.zeros(1, len(ids), dtype=torch.long), first)
+    kept = rows_1L[0, -int(length_1) :].tolist() if length_1 else []
+    lost = len(ids) - len(kept)
+    return Example(kept, max(len(head) - lost, int(not begin)), len(head) + len(own) - lost, has_template)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +27,11 @@ from ..core.schema import checked
 from ..core.scratch import new_file
 from ..data.anchors import shipped_anchors, shipped_sentences
 from ..inference.models import check_decoder, load_for_inference, longest_block, model_name
-from ..modeling import LayerMoEConfig
-from ..modeling.language_gate import TEMPLATE, GateRule
+from ..modeling.language_gate import READ, GateRule
 from ..trainers.freezing import evaluating
 from .gate_fit import FittedGate, GateReport, Scored, by_class, candidates, fit_gate, report_of
-from .gate_text import gate_examples
+from .gate_text import begin_of, gate_examples
 from .settings import GateSettings
-
-_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,12 @@ def fit_gates(
             stage="gates", seed=seed,
             settings={
                 "anchors": sorted(chosen), "layer": report.layer, "unseen_share": settings.unseen_share,
-                "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.home.items()},
-                "shares": {code: {str(n): round(one, 4) for n, one in of.items()} for code, of in report.new.items()},
+                "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.old.items()},
+                "shares": {code: {"end": round(share, 4)} for code, share in report.new.items()},
                 "named": report.named,
             },
         )  # fmt: skip
-        made = gate_of(gate, classes, report.bias, settings)
+        made = gate_of(gate, classes, report, settings)
         result = write_gate(source, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
     return GatingReport(
         None if out is None else Path(out), report, sorted(chosen), result.eval() if is_loaded else None
@@ -142,20 +139,18 @@ def fit_base_gate(
     anchors: Mapping[str, Iterable[str]] | None = None,
     settings: GateSettings | None = None,
     *,
-    layers: Sequence[int] | None = None,
     revision: str | None = None,
     overwrite: bool = False,
 ) -> GatingReport:
     """Fits the gate of a dense base before it is expanded, and writes it to a file for `expand_checkpoint`.
 
-    The file keeps a row for each language and the logits of each anchor by a fit without it, from which the bias
-    follows for any choice of new languages.
+    The file keeps a row for each language and the logits of each one's texts by a fit without them, from which bias and
+    `home` follow for any choice of new languages.
 
     Args:
         out: the file to write, `.safetensors`.
         texts: documents of the new languages, and of old ones as far as there is text.
         new: the languages by which the layer is chosen.
-        layers: those that will have experts, in order; all by default.
 
     Raises:
         InputError: see `fit_gates`.
@@ -172,14 +167,14 @@ def fit_base_gate(
     stored = StoredModel(base, revision=revision)
     model, tokenizer = load_for_inference(base, revision)
     check_decoder(model.config, model_name(model), "a language gate")
-    gate, report = fitted(model, tokenizer, texts, chosen, settings, classes, layers)
+    gate, report = fitted(model, tokenizer, texts, chosen, settings, classes)
     facts = {
-        "layer": gate.layer, "codes": gate.codes, "settings": settings.model_dump(), "new": sorted(new),
-        "base": base_hash(stored, gate.layer),
+        "layer": gate.layer, "begin": gate.begin, "codes": gate.codes, "anchors": gate.anchors, "new": sorted(new),
+        "settings": settings.model_dump(), "base": base_hash(stored, gate.layer),
     }  # fmt: skip
     tensors = {"weight": gate.weight_Rh, "bias": gate.bias_R}
-    for code, scored in gate.left_out.items():
-        tensors |= {f"logits.{code}": scored.logits_TR.half(), f"spans.{code}": scored.spans_M3.int()}
+    for code, scored in gate.scored.items():
+        tensors |= {f"logits.{code}": scored.logits_TR.half(), f"texts.{code}": scored.texts_M2.int()}
     with new_file(Path(out)) as partial:
         partial.write_bytes(save(tensors, metadata={"gate": json.dumps(facts)}))
     return GatingReport(Path(out), report, sorted(chosen))
@@ -205,12 +200,15 @@ def gate_from_file(
     try:
         facts, tensors = _read_file(file)
         settings = GateSettings(**facts["settings"])
-        left_out = {
-            name[7:]: Scored(tensors[name].float(), tensors[f"spans.{name[7:]}"].long(), facts["codes"][0] == TEMPLATE)
+        scored = {
+            name[7:]: Scored(tensors[name].float(), tensors[f"texts.{name[7:]}"].long())
             for name in tensors
             if name.startswith("logits.")
         }
-        gate = FittedGate(int(facts["layer"]), list(facts["codes"]), tensors["weight"], tensors["bias"], left_out)
+        gate = FittedGate(
+            int(facts["layer"]), facts["begin"], list(facts["codes"]), list(facts["anchors"]), tensors["weight"],
+            tensors["bias"], scored,
+        )  # fmt: skip
     except FileNotFoundError:
         raise InputError(f"{file}: no such file (the gate that `gates BASE --out` writes).") from None
     except Exception as error:  # a broken file raises many types
@@ -224,12 +222,7 @@ def gate_from_file(
         raise InputError(f"{file}: has no row for {', '.join(missing)}: fit the gate with text in each new language.")
     classes = dict(new) if isinstance(new, Mapping) else dict.fromkeys(new, 1)
     report = report_of(gate, classes, settings)
-    return gate_of(gate, classes, report.bias, settings), report
-
-
-def layer_of_file(file: str | os.PathLike) -> int:
-    """The layer of the gate in a file of `fit_base_gate`."""
-    return int(_read_file(file)[0]["layer"])
+    return gate_of(gate, classes, report, settings), report
 
 
 def _read_file(file: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -250,14 +243,14 @@ def base_hash(stored: StoredModel, layer: int) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def gate_of(gate: FittedGate, classes: Mapping[str, int], bias: float, settings: GateSettings) -> Gate:
-    """The gate for these classes, whose later rows lose the bias."""
+def gate_of(gate: FittedGate, classes: Mapping[str, int], report: GateReport, settings: GateSettings) -> Gate:
+    """The gate for these classes, whose later rows lose the report's bias."""
     order, sizes = by_class(gate.codes, classes)
     codes = iter(gate.codes[row] for row in order.tolist())
     languages = [[next(codes) for _ in range(size)] for size in sizes]
     is_new = torch.arange(len(order)) >= sizes[0]
-    rule = GateRule(gate.layer, languages, settings.bound, settings.window)
-    return Gate(rule, gate.weight_Rh[order], gate.bias_R[order] - bias * is_new)
+    rule = GateRule(gate.layer, languages, settings.bound, settings.window, gate.begin, report.home)
+    return Gate(rule, gate.weight_Rh[order], gate.bias_R[order] - report.bias * is_new)
 
 
 def check_languages(
@@ -295,40 +288,26 @@ def fitted(
     anchors: Mapping[str, Iterable[str]],
     settings: GateSettings,
     classes: Mapping[str, int],
-    layers: Sequence[int] | None = None,
 ) -> tuple[FittedGate, GateReport]:
     """The gate of a loaded model, dense or expanded; see `fit_gates`.
 
     Args:
         classes: the class of each language.
-        layers: the layers of a dense model that will have experts; all by default.
     """
-    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    tried = _layers(model, settings, layers)
+    block = min(READ, longest_block(model.config) or READ)
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    check_layer(settings, count)
+    tried = candidates(count) if settings.layer is None else [settings.layer]
     examples = gate_examples(texts, tokenizer, settings.tokens, block)
     everyday = {code: lines for code in texts if (lines := shipped_sentences(code))}  # beside its own, as anchors are
     for code, more in gate_examples(everyday, tokenizer, settings.anchor_tokens, block).items():
         examples[code] += more
     examples |= gate_examples(anchors, tokenizer, settings.anchor_tokens, block)
     numbers = {code: classes.get(code, 0) if code in texts else 0 for code in examples}
-    return fit_gate(model, examples, numbers, list(anchors), settings, tried)
+    return fit_gate(model, examples, numbers, list(anchors), settings, tried, begin_of(tokenizer))
 
 
-def _layers(model: Any, settings: GateSettings, layers: Sequence[int] | None) -> list[int]:
-    """The layers in which the gate may stand."""
-    config = model.config
-    count = config.get_text_config(decoder=True).num_hidden_layers
-    expanded = list(range(count)) if layers is None else list(layers)
-    if isinstance(config, LayerMoEConfig):
-        expanded = sorted(model.expanded_ffns())
-    check_layer(settings, expanded)
-    return candidates(expanded, count) if settings.layer is None else [settings.layer]
-
-
-def check_layer(settings: GateSettings, expanded: Sequence[int]) -> None:
-    """Refuses a layer of the settings that is not among these, which have, or will have, experts."""
-    if settings.layer is not None and settings.layer not in expanded:
-        raise InputError(
-            f"gates: layer is {settings.layer}, but the gate stands in a layer that has, or will have, experts: "
-            f"{expanded[0]}..{expanded[-1]}."
-        )
+def check_layer(settings: GateSettings, count: int) -> None:
+    """Refuses a layer of the settings that a model of `count` layers lacks."""
+    if settings.layer is not None and settings.layer >= count:
+        raise InputError(f"gates: layer is {settings.layer}, but the model has the layers 0..{count - 1}.")

@@ -45,13 +45,13 @@ class GateSettings(Schema):
         None, description="the layer that has the gate; by default the best one of the first third"
     )
     unseen_share: float = Field(
-        0.05,
+        0.01,
         gt=0,
         lt=1,
-        description="most tokens of a language that the gate has not seen that may go to new experts, as a share; a "
+        description="most texts of a language that the gate has not seen that may go to new experts, as a share; a "
         "language above it is a near relative of a new one, and named",
     )
     tokens: Whole = Field(1600, ge=100, description="tokens of each of the model's languages to fit on")
     anchor_tokens: Whole = Field(400, ge=100, description="tokens of each anchor language to fit on")
     bound: Positive = Field(4.0, le=1024, description="most evidence of one token, in nats")
-    window: Count = Field(64, description="tokens whose evidence counts")
+    window: Annotated[Count, Field(le=128)] = Field(64, description="last tokens of a text whose evidence counts")

@@ -9,10 +9,11 @@ from typing import Any
 
 from ...analysis.gate_fit import GateReport
 from ...analysis.gate_text import LEAST, gate_examples
-from ...analysis.gating import check_languages, fit_gates
+from ...analysis.gating import check_languages, check_layer, fit_gates
 from ...analysis.settings import GateSettings
 from ...core.errors import errors_at
 from ...data.sources import LanguageText, contents
+from ...modeling import count_layers
 from ..base import Stage
 from ..outlook import Outlook, StepResult
 
@@ -41,11 +42,12 @@ class FitGates(Stage):
     def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
         if outlook.config is not None:
             anchors = run.recipe.anchor_sources or None
+            check_layer(settings, count_layers(outlook.config))
             with errors_at("gates"):
                 check_languages(run.history.classes, [*run.old, *run.new], anchors)
             check_text({code: run.sources[code] for code in (*run.old, *run.new)}, settings.tokens, outlook)
             check_text(anchors or {}, settings.anchor_tokens, outlook)
-        share = f"{100 * settings.unseen_share:g} % of the tokens of a language that the gate has not seen"
+        share = f"{100 * settings.unseen_share:g} % of the texts of a language that the gate has not seen"
         return [f"gates: at most {share} go to new experts"]
 
     @classmethod
@@ -68,7 +70,7 @@ def check_text(sources: Mapping[str, LanguageText], tokens: int, outlook: Outloo
 
 def gate_result(report: GateReport) -> StepResult:
     """What a run says of a gate that was fitted."""
-    passing = ", ".join(f"{code} {100 * shares[0]:.0f} %" for code, shares in report.new.items())
-    facts = {"layer": report.layer, "unseen": report.unseen, "named": report.named}
-    facts["new"] = {code: {str(key): share for key, share in of.items()} for code, of in report.new.items()}
-    return StepResult(f"in layer {report.layer}; new experts take {passing} of the new languages' tokens", facts)
+    passing = ", ".join(f"{code} {100 * share:.0f} %" for code, share in report.new.items())
+    facts = {"layer": report.layer, "unseen": report.unseen, "named": report.named, "new": report.new}
+    near = "".join(f"; {' '.join(line.split())}" for line in report.near_relatives())
+    return StepResult(f"in layer {report.layer}; new experts take {passing} of the new languages' texts{near}", facts)
