@@ -119,6 +119,9 @@ def _judge_call(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
     texts_BS = text_numbers(counted_BS, positions)
     class_M = classes_of_sums(sums_of(control, rule, decoder, inputs, texts_BS))
     present = sorted(set(class_M.tolist()))
+    # Virtual tokens, and padding, have the class of the text that follows in their row, or of its last one.
+    following_BS = texts_BS.masked_fill(texts_BS < 0, len(class_M)).flip(1).cummin(1).values.flip(1)
+    texts_BS = torch.minimum(following_BS, texts_BS.amax(1, keepdim=True))
     class_BS = torch.where(texts_BS < 0, present[0], class_M[texts_BS.clamp(min=0)])
     return TokenClasses(class_BS.flatten(), present)
 

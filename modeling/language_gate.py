@@ -158,7 +158,8 @@ def counted_tokens(inputs: torch.Tensor, mask: Any, pad: int | None) -> torch.Te
     back_B1 = (inputs == inputs[:, -1:]).flip(1).long().cumprod(1).sum(1, keepdim=True)
     back_B1 = back_B1.masked_fill((back_B1 == 1) & ~is_pad_BS[:, -1:], 0)
     column_S = torch.arange(S, device=inputs.device)
-    inner_BS = (column_S >= front_B1) & (column_S < S - back_B1)
+    inner_BS, behind_BS = (column_S >= front_B1) & (column_S < S - back_B1), column_S >= front_B1
+    inner_BS = torch.where(inner_BS.any(1, keepdim=True), inner_BS, behind_BS)
     return torch.where(inner_BS.any(1, keepdim=True), inner_BS, counted_BS)
 
 
