@@ -329,7 +329,7 @@ def test_a_promise_that_no_layer_keeps_is_refused_with_the_best_ones_figures(tmp
 def test_other_models_are_refused(tmp_path):
     save_dense(tmp_path / "base")
     expand_checkpoint(tmp_path / "base", tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
-    with pytest.raises(InputError, match="is a DMoE"):
+    with pytest.raises(InputError, match="a DMoE keeps no language"):
         fit_gates(tmp_path / "dmoe", tmp_path / "out", TEXTS, ANCHORS)
 
 

@@ -28,8 +28,8 @@ def test_a_plain_model():
 
 
 def test_everything_that_there_can_be():
-    shares = {"el": {"0": 0.914, "8": 0.5}, "hu": {"0": 1.0}}
-    before = StageRecord(stage="gates", settings={"shares": {"el": {"0": 0.1}}, "home": {}})
+    shares = {"el": {"end": 0.914}, "hu": {"end": 1.0}}
+    before = StageRecord(stage="gates", settings={"shares": {"el": {"end": 0.1}}, "home": {}})
     fitted = StageRecord(stage="gates", settings={"shares": shares, "home": {"en": 0.004}})
     parts = {"method": "own", "stages": [StageRecord(stage="review")]}
     expansions = [
@@ -56,7 +56,7 @@ def test_everything_that_there_can_be():
         "mixtures before     layers decoder.0, decoder.1; not expanded: decoder.0",
         "language gate       in layer 1, for it and all later layers: 2 languages stay home, as does what it does not "
         "know; new: el, hu",
-        "  to new experts    el 91 %, hu 100 %, en 0 % of the tokens",
+        "  to new experts    el 91 %, hu 100 %, en 0 % of the texts",
         "parameters          3,000 (3.00 x the base model's 1,000)",
         "active for a token  2,500",
         "trained in review           30 (1.00 %)",

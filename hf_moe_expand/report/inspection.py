@@ -103,7 +103,8 @@ class Inspection:
         experts, encoder = [experts for experts, _, _ in self.layers], self.encoder_layers
         stages = [stage for expansion in reversed(self.expansions) for stage in reversed(expansion.stages)]
         fitted = next((stage.settings for stage in stages if stage.stage == "gates"), None) or {}
-        shares = {code: of["end"] for code, of in fitted.get("shares", {}).items()} | fitted.get("home", {})
+        shares = {code: of["end"] for code, of in fitted.get("shares", {}).items() if "end" in of}
+        shares |= fitted.get("home", {})
         facts = {
             "model": self, "experts": experts, "counts": counts_in_words(experts, encoder),
             "stacks": f"{encoder} encoder and {len(experts) - encoder} decoder" if encoder else len(experts),
