@@ -80,6 +80,8 @@ class LoraUpdate(nn.Module):
         scaling: `alpha / r`.
     """
 
+    dropout = 0.0  # of its input, in training
+
     def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
         super().__init__()
         self.name = name
@@ -90,7 +92,7 @@ class LoraUpdate(nn.Module):
 
     def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., in] -> [..., out]`; zero but for the tokens of `only_T` (bool), if given."""
-        low = self.lora_A(x)
+        low = self.lora_A(F.dropout(x, self.dropout) if self.dropout and self.training else x)
         if only_T is None:  # in PEFT's order
             return self.scaling * self.lora_B(low)
         return self.lora_B((self.scaling * low).where(only_T.view(*low.shape[:-1], 1), 0))

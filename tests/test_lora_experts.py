@@ -42,6 +42,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraFactor, LoraLinear, lora_expert
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.run import check_frozen
+from hf_moe_expand.trainers import Masking, mask_routing
 
 # Gated, with biases, with Conv1D, taking the residual; tied embeddings.
 BACKBONES = ("qwen2", "gpt_neox", "gpt2", "bloom", "gemma")
@@ -406,3 +407,24 @@ def test_from_the_command_line(saved, tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert (config["expert_kind"], config["lora_rank"], config["lora_alpha"]) == ("lora", 2, 3.0)
     assert config["num_experts_per_layer"] == Plan.load(plan).experts_per_layer
+
+
+def test_dropout_of_the_updates_inputs():
+    """As PEFT's, before A: in training alone, and inside the context alone."""
+    model = build()
+    update = next(module for module in model.modules() if isinstance(module, LoraLinear)).train()
+    x = torch.randn(5, update.lora_A.weight.shape[1], generator=torch.Generator().manual_seed(1))
+    plain = update(x)
+    with mask_routing(model, Masking(lora_dropout=0.5)):
+        torch.manual_seed(3)
+        masked = update(x)
+        torch.manual_seed(3)
+        low = update.lora_A(torch.dropout(x, 0.5, True))
+        own = update.owner[0].get_submodule(update.name)(x)
+        torch.testing.assert_close(masked, own + update.scaling * update.lora_B(low))
+        assert not torch.allclose(masked, plain)
+        assert torch.equal(update.eval()(x), plain)
+    assert torch.equal(update.train()(x), plain)
+    copies = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=COUNTS))
+    with pytest.raises(InputError, match=r"masking\.lora_dropout is for LoRA experts, but the checkpoint has none"):
+        mask_routing(copies, Masking(lora_dropout=0.5))

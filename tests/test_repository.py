@@ -102,7 +102,7 @@ def test_the_page_of_settings_has_every_key_with_its_description():
     assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "average", "adapt", "dense"]
     wanted = {key if key in recipe_stages() else f"A file of train {key}": stages[key] for key in stages}
     wanted["plan"] = {key for method in METHODS.values() for key in method.all_keys()}
-    wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout"}
+    wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout", "lora_dropout"}
     assert {title: set(sections[title]) for title in wanted} == wanted
     for name, field in Recipe.model_fields.items():
         assert name in sections or name in sections["A recipe"], name

@@ -1,9 +1,10 @@
-"""Masking of the routing during training: Elbayad et al.'s EOM, FOM and CMR masking, and gating dropout.
+"""Masking during training: Elbayad et al.'s EOM, FOM and CMR masking, gating dropout, and the dropout of LoRA experts.
 
 Shape suffixes as in `modeling/routing.py`.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..core.schema import Probability, Schema, checked
+from ..modeling.experts import LoraUpdate
 from ..modeling.routing import Choice
 from .freezing import check_expanded
 
@@ -21,7 +23,7 @@ _REMEMBERED = 4096
 
 
 class Masking(Schema):
-    """Probabilities of masking (Elbayad et al.) and of gating dropout during training.
+    """Probabilities of masking (Elbayad et al.) and of dropout during training.
 
     Raises:
         InputError: a value is not a probability of at least 0 and less than 1.
@@ -42,11 +44,26 @@ class Masking(Schema):
         Probability,
         Field(description="probability of each batch to send its tokens to experts by position (gating dropout)"),
     ] = 0.0
+    lora_dropout: Annotated[
+        Probability,
+        Field(description="probability of each input of LoRA experts' updates to be zeroed, as PEFT's `lora_dropout`"),
+    ] = 0.0
 
 
-def check_conditional_gate(masking: Masking | None, has_conditional_gate: bool, where: str = "masking") -> None:
-    """Refuses to mask the gates of a model without gates; the message calls the settings `where`."""
-    if masking is not None and masking.conditional_routing and not has_conditional_gate:
+def check_masking(masking: Masking | None, config: Any, where: str = "masking") -> None:
+    """Refuses to mask gates, or updates, of a model that has none; the message calls the settings `where`.
+
+    Args:
+        config: the model's configuration, or what is known of it.
+    """
+    if masking is None:
+        return
+    if masking.lora_dropout and hasattr(config, "has_kind") and not config.has_kind("lora"):
+        raise InputError(
+            f"{where}.lora_dropout is for LoRA experts, but the checkpoint has none: expand with --expert-kind lora "
+            "(`expand: {expert_kind: lora}` in a recipe)."
+        )
+    if masking.conditional_routing and not getattr(config, "conditional_routing", False):
         raise InputError(
             f"{where}.conditional_routing masks a gate, but the checkpoint has no gates: expand with "
             "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
@@ -60,14 +77,29 @@ def mask_routing(model: nn.Module, masking: Masking | None) -> AbstractContextMa
     Run the backward pass inside too: gradient checkpointing repeats the forward pass in it, with the same draws.
 
     Raises:
-        InputError: gate masking is set, but the model has no gates.
+        InputError: gates are masked, or updates, but the model has none.
     """
     if masking is None or masking == Masking():
         return nullcontext()
     check_expanded(model)
     expanded: Any = model
-    check_conditional_gate(masking, expanded.config.conditional_routing)
-    return expanded.routing_control.asking(change_choice=_MaskedChoice(masking, min(expanded.expanded_ffns())))
+    check_masking(masking, expanded.config)
+    asking = expanded.routing_control.asking(change_choice=_MaskedChoice(masking, min(expanded.expanded_ffns())))
+    return _with_dropout(expanded, masking.lora_dropout, asking) if masking.lora_dropout else asking
+
+
+@contextmanager
+def _with_dropout(model: nn.Module, probability: float, asking: AbstractContextManager) -> Iterator[None]:
+    updates = [module for module in model.modules() if isinstance(module, LoraUpdate)]
+    before = [update.dropout for update in updates]
+    for update in updates:
+        update.dropout = probability
+    try:
+        with asking:
+            yield
+    finally:
+        for update, earlier in zip(updates, before, strict=True):
+            update.dropout = earlier
 
 
 class _MaskedChoice:

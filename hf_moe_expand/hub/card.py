@@ -108,8 +108,7 @@ def make_card(
         inspection=inspection,
         words=method.words if method else "",
         grafted=any(stage.stage == "graft" for stage in history.stages),
-        regularised=config.conditional_routing
-        or any(known.get("curriculum") or any((known.get("masking") or {}).values()) for known in settings),
+        regularised=config.conditional_routing or any(map(_is_regularised, settings)),
         groups=getattr(config, "language_groups", None),
         base=origin,
         old=in_words(old),
@@ -201,6 +200,12 @@ def _plan_rows(layers: list[tuple[int, bool, int]], encoder: int) -> list[dict[s
         span = f"{first}-{last.rpartition('.')[2]}" if len(numbers) > 1 else first
         rows.append({"layers": span, "experts": experts, "classifier": classifier})
     return rows
+
+
+def _is_regularised(settings: dict[str, Any]) -> bool:
+    """Whether a stage had a curriculum or Elbayad et al.'s masking; the dropout of LoRA experts is LoRAMoE's."""
+    masking = settings.get("masking") or {}
+    return bool(settings.get("curriculum")) or any(v for name, v in masking.items() if name != "lora_dropout")
 
 
 def _settings(stage: StageRecord) -> Markup:

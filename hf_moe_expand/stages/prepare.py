@@ -25,7 +25,7 @@ from ..data.tokens import encode_documents, tokens_at_hand
 from ..evaluation.validation import validation_sources
 from ..inference.models import check_block_size, longest_block
 from ..trainers.freezing import Trained
-from ..trainers.masking import check_conditional_gate
+from ..trainers.masking import check_masking
 from ..trainers.router_losses import CHECKPOINTING, NOT_REENTRANT
 from .config import StageConfig
 from .distributed import check_sharding
@@ -161,9 +161,7 @@ def prepare(
         lines = config.check(model, texts)
         if config.stream:
             is_streamed(config, texts, model)
-    check_conditional_gate(
-        getattr(config, "masking", None), bool(getattr(model, "conditional_routing", False)), f"{prefix}masking"
-    )
+    check_masking(getattr(config, "masking", None), model, f"{prefix}masking")
     check_block_size(config.block_size, longest_block(model), f"{prefix}block_size")
     if config.given.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
         lines.append('save_strategy is "no": after an interruption the stage starts anew')

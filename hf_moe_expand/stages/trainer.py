@@ -24,7 +24,7 @@ from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
 from ..trainers.losses import checked_losses
-from ..trainers.masking import Masking, check_conditional_gate, mask_routing
+from ..trainers.masking import Masking, check_masking, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
@@ -181,7 +181,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             vars(self.args)["masking"] = masking
         masking = masking or own
         if masking is not None:
-            check_conditional_gate(masking, model_config.conditional_routing)
+            check_masking(masking, model_config)
         return masking
 
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
