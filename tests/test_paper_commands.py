@@ -2,16 +2,20 @@
 
 import gc
 import json
+import re
 import shlex
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
+import papers
 import pytest
 import torch
 import yaml
 from conftest import invoke, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
 from guides import EXTRA, bash_lines
+from test_recipes import of_recipes
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan
@@ -31,6 +35,9 @@ OPTIONS = EXTRA | {
     "evaluate-translation nllb": ["--max-new-tokens", "3"],
     "evaluate dense-1": ["--block-size", "16", "--max-tokens", "40"],
 }
+# Of the papers' sizes: too many for a tiny model, or more than its text.
+SMALLER = {"--blocks": "2"}
+LARGE = ("tokens_per_language", "replay_share")
 TEXTS = {
     "en": "The cat {} sits in the sun.", "es": "El gato {} duerme al sol.", "el": "Η γάτα {} κάθεται.",
     "hu": "A macska {} a napon ül.", "tr": "Kedi {} güneşte oturuyor.",
@@ -76,6 +83,25 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "HarnessTasks", lambda *given: no_tasks)
 
 
+def test_the_commands_have_the_papers_numbers():
+    page = {what.partition(":")[0]: (what, settings, commands) for what, settings, commands in rows()}
+    held = 0
+    for paper, section, row, key, value in papers.facts():
+        if of_recipes(row):
+            continue
+        what, settings, commands = page[row]
+        wanted = value["is"] if isinstance(value, dict) else value
+        if key == "title":
+            found = [int(number) for number in re.findall(r"\b\d+(?= )", what)]
+        elif key.startswith("--"):
+            found = [float(words[words.index(key) + 1]) for words in commands if key in words]
+        else:
+            found = [reduce(dict.__getitem__, key.split("."), parse_mapping(settings, row))]
+        assert wanted in found, (paper, section, row, key)
+        held += 1
+    assert held > 25
+
+
 def test_every_command_of_the_papers_runs(workplace):
     made, said = rows(), {}
     assert len(made) > 60
@@ -84,8 +110,11 @@ def test_every_command_of_the_papers_runs(workplace):
             stage = parse_mapping(settings, what)
             small = SMALL if "curriculum" not in stage else {k: v for k, v in SMALL.items() if k != "max_steps"}
             size = 64 if Path("pairs").is_dir() else 16  # a sentence pair is not cut
+            stage |= {key: 0.1 if key == "replay_share" else 100 for key in LARGE if key in stage}
             Path("s.yaml").write_text(yaml.safe_dump({**small, **stage, "block_size": size}))
-        for words in commands:
+        for command in commands:
+            before = [None, *command]
+            words = [SMALLER.get(option, word) for option, word in zip(before, command, strict=False)]
             assert ("s.yaml" in words) <= bool(settings), what
             said[" ".join(words)] = invoke(*words, *OPTIONS.get(" ".join(words[:2]), []))  # `diff`: no tensor differs
         gc.freeze()  # accelerate collects after each training: a third of its time

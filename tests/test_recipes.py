@@ -2,20 +2,26 @@
 
 import re
 import socket
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
+import papers
 import pytest
 import yaml
-from conftest import invoke, tiny_config
+from conftest import invoke, save_dense, tiny_config, write_texts
 from encoder_decoders import tiny
+from guides import small
 
 from hf_moe_expand.analysis.settings import GateSettings
+from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
-from hf_moe_expand.runs.pipeline import validate_recipe
-from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.runs.recipe import Recipe, keeps_null
 from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe, packaged_files, packaged_recipes
+from hf_moe_expand.trainers.losses import LocalizedBalanceLoss
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.
@@ -90,115 +96,39 @@ def test_each_says_what_it_is_and_explains_every_key(name):
 
 def test_their_files_hold_what_differs():
     files = [*packaged_files().values(), *packaged_files("methods").values()]
-    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= 900
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= 930
 
 
-# METHODS.md and the papers: dotted keys of the first expansion, and what they must be.
-MOE_LPR_STAGES = {
-    "post_pretrain.block_size": 1024, "post_pretrain.balance_coef": 0.01, "post_pretrain.learning_rate": 5e-5,
-    "post_pretrain.lr_scheduler_type": "cosine", "post_pretrain.bf16": True,
-    "review.block_size": 512, "review.old_documents": 50_000, "review.new_per_old": 2,
-    "review.language_prior_coef": 0.1,
-    "review.balance_coef": 0, "review.learning_rate": 5e-5, "plan.top_k": 2,
-}  # fmt: skip
-LAYER_MOE = {
-    **MOE_LPR_STAGES, "plan.method": "layer-moe", "plan.total_experts": 3 * 24, "plan.minimum": 2,
-    "plan.classifier_layers": 7, "plan.classifier_choice": "similarity", "review.classifier_coef": 0.1,
-    "post_pretrain.tokens_per_language": 2e9, "analysis.tokens": 100_000, "sequences": (512, 768),
-}  # fmt: skip
-DMOE = {
-    "plan.method": "dmoe", "plan.groups": 9, "plan.ratio": 0.4, "plan.top_k": 2, "deviation.steps": 10,
-    "deviation.learning_rate": 8e-6, "deviation.batch_size": 2048, "deviation.block_size": 512,
-    "deviation.last_layers": 3, "group.group_coef": 1.28, "group.block_size": 2048, "joint.block_size": 2048,
-    "joint.balance_coef": 0.02, "group.learning_rate": 2e-5, "joint.learning_rate": 2e-5,
-    "sequences": (512, 512), "languages": 18,
-}  # fmt: skip
-DELTA = {
-    "plan.method": "moe-lpr", "plan.experts": 4, "plan.top_k": 2, "post_pretrain.block_size": 2048,
-    "post_pretrain.balance_coef": 0.01, "post_pretrain.tokens_per_language": 3e9, "review.new_per_old": 2,
-    "review.old_documents": 50_000, "graft.scale": 1.0, "sequences": (512, 512), "new": "bn hu sr",
-}  # fmt: skip
-G1, G2 = "el hu tr", "bn hi ne"
-# MoE-LPR's baselines and its one-stage ablation: 0.138 billion tokens of replay beside 24.
-ONE_STAGE = {
-    "plan.method": "moe-lpr", "post_pretrain.block_size": 1024, "post_pretrain.tokens_per_language": 8e9,
-    "post_pretrain.learning_rate": 5e-5, "review": None, "new": G1,
-}  # fmt: skip
-REPLAYED = {"post_pretrain.replay": True, "post_pretrain.replay_share": 0.0057}
-MOE = {
-    **ONE_STAGE, "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
-    "post_pretrain.everything": True,
-}  # fmt: skip
-LORA_MOE = {
-    **ONE_STAGE, "plan.experts": 9, "plan.top_k": 9, "expand.expert_kind": "lora", "expand.lora_rank": 180,
-    "post_pretrain.balance_coef": 0,
-}  # fmt: skip
-ELBAYAD = {
-    "plan.method": "moe-lpr", "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
-    "post_pretrain.balance_counts": "top-1", "post_pretrain.block_size": 1024, "post_pretrain.adam_beta1": 0.9,
-    "post_pretrain.adam_beta2": 0.98, "post_pretrain.adam_epsilon": 1e-6,
-    "post_pretrain.lr_scheduler_type": "inverse_sqrt", "post_pretrain.warmup_steps": 800,
-    "post_pretrain.max_steps": 10_000, "sequences": (1024, 512), "new": "el hu ga gd",
+# What is no number of a paper: recipes (patterns), dotted keys of the first expansion, values.
+OURS = {
+    "moe-* loramoe-* deltamoe-* eom-* fom-* cmr-*": {"plan.method": "moe-lpr"},
+    "moe-lpr-*": {"plan.classifier_layers": 0},
+    "loramoe-*": {"expand.expert_kind": "lora", "post_pretrain.balance_coef": 0, "post_pretrain.everything": False},
+    "loramoe-*-no-replay": {"post_pretrain.localized_balance_coef": 0},
+    "layermoe-*": {"plan.method": "layer-moe", "plan.classifier_choice": "similarity"},
+    "dmoe-*": {"plan.method": "dmoe"},
+    "dmoe-*-128-languages": {"deviation.batch_size": 16},
+    "deltamoe-* mola-*": {"graft.scale": 1.0},
+    "deltamoe-qwen2.5-7b mola-*": {"graft.instruct": "Qwen/Qwen2.5-7B-Instruct"},
+    "deltamoe-llama-*": {"graft.instruct": "meta-llama/Llama-3.1-8B-Instruct"},
+    "deltamoe-*-own-sft": {"graft.instruct": "$INSTRUCT"},
+    "mola-*": {"plan.method": "mola", "plan.shape": "inverted-triangle", "expand.expert_kind": "lora"},
     # Gaelic has 16,316 pairs, two documents each.
-    "review.old_documents": 15_000, "review.new_per_old": 2,
-}  # fmt: skip
-SENTENCE_PAIRS = {
-    **ELBAYAD, "post_pretrain.block_size": 256, "plan.only_layers": "encoder.1-11/2,decoder.1-11/2",
-    "post_pretrain.label_smoothing_factor": 0.1, "review.label_smoothing_factor": 0.1,
-}  # fmt: skip
-NUMBERS = {
-    "moe-lpr-qwen1.5-1.8b": {
-        **MOE_LPR_STAGES, "plan.method": "moe-lpr", "plan.experts": 6, "plan.classifier_layers": 0,
-        "post_pretrain.tokens_per_language": 8e9, "sequences": (512, 512), "new": G1,
+    "eom-* fom-* cmr-*": {
+        "plan.experts": 6, "new": "el hu ga gd", "review.old_documents": 15_000, "review.new_per_old": 2,
+        "sequences.review": 512,
     },
-    "moe-lpr-qwen1.5-1.8b-one-stage": {
-        **ONE_STAGE, **REPLAYED, "plan.experts": 6, "plan.top_k": 2, "post_pretrain.language_prior_coef": 0.1,
-        "post_pretrain.everything": False,
-    },
-    "moe-qwen1.5-1.8b": {**MOE, **REPLAYED},
-    "moe-qwen1.5-1.8b-no-replay": {**MOE, "post_pretrain.replay": False},
-    "loramoe-qwen1.5-1.8b": {**LORA_MOE, **REPLAYED, "post_pretrain.localized_balance_coef": 0.1},
-    "loramoe-qwen1.5-1.8b-no-replay": {
-        **LORA_MOE, "post_pretrain.replay": False, "post_pretrain.localized_balance_coef": 0,
-    },
-    "layermoe-qwen1.5-1.8b-g1": {**LAYER_MOE, "new": G1},
-    "layermoe-qwen1.5-1.8b-g2": {**LAYER_MOE, "new": G2},
-    "layermoe-qwen1.5-1.8b-g1-and-g2": {**LAYER_MOE, "new": f"{G1} {G2}"},
-    "layermoe-qwen1.5-1.8b-g1-then-g2": {**LAYER_MOE, "new": G1, "second": (G2, 48, 1, 5)},
-    "layermoe-qwen1.5-1.8b-g2-then-g1": {**LAYER_MOE, "new": G2, "second": (G1, 48, 1, 5)},
-    "layermoe-llama-3.2-3b-g1": {**LAYER_MOE, "new": G1, "plan.total_experts": 84},
-    "dmoe-bloom-560m": DMOE,
-    "dmoe-bloom-1.7b": DMOE,
-    "dmoe-gemma-2b": DMOE,
-    "dmoe-qwen2.5-0.5b": DMOE,
-    "dmoe-qwen2.5-1.5b": DMOE,
-    "dmoe-bloom-560m-128-languages": {**DMOE, "plan.groups": [8] * 16, "deviation.batch_size": 16, "languages": 128},
-    "deltamoe-qwen2.5-7b": {**DELTA, "graft.instruct": "Qwen/Qwen2.5-7B-Instruct"},
-    "deltamoe-llama-3.1-8b": {**DELTA, "graft.instruct": "meta-llama/Llama-3.1-8B-Instruct"},
-    "deltamoe-qwen2.5-7b-own-sft": {**DELTA, "graft.instruct": "$INSTRUCT"},
-    "eom-qwen1.5-1.8b": {**ELBAYAD, "post_pretrain.masking.expert_output": 0.1},
-    "fom-qwen1.5-1.8b": {**ELBAYAD, "post_pretrain.masking.final_output": 0.3},
-    "cmr-qwen1.5-1.8b": {
-        **ELBAYAD, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
-        "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
-    },
-    "eom-nllb-600m": {**SENTENCE_PAIRS, "post_pretrain.masking.expert_output": 0.1},
-    "fom-nllb-600m": {**SENTENCE_PAIRS, "post_pretrain.masking.final_output": 0.3},
-    "cmr-nllb-600m": {
-        **SENTENCE_PAIRS, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
-        "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
-    },
-    "cmr-top-1-nllb-600m": {
-        **SENTENCE_PAIRS, "plan.top_k": 1, "expand.conditional_routing": True,
-        "post_pretrain.masking.conditional_routing": 0.1, "post_pretrain.budget_coef": 0.1,
-        "post_pretrain.gate_budget": 0.6,
+    "eom-qwen* fom-qwen* cmr-qwen*": {"post_pretrain.block_size": 1024},
+    "*-nllb-*": {
+        "post_pretrain.block_size": 256, "plan.only_layers": "encoder.1-11/2,decoder.1-11/2",
+        "review.label_smoothing_factor": 0.1,
     },
     "recommended": {
         "plan.method": "moe-lpr", "plan.experts": 2, "plan.exclusive": True,
         "post_pretrain.learning_rate": 2e-3, "post_pretrain.max_steps": 150,
         "post_pretrain.block_size": 512, "gates": GateSettings(), "new": "hu",
     },
-    "laptop-smollm2-135m": {
+    "laptop-*": {
         "post_pretrain.learning_rate": 2e-3, "review.learning_rate": 3e-3,
         "plan.method": "moe-lpr", "plan.experts": 3, "plan.only_layers": "9-20", "post_pretrain.balance_coef": 0.01,
         "review.language_prior_coef": 0.1, "review.new_per_old": 2, "new": "hu",
@@ -206,39 +136,45 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def sequences(training, gpus=8):
-    return training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * gpus
-
-
 def found_at(recipe, key):
-    """What a recipe has where the table above names it."""
+    """What a recipe has where the table names it."""
     first = recipe.all_expansions[0]
+    if key.startswith("second."):
+        first, key = recipe.all_expansions[1], key.removeprefix("second.")
     if key == "new":
         return " ".join(first.new)
     if key == "languages":
         return len(first.new)
-    if key == "second":
-        second = recipe.all_expansions[1]
-        return " ".join(second.new), second.plan.total_experts, second.plan.minimum, second.plan.classifier_layers
-    if key == "sequences":
-        stages = (first.group, first.joint) if first.family == "dmoe" else (first.post_pretrain, first.review)
-        gpus = 1 if "SmolLM2" in recipe.base else 8
-        return tuple(sequences(stage.given, gpus) for stage in stages)
-    if key == "review":
-        return first.review
+    if key.startswith("sequences."):
+        stage = getattr(first, key.partition(".")[2]).given
+        return stage["per_device_train_batch_size"] * stage["gradient_accumulation_steps"] * 8
     value = first
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return [len(group) for group in value] if key == "plan.groups" and isinstance(value, list) else value
+    return len(value) if key == "plan.groups" and isinstance(value, list) else value
+
+
+def of_recipes(words):
+    """The packaged recipes of these patterns; none for a row of the page."""
+    return [name for name in NAMES if any(fnmatch(name, pattern) for pattern in words.split())]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_papers_numbers(name):
+    wanted = {key: value for words, of in OURS.items() if name in of_recipes(words) for key, value in of.items()}
+    for _, _, words, key, value in papers.facts():
+        if name in of_recipes(words):
+            wanted[key] = value["is"] if isinstance(value, dict) else value
     recipe = load(name)
-    assert {key: found_at(recipe, key) for key in NUMBERS[name]} == NUMBERS[name]
-    assert any(key.startswith("graft") for key in NUMBERS[name]) != (recipe.all_expansions[-1].graft is None)
+    assert len(wanted) > 5
+    assert {key: found_at(recipe, key) for key in wanted} == wanted
+    assert ("graft" in recipe.model_fields_set) == name.startswith(("deltamoe", "mola"))
     if name.startswith(("layermoe", "moe-lpr")):
         assert list(recipe.old) == ["en", "es", "zh"]
+
+
+def test_the_constraint_of_loramoe_has_the_papers_alpha():
+    assert LocalizedBalanceLoss(0.1).delta == 0.1  # MoE-LPR, appendix B: blc-alpha
 
 
 def test_the_128_languages_are_in_the_papers_groups(published):
@@ -249,7 +185,7 @@ def test_the_128_languages_are_in_the_papers_groups(published):
 
 
 def test_names_and_files(tmp_path, monkeypatch):
-    assert {recipe.name for recipe in packaged_recipes()} == set(NAMES) == set(NUMBERS)
+    assert {recipe.name for recipe in packaged_recipes()} == set(NAMES)
     name = "moe-lpr-qwen1.5-1.8b"
     listed = next(line for line in invoke("recipes", "ls").splitlines() if line.startswith(name))
     assert listed.split("  ")[0] == name
@@ -270,3 +206,40 @@ def test_names_and_files(tmp_path, monkeypatch):
             invoke(*verb, "moe-lpr-qwen.yaml")
     with pytest.raises(InputError, match=r"zzz: no such file, .* `hf-moe-expand recipes ls` shows them"):
         find_recipe("zzz")
+
+
+@pytest.mark.parametrize("name", ["moe-qwen1.5-1.8b", "loramoe-qwen1.5-1.8b", "mola-qwen2.5-7b"])
+def test_a_baseline_runs_on_a_tiny_base(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = WholeRecipe.load(packaged_files()[name], keeps_null).mapping
+    save_dense(tmp_path / "base", num_hidden_layers=4)
+    for key in ("old", "new"):
+        for code in whole[key]:
+            write_texts(tmp_path / f"{code}.jsonl", [f"{code} {number} text. " * 9 for number in range(20)])
+            whole[key][code] = f"{code}.jsonl"
+    whole = {key: value for key, value in whole.items() if key not in ("test", "evaluation")} | {"base": "base"}
+    stage = small(whole["post_pretrain"])
+    whole["post_pretrain"] = {key: value for key, value in stage.items() if key != "tokens_per_language"}
+    if "replay_share" in stage:
+        whole["post_pretrain"]["replay_share"] = 0.2
+    if "expand" in whole and "lora_rank" in whole["expand"]:
+        whole["expand"]["lora_rank"] = 4
+    if "graft" in whole:
+        whole["graft"]["instruct"] = str(save_dense(tmp_path / "chat", num_hidden_layers=4))
+    Path("recipe.yaml").write_text(yaml.safe_dump(whole), "utf-8")
+    final = run_recipe(Recipe.load("recipe.yaml"), lambda line: None)
+    assert final.name == ("graft" if "graft" in whole else "post_pretrain")
+    record = History.of(load_config(final)).last.stages[0]
+    given = whole["post_pretrain"]
+    assert record.settings["learning_rate"] == given["learning_rate"]
+    assert record.settings["masking"]["lora_dropout"] == given.get("masking", {}).get("lora_dropout", 0)
+
+
+@pytest.mark.skipif(not papers.TEXTS.is_dir(), reason=f"the papers are not at {papers.TEXTS}")
+def test_the_papers_have_these_numbers():
+    for paper, section, _, key, value in papers.facts():
+        printed = value["of"] if isinstance(value, dict) else [value]
+        text = papers.section_text(paper, section)
+        for number in printed:
+            if number is not None and not isinstance(number, bool):
+                assert papers.has(text, number), (paper, section, key, number)
