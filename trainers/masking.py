@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import nn
 
 from ..core.errors import InputError
@@ -48,6 +48,11 @@ class Masking(Schema):
         Probability,
         Field(description="probability of each input of LoRA experts' updates to be zeroed, as PEFT's `lora_dropout`"),
     ] = 0.0
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without a `lora_dropout` of 0: runs that began before it was a key go on."""
+        return {name: value for name, value in dump(self).items() if name != "lora_dropout" or value}
 
 
 def check_masking(masking: Masking | None, config: Any, where: str = "masking") -> None:
