@@ -411,7 +411,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         told = told * (count // len(told))  # one code may speak of all
         judged = [0] * count
         if isinstance(judge, torch.Tensor):
-            judged = self.judge(judge.to(self.device)).tolist()  # type: ignore[attr-defined]
+            judged = self.judge(judge if prompts is None else judge.to(prompts.device)).tolist()
         elif judge is not False and prompts is not None and prompts.shape[1]:
             mask, pad = given.get("attention_mask"), self._setting_of("pad_token_id", given)
             mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
