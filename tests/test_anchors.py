@@ -18,13 +18,14 @@ ANCHORS = shipped_anchors()
 SCRIPTS = {
     "am": {"ETHIOPIC"}, "ar": {"ARABIC"}, "be": {"CYRILLIC"}, "bg": {"CYRILLIC"}, "bn": {"BENGALI"}, "el": {"GREEK"},
     "fa": {"ARABIC"}, "he": {"HEBREW"}, "hi": {"DEVANAGARI"}, "hy": {"ARMENIAN"}, "ja": {"CJK", "HIRAGANA", "KATAKANA"},
-    "ka": {"GEORGIAN"}, "ko": {"HANGUL"}, "ml": {"MALAYALAM"}, "mr": {"DEVANAGARI"}, "ne": {"DEVANAGARI"},
+    "ka": {"GEORGIAN"}, "kk": {"CYRILLIC"}, "ko": {"HANGUL"}, "ml": {"MALAYALAM"}, "mr": {"DEVANAGARI"}, "ne": {"DEVANAGARI"},
     "ru": {"CYRILLIC"}, "sr": {"CYRILLIC"}, "ta": {"TAMIL"}, "te": {"TELUGU"}, "th": {"THAI"}, "uk": {"CYRILLIC"},
     "ur": {"ARABIC"}, "zh": {"CJK"},
 }  # fmt: skip
 LATIN = {
-    "az", "ca", "cs", "da", "de", "en", "es", "et", "eu", "fi", "fr", "ga", "ha", "hr", "hu", "id", "it", "lt", "lv",
-    "ms", "nl", "no", "pl", "pt", "ro", "sk", "sl", "so", "sv", "sw", "tl", "tr", "vi", "yo", "zu",
+    "az", "ca", "cs", "cy", "da", "de", "en", "es", "et", "eu", "fi", "fo", "fr", "ga", "gd", "ha", "hr", "hu", "id",
+    "is", "it", "lt", "lv", "ms", "nl", "no", "pl", "pt", "ro", "sk", "sl", "so", "sv", "sw", "tk", "tl", "tr", "uz",
+    "vi", "yo", "zu",
 }  # fmt: skip
 DENSE = {"am", "he", "ja", "ko", "th", "zh"}  # a character of these says more than a Latin letter
 
@@ -99,7 +100,8 @@ def plain(text):
         (["bs"], set()),
         (["nn"], set()),
         (["id"], {"id"}),
-        (["und", "cy"], set()),
+        (["und", "br"], set()),
+        (["cy"], {"cy"}),
         (ANCHORS, set(ANCHORS)),
     ],
 )

@@ -21,7 +21,9 @@ from hf_moe_expand import (
 from hf_moe_expand.analysis.gate_fit import (
     MARKS,
     PENALTY,
+    FittedGate,
     Scored,
+    Texts,
     _folds,
     _moments,
     _read,
@@ -337,7 +339,7 @@ def test_the_packages_own_sentences_are_the_default_and_stand_on_their_languages
     assert "hu" not in shipped_anchors(leave_out=["hu", "en"])
     assert shipped_sentences("hu") == shipped_anchors()["hu"]
     assert shipped_sentences("nb") == shipped_anchors()["no"]
-    assert shipped_sentences("kk") == shipped_sentences("und") == []
+    assert shipped_sentences("ky") == shipped_sentences("und") == []
 
 
 def test_the_command_line(expanded, tmp_path):
@@ -400,36 +402,36 @@ def slow_evidence(logits, sizes, bias, bound, has_template):
 @pytest.mark.parametrize("bias", [0.0, 1.5])
 def test_what_texts_are_evidence_of_is_as_in_a_slow_loop(has_template, bias):
     torch.manual_seed(3)
-    lengths, order, sizes = [5, 70, 17, 128], torch.tensor([0, 3, 1, 4, 2]), [3, 1, 1]
-    settings = GateSettings(window=9)
+    lengths, settings = [5, 70, 17, 128], GateSettings(window=9)
     logits = torch.randn(sum(lengths), 5) * 2
     logits[:5, 3] = float("-inf")  # a row that the fit lacks
     scored = Scored(logits, torch.tensor([[length, number == 2] for number, length in enumerate(lengths)]))
-    few = scored.by_class(order, sizes, has_template)
+    codes, classes = ["zxx", "el", "de", "en", "hu"], {"el": 1, "hu": 2}
+    order, sizes = by_class(codes, classes)
+    assert (order.tolist(), sizes) == ([0, 2, 3, 1, 4], [3, 1, 1])
+    gate = FittedGate(0, None, codes if has_template else ["it", *codes[1:]], [], logits, logits, {})
     texts = [slow_evidence(part[:, order], sizes, bias, settings.bound, has_template) for part in logits.split(lengths)]
     ends = [slow_sum(text, len(text), 9) for text in texts]
-    torch.testing.assert_close(few.sums(bias, has_template, settings), torch.tensor(ends), rtol=0, atol=9)
+    found = Texts.of({"en": scored, "de": scored}, gate, classes, settings)
+    torch.testing.assert_close(found.sums(bias), torch.tensor(ends * 2), rtol=0, atol=9)
     share = sum(max(end) > 0 for end in ends) / 4
-    assert few.share(bias, has_template, settings) == share
+    assert found.shares(bias) == {"en": share, "de": share}
     at_17 = [slow_sum(text[:17], 17, 9) for text in texts if len(text) >= 17]
-    torch.testing.assert_close(few.sums(bias, has_template, settings, 17), torch.tensor(at_17), rtol=0, atol=9)
-    plain = [text for number, text in enumerate(texts) if number != 2]
-    least = [min(max(slow_sum(text, mark, 9)) for mark in MARKS if mark <= len(text)) for text in plain[1:]]
-    found = few.plain().least(bias, has_template, settings)
-    torch.testing.assert_close(found, torch.tensor(least).float(), rtol=0, atol=9)
+    torch.testing.assert_close(found.sums(bias, 17), torch.tensor(at_17 * 2), rtol=0, atol=9)
+    plain = Texts.of({"en": scored}, gate, classes, settings, plain=True)
+    least = [min(max(slow_sum(text, mark, 9)) for mark in MARKS if mark <= len(text)) for text in (texts[1], texts[3])]
+    torch.testing.assert_close(plain.least(bias), torch.tensor(least).float(), rtol=0, atol=9)
 
 
 def test_home_is_below_new_answers_and_above_other_text():
     new, other = torch.arange(-10, 90) * 1024, torch.arange(-199, -99) * 1024
-    home = home_of([new[:50], new[50:]], [other])
-    below = (new / 1024 < home).float().mean()
-    assert below <= 0.02
+    home = home_of(new, other)
+    assert (new / 1024 < home).float().mean() <= 0.02
     assert (other / 1024 < home).float().mean() >= 0.9
     assert home == pytest.approx((-8 - 110) / 2, abs=1)
-    near = home_of([new], [new])  # text that nothing tells apart: no answer leaves
+    near = home_of(new, new)  # text that nothing tells apart: no answer leaves
     assert (new / 1024 < near).float().mean() <= 0.02
-    assert home_of([torch.ones(3)], [torch.ones(3)]) == 0.0
-    assert home_of([torch.ones(0)], [torch.ones(0)]) == 0.0
+    assert home_of(torch.ones(3), torch.ones(3)) == home_of(torch.ones(0), torch.ones(0)) == 0.0
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -451,12 +453,11 @@ def test_the_fit_cuts_and_reads_texts_as_the_model_judges_them(expanded, tmp_pat
     assert (made.rule.begin, made.rule.home) == (gate.begin, report.home)
     with_gate = fit_gates(folder, tmp_path / "out", TEXTS, ANCHORS, SETTINGS).out
     model, _ = load_for_inference(with_gate)
-    order, sizes = by_class(gate.codes, classes)
     assert torch.equal(model.language_gate.weight, made.weight_Rh)
     examples = gate_examples({"el": TEXTS["el"]}, tokenizer, 400, 64)["el"]
     states = _read(model, examples, gate.begin, [report.layer], tqdm(disable=True))[report.layer]
     scored = Scored(states.float() @ gate.weight_Rh.T + gate.bias_R, torch.tensor([[len(e.ids), 0] for e in examples]))
-    sums = scored.by_class(order, sizes, gate.has_template).sums(report.bias, gate.has_template, SETTINGS)
+    sums = Texts.of({"el": scored}, gate, classes, SETTINGS).sums(report.bias)
     for example, found in zip(examples, sums, strict=True):
         for before in ([], [50] * (128 - len(example.ids)) if len(example.ids) == 128 else []):
             ids = torch.tensor([[*before, *example.ids]])

@@ -60,43 +60,71 @@ class Scored:
     logits_TR: torch.Tensor
     texts_M2: torch.Tensor
 
-    def by_class(self, order: torch.Tensor, sizes: Sequence[int], has_template: bool) -> "Scored":
-        """The same with few rows, which are evidence as all are: a template's, the other ones of class 0, and each
-        later class."""
-        home, *classes = self.logits_TR.float()[:, order].split(list(sizes), -1)
-        parts = [home[:, :1], home[:, 1:]] if has_template else [home]
-        return Scored(torch.stack([part.logsumexp(-1) for part in (*parts, *classes)], -1), self.texts_M2)
 
-    def sums(self, bias: float, has_template: bool, settings: GateSettings, tokens: int | None = None) -> torch.Tensor:
-        """The evidence of each text's end, `[M, E]`, or of the first `tokens` of those that have as many, alone. The
-        rows are those of `by_class`."""
-        lengths = self.texts_M2[:, 0]
-        is_later = torch.arange(self.logits_TR.shape[1]) > int(has_template)
-        sizes = [1 + int(has_template), *[1] * int(is_later.sum())]
-        evidence_TE = token_evidence(self.logits_TR - bias * is_later, sizes, settings.bound, has_template)
-        evidence_MLE = pad_sequence(list(evidence_TE.split(lengths.tolist())), batch_first=True)
+@dataclass(frozen=True)
+class Texts:
+    """Texts of some languages, judged by few rows, which are evidence as all are: a template's, the other ones of class
+    0, and each later class.
+
+    Attributes:
+        codes: the language of each text.
+        logits_MLR: padded.
+        lengths_M: the tokens of each text.
+    """
+
+    codes: list[str]
+    logits_MLR: torch.Tensor
+    lengths_M: torch.Tensor
+    has_template: bool
+    settings: GateSettings
+
+    @classmethod
+    def of(
+        cls, scored: Mapping[str, Scored], gate: "FittedGate", classes: Mapping[str, int], settings: GateSettings,
+        plain: bool = False,
+    ) -> "Texts":  # fmt: skip
+        """All texts of these languages, or those outside a chat template."""
+        order, sizes = by_class(gate.codes, classes)
+        codes: list[str] = []
+        kept: list[torch.Tensor] = []
+        for code, of_code in scored.items():
+            home, *later = of_code.logits_TR.float()[:, order].split(sizes, -1)
+            parts = [home[:, :1], home[:, 1:], *later] if gate.has_template else [home, *later]
+            few_TR = torch.stack([part.logsumexp(-1) for part in parts], -1)
+            pieces = zip(few_TR.split(of_code.texts_M2[:, 0].tolist()), of_code.texts_M2[:, 1].tolist(), strict=True)
+            kept += [piece for piece, is_inside in pieces if not (plain and is_inside)]
+            codes += [code] * (len(kept) - len(codes))
+        rows = len(sizes) + int(gate.has_template)
+        padded = pad_sequence(kept, batch_first=True) if kept else torch.zeros(0, 0, rows)
+        lengths_M = torch.tensor([len(piece) for piece in kept], dtype=torch.long)
+        return cls(codes, padded, lengths_M, gate.has_template, settings)
+
+    def sums(self, bias: float, tokens: int | None = None) -> torch.Tensor:
+        """The evidence of each text's end, `[M, E]`, or of the first `tokens` alone of those that have as many."""
+        logits_MLR, lengths_M = self.logits_MLR, self.lengths_M
         if tokens is not None:
-            evidence_MLE, lengths = evidence_MLE[lengths >= tokens], lengths[lengths >= tokens].clamp(max=tokens)
-        return last_sums(evidence_MLE, lengths, settings.window)
+            logits_MLR, lengths_M = logits_MLR[lengths_M >= tokens], lengths_M[lengths_M >= tokens].clamp(max=tokens)
+        first = 1 + int(self.has_template)
+        is_later = torch.arange(logits_MLR.shape[-1]) >= first
+        sizes = [first, *[1] * int(is_later.sum())]
+        evidence_MLE = token_evidence(logits_MLR - bias * is_later, sizes, self.settings.bound, self.has_template)
+        return last_sums(evidence_MLE, lengths_M, self.settings.window)
 
-    def least(self, bias: float, has_template: bool, settings: GateSettings) -> torch.Tensor:
-        """`[M]`, the least that the evidence of each text's first tokens is at the marks of an answer."""
-        lengths = self.texts_M2[:, 0]
-        least_M = torch.full((len(lengths),), float("inf"))
+    def shares(self, bias: float) -> dict[str, float]:
+        """Of each language, the share of texts that go to new experts."""
+        is_new = (classes_of_sums(self.sums(bias)) > 0).tolist()
+        of_codes: dict[str, list[bool]] = {code: [] for code in self.codes}
+        for code, one in zip(self.codes, is_new, strict=True):
+            of_codes[code].append(one)
+        return {code: sum(of_code) / len(of_code) for code, of_code in of_codes.items()}
+
+    def least(self, bias: float) -> torch.Tensor:
+        """The least evidence of each text's first tokens at the marks of an answer; of texts that reach the first."""
+        least_M = torch.full((len(self.codes),), float("inf"))
         for mark in MARKS:
-            sums_NE = self.sums(bias, has_template, settings, mark)
-            least_M[lengths >= mark] = least_M[lengths >= mark].minimum(sums_NE.amax(-1).float())
-        return least_M[least_M < float("inf")]
-
-    def share(self, bias: float, has_template: bool, settings: GateSettings) -> float:
-        """The share of texts that go to new experts."""
-        return float((classes_of_sums(self.sums(bias, has_template, settings)) > 0).float().mean())
-
-    def plain(self) -> "Scored":
-        """The texts outside a chat template."""
-        is_plain_M = self.texts_M2[:, 1] == 0
-        kept_T = is_plain_M.repeat_interleave(self.texts_M2[:, 0])
-        return Scored(self.logits_TR[kept_T], self.texts_M2[is_plain_M])
+            reaches_M = self.lengths_M >= mark
+            least_M[reaches_M] = least_M[reaches_M].minimum(self.sums(bias, mark).amax(-1).float())
+        return least_M[self.lengths_M >= MARKS[0]]
 
 
 @dataclass(frozen=True)
@@ -301,15 +329,17 @@ def _folds(codes: Sequence[str], anchors: Sequence[str]) -> list[int]:
 
 def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettings) -> GateReport:
     """The bias that keeps the promise for these classes, and where texts go at it."""
-    order, sizes = by_class(gate.codes, classes)
-    few = {code: scored.by_class(order, sizes, gate.has_template) for code, scored in gate.scored.items()}
-    unseen = {code: few[code] for code in sorted(gate.anchors) if not classes.get(code, 0)}
-    own = {code: of for code, of in few.items() if code not in gate.anchors}
-    new = {code: of for code, of in own.items() if classes.get(code, 0)}
-    old = {code: of for code, of in own.items() if not classes.get(code, 0)}
+    later = {code for code in gate.codes if classes.get(code, 0)}
 
-    def shares(of: Mapping[str, Scored], bias: float) -> dict[str, float]:
-        return {code: scored.share(bias, gate.has_template, settings) for code, scored in of.items()}
+    def texts(codes: Iterable[str], plain: bool = False) -> Texts:
+        return Texts.of({code: gate.scored[code] for code in codes}, gate, classes, settings, plain)
+
+    unseen = sorted({*gate.anchors} - later)
+    new, old = [], []
+    for code in gate.scored:
+        if code not in gate.anchors:
+            (new if code in later else old).append(code)
+    of_unseen = texts(unseen)
 
     def holds(found: Mapping[str, float]) -> bool:
         return sum(share > settings.unseen_share for share in found.values()) <= most_named(found)
@@ -317,32 +347,29 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
     low, high = -_WIDEST, _WIDEST
     while high - low > 0.02:
         middle = (low + high) / 2
-        low, high = (low, middle) if holds(shares(unseen, middle)) else (middle, high)
-    at_bias = shares(unseen, high)
+        low, high = (low, middle) if holds(of_unseen.shares(middle)) else (middle, high)
+    at_bias = of_unseen.shares(high)
     named = {}
     for code, share in at_bias.items():
         if share > settings.unseen_share:
             mean_R = gate.scored[code].logits_TR.float().mean(0)
-            named[code] = max((c for c in gate.codes if classes.get(c, 0)), key=lambda c: mean_R[gate.codes.index(c)])
-    home = home_of(
-        [of.plain().least(high, gate.has_template, settings) for of in new.values()],
-        [of.plain().sums(high, gate.has_template, settings, 64).amax(-1) for of in (*unseen.values(), *old.values())],
-    )
+            named[code] = max(sorted(later), key=lambda other: mean_R[gate.codes.index(other)])
+    home = home_of(texts(new, True).least(high), texts([*unseen, *old], True).sums(high, 64).amax(-1))
     return GateReport(
-        gate.layer, settings.unseen_share, high, home, at_bias, named, shares(new, high), shares(old, high), gate.doubts
-    )
+        gate.layer, settings.unseen_share, high, home, at_bias, named, texts(new).shares(high), texts(old).shares(high),
+        gate.doubts,
+    )  # fmt: skip
 
 
-def home_of(new: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> float:
+def home_of(new_N: torch.Tensor, other_N: torch.Tensor) -> float:
     """`home`, in nats; see above.
 
     Args:
-        new: for each new language, the least evidence of each of its texts.
-        other: for each other language, the evidence of each of its texts at 64 tokens.
+        new_N: the least evidence of each text of new languages.
+        other_N: the evidence of each text of other languages at 64 tokens.
     """
-    of_new, of_other = torch.cat([*new]).float() / UNIT, torch.cat([*other]).float() / UNIT
-    least = float(of_new.quantile(0.02)) if len(of_new) else 0.0
-    most = float(of_other.quantile(0.9)) if len(of_other) else least
+    least = float(new_N.float().quantile(0.02)) / UNIT if len(new_N) else 0.0
+    most = float(other_N.float().quantile(0.9)) / UNIT if len(other_N) else least
     return min(0.0, least, (least + most) / 2)
 
 
