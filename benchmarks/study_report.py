@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from tables import markdown_table
 GENERAL = ("documents", "sentences")
 KINDS = (*GENERAL, "pages")
 WAYS = {"read": "token by token", "end": "by the end", "told": "told"}
-WHOLE = "copies in all layers"  # told the language, they are the measure of what a gate lets through
+WHOLE = "full fine-tuning"  # the measure of what a gate lets through
 COSTS = {"M parameters": "{:.1f}", "GB": "{:.1f}", "s a step": "{:.2f}", "side by side": "{:.0f}"}
 Languages = Mapping[str, Sequence[str]]
+Groups = Mapping[int, tuple[pandas.DataFrame, Languages]]  # by tokens: lines and languages
 
 
 def report(options: argparse.Namespace) -> None:
@@ -24,7 +26,7 @@ def report(options: argparse.Namespace) -> None:
     settings = yaml.safe_load(options.settings.read_text("utf-8"))
     frame = pandas.concat([changes(file) for file in options.csv], ignore_index=True)
     parts: list[str] = []
-    panels, verdicts = {}, []
+    panels, verdicts, groups = {}, [], {}
     for base, lines in frame.groupby("base", sort=False):
         if base not in settings["bases"]:
             sys.exit(f"{base}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
@@ -33,15 +35,19 @@ def report(options: argparse.Namespace) -> None:
         lines = lines.join(found).copy()  # in one piece
         for tokens, some in lines.groupby("tokens", sort=False):
             panels[f"{base}, {tokens:,} tokens"] = some
+            groups[tokens] = some, languages
             parts += [f"**{base}, {tokens:,} tokens**", quality(some, list(found)), costs(some)]
         gated = lines[lines.filter(regex=r"^new\.").notna().any(axis=1)]
         if len(gated):
             parts += ["**To new experts, %**", astray(gated, languages)]
-            parts += [f"**Share of the gain of {WHOLE}, told, %**", let_through(lines, gated, languages["new"])]
+            parts += [f"**Share of the gain of {WHOLE}, %**", let_through(lines, gated, languages["new"])]
         verdicts.append(judged(lines, settings["claims"]).add_prefix(f"{base}, "))
     claims = pandas.concat(verdicts, axis=1)
     claims = claims[(claims != "").any(axis=1)]
     parts += ["**Claims**", markdown_table(["claim", *claims], claims.reset_index().to_numpy().tolist())]
+    parts += ["**README.md**", overview(groups, settings["overview"])]
+    for page, sentences in settings["pages"].items():
+        parts += [f"**{page}**", "\n".join(said(groups, sentences))]
     print("\n\n".join(parts))
     if options.table:
         options.table.write_text("\n\n".join(parts) + "\n", "utf-8")
@@ -132,28 +138,96 @@ def astray(gated: pandas.DataFrame, languages: Languages) -> str:
 
 
 def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[str]) -> str:
-    """The gain behind a gate, in all new languages, as a share of what told copies in all layers gain."""
-
-    def gain(some: pandas.DataFrame, way: str, kind: str) -> float:
-        return some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean().sum(skipna=False)
-
+    """The gain behind a gate, in all new languages, as a share of what full fine-tuning gains."""
     rows = []
     for (tokens, name), some in gated.groupby(["tokens", "name"], sort=False):
         whole = lines[(lines["name"] == WHOLE) & (lines["tokens"] == tokens) & lines["seed"].isin(some["seed"])]
         cells = []
         for kind in KINDS:
-            of = gain(whole, "told", kind)
-            cells += [f"{100 * gain(some, way, kind) / of:.0f}" if of < 0 else "" for way in WAYS]
+            of = gain(whole, "read", kind, new)
+            cells += [cell(100 * gain(some, way, kind, new) / of, "{:.0f}") if of < 0 else "" for way in WAYS]
         rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
     return markdown_table(["tokens", "row", "seed", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
+
+
+def gain(some: pandas.DataFrame, way: str, kind: str, new: Sequence[str]) -> float:
+    """The mean change of the new languages, scored in one way; of a model without a gate all ways are one."""
+    if way == "end" and some.filter(regex=r"^end\.").isna().all(axis=None):
+        way = "read"
+    return some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean().mean(skipna=False)
+
+
+def overview(groups: Groups, rows: Mapping[str, str]) -> str:
+    """The table of README.md, of the longest training: rows by their names there."""
+    lines, languages = groups[max(groups)]
+    new = "Hungarian and Turkish, token by token: documents, sentences"
+    head = ["", "English", "six unnamed languages: mean, worst", new, "the same, judged by the end"]
+    cells = []
+    for label, name in rows.items():
+        some = lines[lines["name"] == name]
+        if some.empty:
+            continue
+        gains = [[cell(gain(some, way, kind, languages["new"])) for kind in GENERAL] for way in ("read", "end")]
+        others = [cell(some["unnamed, mean"].mean()), cell(some["unnamed, worst"].max())]
+        kept = cell(some["kept"].mean())
+        cells.append([label, f"{kept} %", *(f"{', '.join(pair)} %" for pair in (others, *gains))])
+    return markdown_table(head, cells)
+
+
+def said(groups: Groups, sentences: Sequence[str]) -> list[str]:
+    """Sentences of a page with their figures filled in; without those of rows that are not there."""
+    found = []
+    for sentence in sentences:
+        parts = re.split(r"\{(.+?)\}", " ".join(sentence.split()))
+        try:
+            parts[1::2] = [figure(groups, *part.split(" | ")) for part in parts[1::2]]
+        except KeyError:
+            continue
+        found.append("".join(parts))
+    return found
+
+
+def figure(groups: Groups, row: str, measure: str, tokens: str = "", seed: str = "") -> str:
+    """One figure, without its sign: the mean over the seeds, or the worst.
+
+    Args:
+        measure: one of `measures`; `WAY: KIND`, of the new languages; `astray: KIND CODE`, the share of tokens that go
+            to new experts, or `astray: KIND`, of the unnamed language of which most go there; `M parameters`, `GB`, or
+            `times`, the parameters of full fine-tuning.
+        tokens: of the longest training by default.
+    """
+    lines, languages = groups[int(tokens or max(groups))]
+    some = lines[lines["name"] == row]
+    if seed:
+        some = some[some["seed"] == int(seed)]
+    if some.empty:
+        raise KeyError(row)
+    way, _, kind = measure.partition(": ")
+    form = "{:.0f}" if measure.startswith("chat") else "{:.1f}"
+    if measure in ("M parameters", "times"):
+        dense = lines[lines["name"] == WHOLE]["parameters"].mean()
+        value = some["parameters"].mean() / (dense if measure == "times" else 1e6)
+    elif measure == "GB":
+        value = some["peak_gigabytes"].mean()
+    elif way == "astray":
+        kind, _, code = kind.partition(" ")
+        shares = some.reindex(columns=[f"new.{kind}.{one}" for one in ([code] if code else languages["unnamed"])])
+        value = 100 * (shares.mean().mean() if code else shares.max().max())
+    elif way in WAYS:
+        value = gain(some, way, kind, languages["new"])
+    else:
+        value = some[measure].agg("max" if "worst" in measure else "mean")
+    if math.isnan(value):
+        raise KeyError(measure)
+    return cell(abs(value), form)
 
 
 def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> pandas.DataFrame:
     """The claims, a column a length: each seed's difference, and whether all are below the limit, or above, beyond the
     spread.
 
-    The spread is the wider one of the two rows' ranges over the seeds, of the length where it is widest. A row that has
-    one seed at every length cannot be judged.
+    The spread is the wider one of the two rows' ranges over the seeds, of the length where it is widest. One seed, or a
+    row that has one at every length, is not judged.
     """
 
     def range_of(some: pandas.Series) -> float:
@@ -174,15 +248,16 @@ def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> pandas.D
             ours, others = (values[measure].get((name, tokens), pandas.Series(dtype=float)) for name in (row, other))
             differences = (ours - others if other else ours).dropna()
             verdict = "cannot tell"
-            if (differences < limit - spread).all():
+            if len(differences) == 1:
+                verdict = "one seed"
+            elif (differences < limit - spread).all():
                 verdict = "holds"
             elif (differences > limit + spread).all():
                 verdict = "does not hold"
             of = ", ".join(map(cell, differences))
             cells.append(f"{verdict} ({of})" if of else "")
         rows[says] = cells
-    of = lines.groupby("tokens")["seed"].nunique()
-    head = [f"{tokens:,} tokens{', one seed' if of[tokens] == 1 else ''}" for tokens in lengths]
+    head = [f"{tokens:,} tokens" for tokens in lengths]
     return pandas.DataFrame.from_dict(rows, "index", columns=head)
 
 

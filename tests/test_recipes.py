@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import invoke, save_dense, tiny_config, write_texts
 from encoder_decoders import tiny
-from guides import small
+from guides import DOCS, small
 
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.records import History
@@ -243,3 +243,15 @@ def test_the_papers_have_these_numbers():
         for number in printed:
             if number is not None and not isinstance(number, bool):
                 assert papers.has(text, number), (paper, section, key, number)
+
+
+@pytest.mark.skipif(not papers.TEXTS.is_dir(), reason=f"the papers are not at {papers.TEXTS}")
+def test_the_page_of_choice_quotes_table_1_of_moe_lpr():
+    (row,) = [line for line in (DOCS / "choose.md").read_text("utf-8").splitlines() if line.startswith("| billions |")]
+    expanded, original = papers.section_text("MoE-LPR", "Experiment Results").split("Original Languages", 1)
+    for part, base, ours in ((expanded, "34.36", "45.07"), (original, "53.97", "52.12")):
+        rows = {
+            line.split("\t")[0]: re.sub(r"</?[bu]>", "", line).split("\t")[-1] for line in part.splitlines() if line
+        }
+        assert (rows["Qwen1.5-1.8B"], rows["MoE-LPR"]) == (base, ours)
+        assert f"from {base} to {ours}" in row
