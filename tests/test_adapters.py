@@ -2,22 +2,17 @@
 
 import copy
 import json
-from itertools import product
 
 import pytest
 import torch
 from added import MIXTURES as MIXTURE_FIELDS
 from conftest import (
     byte_tokenizer,
-    checkpointed,
-    invoke,
     load,
     load_offloaded,
-    run_fresh,
     save_dense,
     tiny_config,
     tiny_dense,
-    write_texts,
 )
 from gated_models import GREEDY, tokens
 from safetensors.torch import load_file
@@ -27,22 +22,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import (
-    LanguageText,
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
-    PostPretrainConfig,
     expand_checkpoint,
     expand_model,
-    fit_gates,
-    graft_delta,
     grow_checkpoint,
     join_expansions,
     make_card,
-    save_expansion,
-    train_stage,
 )
-from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.adapter_maps import all_linear
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
@@ -251,19 +239,6 @@ def test_growth_by_two_adapters_is_refused(el, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_each_language_has_its_adapter(base, grown, el):
-    model, dense = load(grown), load(base)
-    for code, expert in (("el", 1), ("tr", 2)):
-        close(logits(model, languages=code), logits(merged(model, dense, expert)))
-    assert torch.equal(logits(model, languages="el"), logits(el, languages="el"))
-    with model.use_expert(1):
-        assert torch.equal(logits(model), logits(model, languages="el"))
-    for codes in product(("en", "el", "tr"), repeat=2):
-        mixed = logits(model, languages=list(codes))
-        for row, code in enumerate(codes):
-            close(mixed[row], logits(model, languages=code)[row])
-
-
 def gated(folder, layer=1, window=4):
     """The model with a gate that decides now one way, now the other."""
     config = json.loads((folder / "config.json").read_text())
@@ -410,44 +385,10 @@ def test_a_step_is_that_of_peft_on_the_base(base, grown, tmp_path, languages):
         assert ".experts.2." in name or torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("languages", [(2, 1, 2, 0), (2, 2)])
-def test_recomputed_the_step_is_the_same(grown, tmp_path, languages):
-    plain, recomputed = load(grown), load(grown)
-    one_step(tmp_path / "plain", plain, *blocks(*languages), classes=(0, 1, 2))
-    one_step(tmp_path / "again", recomputed, *blocks(*languages), classes=(0, 1, 2), **checkpointed())
-    for (name, ours), theirs in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
-
-def test_a_stage_trains_the_adapters_alone_and_a_fresh_process_loads_them(el, tmp_path):
-    text = {"el": LanguageText("el", str(write_texts(tmp_path / "el.jsonl", ["αβγδ εζηθ ικλμ"] * 40)))}
-    options = {"block_size": 16, "max_steps": 20, "per_device_train_batch_size": 4, "disable_tqdm": True}
-    train_stage(el, tmp_path / "out", text, PostPretrainConfig(learning_rate=1e-2, **options))
-    before, after = (load_file(folder / "model.safetensors") for folder in (el, tmp_path / "out"))
-    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
-    assert changed == {name for name in before if ".experts.1." in name}
-    expected = logits(tmp_path / "out", languages="el")
-    torch.save((IDS, expected), tmp_path / "expected.pt")
-    run_fresh(
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "ids, expected = torch.load(sys.argv[1])\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)\n"
-        "with torch.no_grad():\n"
-        "    assert torch.equal(model(ids, languages='el').logits, expected)\n",
-        str(tmp_path / "expected.pt"),
-        str(tmp_path / "out"),
-    )
-
-
 # --- surgery -------------------------------------------------------------------------------------------------------
 
 
-def test_growth_keeps_all_earlier_bytes(el, grown, tmp_path):
-    before, after = (load_file(folder / "model.safetensors") for folder in (el, grown))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    grow_checkpoint(el, tmp_path / "zero", MORE)
-    assert torch.equal(logits(tmp_path / "zero", languages="tr"), logits(el, languages="en"))
+def test_a_new_adapter_may_be_a_copy(el, tmp_path):
     grow_checkpoint(el, tmp_path / "copied", MORE, copy_from=dict.fromkeys(range(3), 1))
     assert torch.equal(logits(tmp_path / "copied", languages="tr"), logits(el, languages="el"))
 
@@ -491,16 +432,6 @@ def test_an_average_with_the_base_weighs_the_update(base, el, tmp_path):
         average_checkpoints([el, el], tmp_path / "two")
 
 
-def test_the_dense_model_of_a_language_is_written(base, grown, tmp_path):
-    model = load(grown)
-    for code in ("en", "el", "tr"):
-        assert "Qwen2ForCausalLM" in invoke("export", grown, tmp_path / code, "--language", code)
-        close(logits(tmp_path / code), logits(model, languages=code))
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "en", base))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-
-
 @pytest.mark.parametrize("backbone", ["gpt2", "gpt_neox", "opt"])
 def test_its_dense_model_has_the_updates_in_its_weights(backbone, tmp_path):
     base = save_dense(tmp_path / "base", backbone)
@@ -508,35 +439,6 @@ def test_its_dense_model_has_the_updates_in_its_weights(backbone, tmp_path):
     moved_file(tmp_path / "x")
     export_dense(tmp_path / "x", tmp_path / "el", language="el")
     close(logits(tmp_path / "el"), logits(tmp_path / "x", languages="el"))
-
-
-def test_an_expansion_alone_holds_the_adapters_and_a_graft_moves_the_base(base, el, tmp_path):
-    save_expansion(el, tmp_path / "alone", base)
-    names = load_file(tmp_path / "alone" / "expansion.safetensors")
-    assert names
-    assert all(".adapters." in name for name in names)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "alone", base_model=str(base))
-    assert torch.equal(logits(loaded, languages="el"), logits(el, languages="el"))
-    chat = load(base)
-    with torch.no_grad():
-        for parameter in chat.parameters():
-            parameter.add_(0.01)
-    chat.save_pretrained(tmp_path / "chat")
-    byte_tokenizer().save_pretrained(tmp_path / "chat")
-    graft_delta(el, tmp_path / "grafted", base, tmp_path / "chat")
-    assert torch.equal(logits(tmp_path / "grafted", languages="en"), logits(tmp_path / "chat"))
-    close(logits(tmp_path / "grafted", languages="el"), logits(merged(load(el), load(tmp_path / "chat"), 1)))
-
-
-def test_a_gate_is_fitted_for_it(el, tmp_path, quick_gates):
-    texts = {"en": ["the cat sat on the mat "] * 60, "el": ["η γάτα κάθισε στο χαλί "] * 60}
-    fit_gates(el, tmp_path / "gated", texts, settings=GateSettings(unseen_share=0.5, tokens=300, anchor_tokens=200))
-    model = load(tmp_path / "gated")
-    layer = model.config.language_gate["layer"]
-    gate = f"model.layers.{layer}.adapters.language_gate.weight"
-    assert gate in load_file(tmp_path / "gated" / "model.safetensors")
-    assert torch.equal(logits(model, languages="el"), logits(el, languages="el"))
-    assert torch.equal(logits(model, languages="en"), logits(el, languages="en"))
 
 
 # --- what it says --------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMMON_BACKBONES, checkpointed, run_fresh, save_dense, write_texts
+from conftest import COMMON_BACKBONES, checkpointed, save_dense, write_texts
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (
     AdaptConfig,
@@ -31,7 +30,6 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.trainers import GroupedSampler, GroupLoss
 
@@ -72,29 +70,6 @@ def trained(expanded, text):
     train_stage(expanded, group, data, GroupConfig(block_size=16, **{**QUICK, "max_steps": 12}))
     train_stage(group, joint, data, JointConfig(block_size=16, **QUICK))
     return joint
-
-
-def test_it_starts_as_the_dense_model_and_loads_without_the_package(expanded):
-    ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    dense = AutoModelForCausalLM.from_pretrained(expanded.with_name("dense"))
-    model = AutoModelForCausalLM.from_pretrained(expanded)
-    assert type(model) is not DMoEForCausalLM
-    assert isinstance(model, DMoEForCausalLM)
-    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
-    program = """
-import json, sys, torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-path = sys.argv[1]
-classes = [type(x.from_pretrained(path, trust_remote_code=True)).__name__
-           for x in (AutoConfig, AutoModel, AutoModelForCausalLM)]
-model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-print(json.dumps([classes, model.config.language_groups, model(torch.arange(9)[None]).logits[0, -1].tolist()]))
-"""
-    classes, groups, logits = json.loads(run_fresh(program, str(expanded)).splitlines()[-1])
-    assert classes == ["DMoEConfig", "DMoEModel", "DMoEForCausalLM"]
-    assert groups == GROUPS
-    assert logits == model(torch.arange(9)[None]).logits[0, -1].tolist()
-    assert "dmoe on dense" in "\n".join(inspect_checkpoint(expanded).lines())
 
 
 def test_groups_do_not_share_blocks():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import checkpointed, invoke
+from conftest import invoke
 from datasets import Dataset
 from encoder_decoders import (
     PLAN,
@@ -191,27 +191,6 @@ def test_the_routing_of_each_stack_is_apart():
         ["layer 3", "layer 4"],
     ]
     assert by_stack(config, {3: "layer 3"}) == [[], ["layer 3"]]
-
-
-def more_padding(rows):
-    """Five columns of padding on each side."""
-    batch = PairCollator(1)(rows)
-    fillers = {"input_ids": 1, "attention_mask": 0, "labels": -100, "language_ids": -1, "decoder_language_ids": -1}
-    return {name: F.pad(value, (0, 5), value=fillers[name]) for name, value in batch.items()}
-
-
-@pytest.mark.parametrize("way", ["micro-batches", "padding", "checkpointing"])
-def test_p6_a_step_does_not_depend_on_padding_or_on_how_it_is_cut(folder, tmp_path, way):
-    rows, losses = packed(folder).dataset, [LanguagePriorLoss(0.1), ClassifierLoss(0.2)]
-    whole = moved_by(trainer(folder, tmp_path / "a", rows, 20, losses=losses))
-    options = {
-        "micro-batches": {"batch": 4, "accumulation": 5},
-        "padding": {"batch": 20, "collator": more_padding},
-        "checkpointing": {"batch": 20, **checkpointed()},
-    }[way]
-    other = moved_by(trainer(folder, tmp_path / "b", rows, losses=losses, **options))
-    for name, value in whole.items():
-        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_the_loss_of_a_batch_is_the_mean_over_its_tokens():

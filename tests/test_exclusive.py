@@ -2,15 +2,12 @@
 
 import copy
 import json
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    COMMON_BACKBONES,
     byte_tokenizer,
-    checkpointed,
     invoke,
     load,
     save_dense,
@@ -40,13 +37,11 @@ from hf_moe_expand import (
     RouterLossMixin,
     expand_checkpoint,
     expand_model,
-    fit_gates,
     grow_checkpoint,
     join_expansions,
     measure_routing,
     train_stage,
 )
-from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
@@ -98,17 +93,6 @@ def logits(model, **more):
     return (load(model) if not isinstance(model, torch.nn.Module) else model)(IDS, **more).logits
 
 
-@pytest.mark.parametrize("backbone", COMMON_BACKBONES)
-def test_new_experts_are_copies_and_no_layer_has_a_router(backbone):
-    dense = tiny_dense(backbone)
-    model = expand_model(tiny_dense(backbone), PLAN).eval()
-    assert all(ffn.router is None for ffn in model.expanded_ffns().values())
-    assert not any("router" in name for name in model.state_dict())
-    expected = logits(dense)
-    for languages in ("en", "el", None, ["el", "en"], [None, "en"]):
-        assert torch.equal(logits(model, languages=languages), expected)
-
-
 def test_a_checkpoint_has_no_router_and_says_that_it_is_exclusive(el):
     assert not any("router" in name for name in load_file(el / "model.safetensors"))
     config = json.loads((el / "config.json").read_text())
@@ -157,15 +141,6 @@ def test_in_a_mixed_batch_every_token_gets_the_output_of_its_classs_expert():
             own = [expert(seen[layer]) for expert in model.expanded_ffns()[layer].experts]
             for number in range(3):
                 assert torch.equal(y[of_tokens == number], own[number][of_tokens == number])
-
-
-def test_each_sequence_of_a_batch_runs_in_the_language_that_the_user_tells(grown):
-    model = load(grown)
-    for codes in product(("en", "el", "tr"), repeat=2):
-        mixed = logits(model, languages=list(codes))
-        for row, code in enumerate(codes):
-            torch.testing.assert_close(mixed[row], logits(model, languages=code)[row])
-    assert torch.equal(logits(model, languages=["en", "tr"])[0], logits(model, languages="en")[0])
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -253,34 +228,6 @@ def test_rows_of_the_second_expansion_train_its_experts_alone(grown, tmp_path):
             torch.testing.assert_close(part.detach(), wanted[f"model.layers.{layer}.mlp.{name}"], rtol=0, atol=1e-5)
     for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
         assert ".experts.2." in name or torch.equal(ours, theirs), name
-
-
-@pytest.mark.parametrize("languages", [(2, 1, 2, 0), (0, 2)])
-def test_recomputed_the_step_is_the_same(grown, tmp_path, languages):
-    """Gradient checkpointing runs the forward pass again, in the backward pass: with the same classes."""
-    plain, recomputed = load(grown), load(grown)
-    one_step(tmp_path / "plain", plain, *blocks(*languages), classes=(0, 1, 2))
-    one_step(tmp_path / "again", recomputed, *blocks(*languages), classes=(0, 1, 2), **checkpointed())
-    for (name, ours), theirs in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-    assert plain.routing_control.request.token_classes is None
-
-
-def test_a_stage_trains_the_new_experts_and_says_so(el, tmp_path):
-    text = {"el": LanguageText("el", str(write_texts(tmp_path / "el.jsonl", ["αβγδ εζηθ ικλμ"] * 40)))}
-    options = {"block_size": 16, "max_steps": 20, "per_device_train_batch_size": 4, "disable_tqdm": True}
-    train_stage(el, tmp_path / "out", text, PostPretrainConfig(learning_rate=1e-2, **options))
-    before, after = (load_file(folder / "model.safetensors") for folder in (el, tmp_path / "out"))
-    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
-    assert changed == {name for name in before if ".experts.1." in name}
-    ids = torch.tensor([byte_tokenizer()("αβγδ εζηθ").input_ids])
-
-    def loss(folder, code):
-        with torch.no_grad():
-            return load(folder)(ids, labels=ids, languages=code).loss.item()
-
-    assert loss(tmp_path / "out", "el") < loss(el, "el") - 1
-    assert loss(tmp_path / "out", "en") == loss(el, "en")
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (4, 2), (3, 1)])
@@ -375,12 +322,6 @@ def test_what_needs_a_choice_or_a_router_is_refused_in_stage_1(el, tmp_path, set
 # --- growth, packs, averages ---------------------------------------------------------------------------------------
 
 
-def test_growth_keeps_all_earlier_bytes(el, grown):
-    before, after = (load_file(folder / "model.safetensors") for folder in (el, grown))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert not any("router" in name for name in after)
-
-
 def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(el, tmp_path):
     plan = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
     grow_checkpoint(el, tmp_path / "two", plan)
@@ -431,14 +372,6 @@ def hu(base, tmp_path_factory):
     return moved(folder, 2)
 
 
-def test_packs_join_and_each_language_is_its_packs(el, hu, tmp_path):
-    join_expansions([el, hu], tmp_path / "out")
-    joined = load(tmp_path / "out")
-    assert all(ffn.router is None for ffn in joined.expanded_ffns().values())
-    for code, pack in (("el", el), ("hu", hu), ("en", el)):
-        assert torch.equal(logits(joined, languages=code), logits(pack, languages=code))
-
-
 @pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's own
 def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path):
     join_expansions([el, hu], tmp_path / "joined")
@@ -462,44 +395,13 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path
         PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train()
 
 
-def test_joined_packs_get_a_gate(el, hu, tmp_path, quick_gates):
-    texts = {"en": ["the cat sat on the mat "] * 40, "el": ["η γάτα κάθισε στο χαλί "] * 40}
-    texts["hu"] = ["őűáéíóú ő űá éí óúőűá "] * 40
-    settings = GateSettings(unseen_share=0.5, tokens=300, anchor_tokens=200)
-    join_expansions([el, hu], tmp_path / "out")
-    fit_gates(tmp_path / "out", tmp_path / "gated", texts, settings=settings)
-    joined = load(tmp_path / "gated")
-    assert joined.config.language_gate["languages"][1:] == [["el"], ["hu"]]
-    assert torch.equal(logits(joined, languages="el"), logits(el, languages="el"))
-    assert torch.equal(logits(joined, languages="hu"), logits(hu, languages="hu"))
-
-
-def test_an_average_of_two_is_the_mean_of_their_experts(base, el, tmp_path):
-    expand_checkpoint(base, tmp_path / "two", PLAN)
-    moved(tmp_path / "two", 5)
-    average_checkpoints([el, tmp_path / "two"], tmp_path / "mean")
-    one, two, mean = (load_file(folder / "model.safetensors") for folder in (el, tmp_path / "two", tmp_path / "mean"))
-    for name, tensor in mean.items():
-        torch.testing.assert_close(tensor, (one[name] + two[name]) / 2)
+def test_exclusive_and_routed_experts_are_not_averaged(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
     with pytest.raises(InputError, match="exclusive"):
         average_checkpoints([el, tmp_path / "routed"], tmp_path / "no")
 
 
 # --- export and refusals -------------------------------------------------------------------------------------------
-
-
-def test_a_dense_model_of_each_language_is_written(base, grown, tmp_path):
-    model = load(grown)
-    for code in ("en", "el", "tr"):
-        said = invoke("export", grown, tmp_path / code, "--language", code)
-        assert "Qwen2ForCausalLM" in said
-        dense = load(tmp_path / code)
-        assert dense.config.model_type == "qwen2"
-        assert torch.equal(logits(dense), logits(model, languages=code))
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "en", base))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
@@ -537,10 +439,3 @@ def test_conditional_routing_and_encoder_decoders_are_refused():
         )
     with pytest.raises(InputError, match="a sentence of an encoder-decoder and its translation have a language each"):
         Plan("moe-lpr", [2, 2, 2], encoder_layers=1, exclusive=True)
-
-
-def test_an_exclusive_model_is_saved_and_loaded_whole(grown, tmp_path):
-    model = LayerMoEForCausalLM.from_pretrained(grown).eval()
-    model.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (grown / "model.safetensors").read_bytes()
-    assert torch.equal(logits(tmp_path / "again", languages="el"), logits(model, languages="el"))

@@ -8,14 +8,11 @@ import torch
 from conftest import (
     BACKBONE_NAMES,
     byte_tokenizer,
-    enable_checkpointing,
     invoke,
     load_offloaded,
-    run_fresh,
     save_dense,
     tensors,
     tiny_config,
-    write_texts,
 )
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -24,24 +21,16 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import (
-    LanguageText,
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
-    PostPretrainConfig,
-    ReviewConfig,
     expand_checkpoint,
-    graft_delta,
-    grow_checkpoint,
-    save_expansion,
-    train_stage,
 )
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraFactor, LoraLinear, lora_expert
 from hf_moe_expand.report.inspection import inspect_checkpoint
-from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.trainers import Masking, mask_routing
 
 # Gated, with biases, with Conv1D, taking the residual; tied embeddings.
@@ -177,7 +166,7 @@ def test_a_weight_outside_of_linear_layers_is_refused():
         lora_expert(Scaled(), 2, 4)
 
 
-def test_only_the_updates_are_stored_and_the_library_writes_the_same(saved, tmp_path):
+def test_only_the_updates_are_stored(saved):
     found, base = tensors(saved / "new"), tensors(saved / "base")
     layer = "model.layers.0.mlp."
     shapes = {name.removeprefix(layer): list(value.shape) for name, value in found.items() if name.startswith(layer)}
@@ -192,9 +181,6 @@ def test_only_the_updates_are_stored_and_the_library_writes_the_same(saved, tmp_
     }
     added = sum(value.nbytes for value in found.values()) - sum(value.nbytes for value in base.values())
     assert added == 4 * (5 * RANK * 3 * (32 + 48) + (3 + 4) * 32 + 2 * 32)
-    LayerMoEForCausalLM.from_pretrained(saved / "new").save_pretrained(tmp_path / "again")
-    for path in (tmp_path / "again").iterdir():
-        assert path.read_bytes() == (saved / "new" / path.name).read_bytes(), path.name
 
 
 def test_the_seed_decides_and_updates_differ(saved, tmp_path):
@@ -207,34 +193,6 @@ def test_the_seed_decides_and_updates_differ(saved, tmp_path):
     place = "model.layers.{}.mlp.experts.{}.{}_proj.lora_A.weight"
     same_shape = [first[place.format(*at)] for at in ((0, 1, "gate"), (0, 1, "up"), (0, 2, "gate"), (2, 1, "gate"))]
     assert len({tuple(value.flatten().tolist()) for value in same_shape}) == 4
-
-
-def test_it_loads_trains_and_generates_in_a_fresh_process(saved, tmp_path):
-    code = """
-import torch
-from transformers import AutoModelForCausalLM
-folder, out = sys.argv[1:]
-ids = torch.arange(3, 35).view(2, 16)
-model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-assert not (info["missing_keys"] or info["unexpected_keys"])
-model.eval()
-with torch.no_grad():
-    logits = model(ids).logits
-model.save_pretrained(out + "/again")
-torch.save([logits, model.generate(ids, max_new_tokens=4, do_sample=False)], out + "/found.pt")
-model.train()(ids, labels=ids).loss.backward()
-assert all(p.grad.any() for n, p in model.named_parameters() if ".lora_" in n and "layers.0" in n)
-"""
-    run_fresh(code, str(saved / "moved"), str(tmp_path))
-    logits, generated = torch.load(tmp_path / "found.pt")
-    model = AutoModelForCausalLM.from_pretrained(saved / "moved").eval()
-    with torch.no_grad():
-        assert torch.equal(model(IDS).logits, logits)
-    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), generated)
-    torch.testing.assert_close(
-        written_out(model).generate(IDS, max_new_tokens=4, do_sample=False, use_cache=False), generated
-    )
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (saved / "moved/model.safetensors").read_bytes()
 
 
 def test_a_layer_that_took_the_place_of_expert_0s_is_used():
@@ -250,7 +208,7 @@ def test_a_layer_that_took_the_place_of_expert_0s_is_used():
         assert (wrapped(IDS).logits - before).abs().max() > 1e-2
 
 
-def test_checkpointing_offloading_and_compiling_change_nothing(tmp_path):
+def test_offloading_and_compiling_change_nothing(tmp_path):
     model = build()
     with torch.no_grad():
         expected = model(IDS, use_cache=False).logits
@@ -260,43 +218,6 @@ def test_checkpointing_offloading_and_compiling_change_nothing(tmp_path):
     model.save_pretrained(tmp_path / "model")
     offloaded = load_offloaded(tmp_path / "model")
     torch.testing.assert_close(offloaded(IDS).logits, expected, rtol=1e-4, atol=1e-5)
-    found = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            enable_checkpointing(model)
-        model.zero_grad()
-        model.train()(IDS, labels=IDS, use_cache=False).loss.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
-
-
-TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 0.02, "disable_tqdm": True, "max_steps": 4}
-
-
-def test_two_stages_move_what_they_should_and_nothing_else(saved, tmp_path, help_text):
-    data = {}
-    for code in ("en", "el"):
-        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 12)])
-        data[code] = LanguageText(code, str(tmp_path / f"{code}.jsonl"))
-    config = PostPretrainConfig(block_size=32, replay=True, localized_balance_coef=0.1, **TRAINING)
-    before = saved / "new"
-    for stage, chosen, kinds in (
-        ("post-pretrain", config, ("router", "lora_A", "lora_B")),
-        ("review", ReviewConfig(block_size=32, **TRAINING), ("router", "classifier")),
-    ):
-        after = tmp_path / stage
-        train_stage(before, after, data, chosen)
-        same = check_frozen(before, after, stage)
-        a, b = tensors(before), tensors(after)
-        changed = {name for name in a if not torch.equal(a[name], b[name])}
-        assert changed == {name for name in a if name.split(".")[-2] in kinds}
-        assert same == len(a) - len(changed)
-        before = after
-    log = json.loads((tmp_path / "post-pretrain" / "trainer_state.json").read_text())["log_history"]
-    assert any("localized_balance_loss" in entry for entry in log)
-    assert "rank 4, alpha 6" in invoke("inspect", before)
 
 
 @pytest.mark.parametrize(("top_k", "active"), [(1, 1), (2, 2), (4, 3)])
@@ -328,55 +249,6 @@ def test_an_exported_expert_has_the_updates_in_its_weights(backbone, tmp_path):
     written = [load_file(tmp_path / name / "model.safetensors") for name in ("base", "dense0", "dense2")]
     assert all(torch.equal(written[0][name], value) for name, value in written[1].items())
     assert not all(torch.equal(written[0][name], value) for name, value in written[2].items())
-
-
-def test_a_graft_goes_to_expert_0_and_so_to_all(saved, tmp_path):
-    instruct = AutoModelForCausalLM.from_pretrained(saved / "base")
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in instruct.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    instruct.save_pretrained(tmp_path / "instruct")
-    byte_tokenizer().save_pretrained(tmp_path / "instruct")
-    graft_delta(saved / "new", tmp_path / "grafted", saved / "base", tmp_path / "instruct")
-    expand_checkpoint(tmp_path / "instruct", tmp_path / "expanded", PLAN, **LORA)
-    grafted, expanded = tensors(tmp_path / "grafted"), tensors(tmp_path / "expanded")
-    assert grafted.keys() == expanded.keys()
-    assert all(torch.equal(value, grafted[name]) for name, value in expanded.items())
-
-
-def test_growing(saved, tmp_path):
-    plan = Plan("moe-lpr", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
-    grow_checkpoint(saved / "moved", tmp_path / "grown", plan, copy_from={0: 2})
-    plain = Plan("moe-lpr", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
-    grow_checkpoint(saved / "moved", tmp_path / "anew", plain)
-    before, copied, anew = tensors(saved / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
-    prefix = "model.layers.0.mlp.experts"
-    for name in ("gate_proj.lora_A.weight", "down_proj.lora_B.weight"):
-        for expert in (3, 4):
-            assert torch.equal(copied[f"{prefix}.{expert}.{name}"], before[f"{prefix}.2.{name}"])
-    assert not anew[f"{prefix}.3.gate_proj.lora_B.weight"].any()
-    assert anew[f"{prefix}.3.gate_proj.lora_A.weight"].abs().max() > 0.1
-    assert not torch.equal(anew[f"{prefix}.3.gate_proj.lora_A.weight"], before[f"{prefix}.1.gate_proj.lora_A.weight"])
-    for name, value in before.items():
-        if "router" not in name and "classifier" not in name:
-            assert torch.equal(copied[name], value)
-            assert torch.equal(anew[name], value)
-    old = AutoModelForCausalLM.from_pretrained(saved / "moved").eval()
-    for folder in ("grown", "anew"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
-        with torch.no_grad(), model.use_expert(1), old.use_expert(1):
-            assert torch.equal(model(IDS).logits, old(IDS).logits)
-
-
-def test_an_expansion_alone_loads_with_its_base(saved, tmp_path):
-    written = save_expansion(saved / "moved", tmp_path / "added", saved / "base")
-    assert written.changed == []
-    assert not any(".experts.0." in name for name in load_file(tmp_path / "added" / "expansion.safetensors"))
-    whole = AutoModelForCausalLM.from_pretrained(saved / "moved").eval()
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "added", base_model=saved / "base").eval()
-    with torch.no_grad():
-        assert torch.equal(found(IDS).logits, whole(IDS).logits)
 
 
 def test_refusals(saved, tmp_path):

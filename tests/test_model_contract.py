@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import transformers
 from conftest import COMMON_BACKBONES, load_offloaded, tiny_config
 from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -82,13 +81,6 @@ def test_the_attention_switch_reaches_every_part(model, ids):
         found = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
         assert found == {implementation}
         close(model(ids).logits, expected)
-
-
-def test_a_static_cache_changes_nothing(model, ids):
-    if model.config.backbone_model_type == "bloom" and transformers.__version__.startswith("5.19"):
-        pytest.skip("BLOOM of transformers 5.19 does not run with a static cache, dense or expanded")
-    static = model.generate(ids, **GREEDY, cache_implementation="static", disable_compile=True)
-    assert torch.equal(static, model.generate(ids, **GREEDY))
 
 
 def test_tuples_instead_of_named_outputs(model, ids):

@@ -332,10 +332,6 @@ def test_the_callers_configuration_stays_as_it_is(root, data, tmp_path):
 # --- divergence ------------------------------------------------------------------------------------------------------
 
 
-def with_nan(tensors):
-    tensors[FROZEN][0, 0] = torch.nan
-
-
 def nothing_written(out):
     assert not out.exists()
     assert not list(out.parent.glob(f".{out.name}.*"))
