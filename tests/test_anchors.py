@@ -19,7 +19,8 @@ SCRIPTS = {
     "am": {"ETHIOPIC"}, "ar": {"ARABIC"}, "be": {"CYRILLIC"}, "bg": {"CYRILLIC"}, "bn": {"BENGALI"}, "el": {"GREEK"},
     "fa": {"ARABIC"}, "he": {"HEBREW"}, "hi": {"DEVANAGARI"}, "hy": {"ARMENIAN"}, "ja": {"CJK", "HIRAGANA", "KATAKANA"},
     "ka": {"GEORGIAN"}, "kk": {"CYRILLIC"}, "ko": {"HANGUL"}, "ml": {"MALAYALAM"}, "mr": {"DEVANAGARI"},
-    "ne": {"DEVANAGARI"}, "ru": {"CYRILLIC"}, "sr": {"CYRILLIC"}, "ta": {"TAMIL"}, "te": {"TELUGU"}, "th": {"THAI"}, "uk": {"CYRILLIC"},
+    "ne": {"DEVANAGARI"}, "ru": {"CYRILLIC"},
+    "sr": {"CYRILLIC"}, "ta": {"TAMIL"}, "te": {"TELUGU"}, "th": {"THAI"}, "uk": {"CYRILLIC"},
     "ur": {"ARABIC"}, "zh": {"CJK"},
 }  # fmt: skip
 LATIN = {
