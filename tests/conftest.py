@@ -352,7 +352,7 @@ class Configuration:
 
 _OLD_AND_NEW: dict[str, Any] = {"old": ["en"], "new": ["el"]}
 ADDED = {"expert_kind": "added", "expert_width": 16}
-# Each stands in the matrix of test_behaviour.py with every common backbone. `layer-moe` is the one that the other files
+# `layer-moe` is the one that the other files
 # use.
 CONFIGURATIONS = (
     Configuration("layer-moe", Plan("layer-moe", [3, 1, 2], [2], **_OLD_AND_NEW)),

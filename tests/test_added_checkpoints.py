@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from added import COUNTS, EXPERTS, IDS, PLAN, WIDTH, moved, saved_in
+from added import EXPERTS, IDS, PLAN, WIDTH, moved, saved_in
 from conftest import (
-    ADDED,
     invoke,
     load,
     tiny_config,
@@ -20,10 +19,8 @@ from hf_moe_expand import (
     expand_checkpoint,
     join_expansions,
 )
-from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.report.inspection import inspect_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +75,6 @@ def test_packs_of_any_width_are_joined(base, saved, tmp_path):
 
 
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
-def test_inspect_counts_what_there_is(base, saved, tmp_path):
-    folder = saved(base)
-    Plan("moe-lpr", COUNTS, [2], top_k=2, old=["en"], new=["el"]).save(tmp_path / "plan.json")
-    found = inspect_checkpoint(folder / "new")
-    model, dense = load(folder / "new"), load(folder / "base")
-    added, whole = 3 * 32 * WIDTH, sum(p.numel() for p in dense.parameters())
-    routers = (3 + 4 + 2) * 32
-    assert found.total == sum(p.numel() for p in model.parameters()) == whole + 5 * added + routers
-    assert found.base == whole
-    idle = 0 if base == "qwen2" else 3 * 2 * 3 * 32 * 48  # two of four experts in each of three layers
-    assert found.active == found.total - idle - (0 + 1) * added
-    assert found.trainable["post-pretrain"] == 5 * added + 7 * 32
-    options = ("--plan", tmp_path / "plan.json", "--expert-kind", "added", "--expert-width", WIDTH)
-    said = invoke("inspect", folder / "base", *options)
-    assert f"{found.total:,}" in said
-    assert f"active for a token  {found.active:,}" in said
-
-
-@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
 def test_every_verb_once(base, saved, tmp_path, help_text):
     folder, moved_ = saved(base), saved(base) / "moved"
     dense = folder / "base"
@@ -137,9 +115,6 @@ def test_refusals(saved, tmp_path):
     refused("expert_width is 0: must be at least 1", dense, expert_kind="added", expert_width=0)
     refused("would not fit into this machine's memory", mixture, expert_kind="added", expert_width=1 << 40)
     refused("expert_width is 16, but expert_kind is 'ffn'", dense, expert_width=16)
-    refused("expert_kind is 'added', but DMoE", dense, Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]), **ADDED)
-    with pytest.raises(InputError, match="only expert 0, the base, is written"):
-        export_dense(saved("qwen2") / "moved", tmp_path / "out", expert=1)
     with pytest.raises(InputError, match="has added experts, which the dense checkpoint lacks"):
         average_checkpoints([saved("qwen2") / "moved", dense], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """Added experts: expert 0 and a small FFN beside it, on a dense base and on a base that is a mixture of experts."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,6 @@ from added import COUNTS, EXPERTS, IDS, MIXTURES, PLAN, build, saved_in
 from conftest import (
     ADDED,
     load,
-    run_fresh,
     tensors,
     tiny_config,
     write_texts,
@@ -23,7 +20,6 @@ from hf_moe_expand import (
     LayerMoEConfig,
     LayerMoEForCausalLM,
     expand_checkpoint,
-    expand_model,
     train_stage,
 )
 from hf_moe_expand.stages.kinds.dense import LoraSettings
@@ -156,46 +152,6 @@ def test_every_added_expert_is_drawn_by_itself(saved):
         for layer in (added.gate_proj, added.up_proj)
     ]
     assert not any(torch.equal(a, b) for number, a in enumerate(drawn) for b in drawn[:number])
-
-
-@pytest.mark.parametrize("base", ["olmoe", "gpt_oss", "deepseek_v3", "qwen2"])
-def test_in_memory_and_from_folder_to_folder_are_the_same(base, saved, tmp_path):
-    folder = saved(base)
-    model = expand_model(load(folder / "base"), PLAN, **ADDED)
-    model.save_pretrained(tmp_path / "model")
-    assert (tmp_path / "model/model.safetensors").read_bytes() == (folder / "new/model.safetensors").read_bytes()
-
-
-def test_p4_a_fresh_process_loads_generates_and_saves_the_same_bytes(saved, tmp_path):
-    """Several in one process: each has its own rules for the names of its experts."""
-    program = """
-import json, sys, torch
-from pathlib import Path
-from transformers import AutoModel, AutoModelForCausalLM
-ids = torch.arange(3, 35).view(2, 16)
-out = Path(sys.argv[1])
-models = {}
-for folder in map(Path, sys.argv[2:]):
-    base = AutoModel.from_pretrained(folder / "moved", trust_remote_code=True)
-    models[folder.name] = AutoModelForCausalLM.from_pretrained(folder / "moved", trust_remote_code=True).eval()
-    assert torch.equal(base.eval()(ids)[0], models[folder.name].base_model(ids)[0])
-found = {}
-for name, model in models.items():
-    found[name] = [model(ids).logits[0, -1].tolist(),
-                   model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()]
-    model.save_pretrained(out / name)
-(out / "found.json").write_text(json.dumps(found))
-"""
-    names = ("olmoe", "mixtral", "qwen2", "gpt_oss")
-    run_fresh(program, str(tmp_path), *(str(saved(name)) for name in names))
-    found = json.loads((tmp_path / "found.json").read_text())
-    for name in names:
-        model = load(saved(name) / "moved")
-        with torch.no_grad():
-            assert found[name][0] == model(IDS).logits[0, -1].tolist()
-        assert found[name][1] == model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
-        for file in ("model.safetensors", "config.json"):
-            assert (tmp_path / name / file).read_bytes() == (saved(name) / "moved" / file).read_bytes()
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

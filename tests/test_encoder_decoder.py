@@ -9,20 +9,17 @@ import torch
 from conftest import byte_tokenizer, invoke, moved, save_dense
 from encoder_decoders import PLAN, batch, save_tiny, tiny
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_moe_expand import (
     DMoEConfig,
     LayerMoEConfig,
     LayerMoEForCausalLM,
     LayerMoEForSeq2SeqLM,
-    LayerMoEModel,
     Plan,
     expand_checkpoint,
     expand_model,
-    grow_checkpoint,
 )
-from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling import decoder_ffns, layer_names
 from hf_moe_expand.planning.layers import layers_in
@@ -76,14 +73,6 @@ def test_layers_are_one_list_the_encoders_first(made):
         assert [routing.layers[layer].router_logits.shape[0] for layer in (0, 2, 4)] == [27, 27, 18]
 
 
-def test_the_user_s_word_is_for_decoders(made):
-    model = made("t5")[3]
-    with pytest.raises(ValueError, match="a sentence of an encoder-decoder and its translation have a language each"):
-        model(**batch(), languages=["en"] * 3)
-    with pytest.raises(ValueError, match="leave languages out"):
-        model.generate(batch()["input_ids"], languages="en")
-
-
 def test_training_draws_the_dropout_inside_the_ffn_as_the_base_does():
     dense = tiny("bart", activation_dropout=0.3).train()
     model = expand_model(copy.deepcopy(dense), Plan("own", [2] * 5, old=["en"], new=["el"], encoder_layers=3)).train()
@@ -100,22 +89,6 @@ def test_a_layer_is_never_left_out_at_random(made):
     model = made("m2m_100")[3].train()
     assert model.config.encoder_layerdrop == 0.05
     assert {module.layerdrop for module in model.modules() if hasattr(module, "layerdrop")} == {0.0}
-
-
-@pytest.mark.parametrize("shape", ["m2m_100", "t5", "byt5", "marian"])
-def test_expanded_in_memory_it_is_the_checkpoints_model(made, shape, tmp_path):
-    dense, out, *_ = made(shape)
-    expand_model(AutoModelForSeq2SeqLM.from_pretrained(dense), PLAN).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["auto_map"] == {
-        "AutoConfig": "configuration_layer_moe.LayerMoEConfig",
-        "AutoModel": "modeling_layer_moe.LayerMoEModel",
-        "AutoModelForSeq2SeqLM": "modeling_layer_moe.LayerMoEForSeq2SeqLM",
-    }
-    written, saved = (load_file(folder / "model.safetensors") for folder in (out, tmp_path))
-    assert written.keys() == saved.keys()
-    assert all(torch.equal(written[name], saved[name]) for name in saved)
-    assert isinstance(AutoModel.from_pretrained(out), LayerMoEModel)
 
 
 def test_random_experts_of_t5_are_drawn_as_t5_draws_its_ffn(made, tmp_path):
@@ -149,29 +122,6 @@ def change(folder):
     """Training in a stroke: new experts, routers and classifiers change."""
     model = moved(AutoModelForSeq2SeqLM.from_pretrained(folder))
     model.save_pretrained(folder)
-
-
-def test_grow(el, tmp_path):
-    plan = Plan(
-        "layer-moe", [4, 1, 2, 1, 5], [0], old=["en", "es", "el"], new=["hi"], grows_from=[3, 1, 2, 1, 4],
-        encoder_layers=3,
-    )  # fmt: skip
-    grow_checkpoint(el, tmp_path / "grown", plan)
-    said = invoke("inspect", tmp_path / "grown")
-    assert "m2m_100, 3 encoder and 2 decoder layers" in said
-    assert "encoder 4 1 2, decoder 1 5 (total 13, top-2)" in said
-    assert "classifier layers   encoder.0\n" in said
-    with pytest.raises(InputError, match=r"grows_from: layer decoder\.0 is dense in the model that grows"):
-        Plan("own", [3, 1, 2, 2, 4], new=["hi"], grows_from=[3, 1, 2, 1, 4], encoder_layers=3)
-
-
-def test_export_of_an_expert_is_a_dense_model(el, tmp_path):
-    export_dense(el, tmp_path / "one", expert=1)
-    one, model = (AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (tmp_path / "one", el))
-    with model.use_expert(1):
-        assert torch.equal(logits(one), logits(model))
-    with pytest.raises(InputError, match=r"layer encoder\.2 has no expert 2"):
-        export_dense(el, tmp_path / "two", expert=2)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

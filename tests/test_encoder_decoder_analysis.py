@@ -193,22 +193,6 @@ def test_no_colocation_is_measured_between_the_stacks_alone(loaded):
     assert [value is None for value in found.colocation] == [False, False, True, False]
 
 
-def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
-    model, tokenizer = loaded("base")
-    score = evaluate_model(model, tokenizer, {"el": pairs()["el"]}, batch_size=3)["el"]
-    encoder, nats, tokens = PairEncoder(tokenizer), 0.0, 0
-    for pair in pairs()["el"]:
-        ((source,), (target,)) = encoder.encode([pair])
-        batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([target])}
-        with torch.no_grad():
-            logits = model(**with_decoder_inputs(model, batch)).logits
-        nats += F.cross_entropy(logits[0, 1:], batch["labels"][0, 1:], reduction="sum").item()
-        tokens += len(target) - 1
-    assert score.tokens == tokens
-    assert score.bytes == sum(len(pair.target.encode()) for pair in pairs()["el"])
-    assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
-
-
 def test_the_code_that_ends_a_target_is_not_scored():
     """The first mBART's, with which the decoder starts: after the end of the sentence there is nothing to predict."""
     tokenizer, pair = mbart_tokenizer(), SentencePair("the sea", "el mar", "en", "es")

@@ -37,9 +37,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.trainers.encoder_decoder import by_stack, target_loss, with_decoder_inputs
 
 
@@ -246,27 +244,6 @@ LENGTH = {
     "max_steps": 3, "per_device_train_batch_size": 5, "learning_rate": 1e-2, "use_cpu": True, "block_size": 32,
     "disable_tqdm": True,
 }  # fmt: skip
-
-
-def test_stage_1_and_review_from_file_to_folder(folder, tmp_path):
-    first = PostPretrainConfig(str(tmp_path / "w"), **LENGTH, validation={"texts": {"el": str(folder / "el.jsonl")}})
-    record = train_stage(folder / "expanded", tmp_path / "one", texts(folder, el="el"), first)
-    assert (record.documents, record.blocks_seen) == ({"el": 10}, 15)
-    # One epoch is 10 pairs of 5 a step: the third step begins another one.
-    assert record.tokens["el"] < record.tokens_seen < 2 * record.tokens["el"]
-    curves = ValidationCurves.load(tmp_path / "one")
-    assert curves.steps == [0, 3]
-    assert curves.loss["el"][1] < curves.loss["el"][0]
-    changed = compare_checkpoints(folder / "expanded", tmp_path / "one").changed
-    assert changed
-    assert all((".experts." in name and ".experts.0." not in name) or ".router." in name for name in changed)
-    everything = texts(folder, en="es", es="es", el="el")
-    train_stage(tmp_path / "one", tmp_path / "two", everything, ReviewConfig(str(tmp_path / "w"), **LENGTH))
-    changed = compare_checkpoints(tmp_path / "one", tmp_path / "two").changed
-    assert all(".router." in name or ".classifier." in name for name in changed)
-    stages = History.of(json.loads((tmp_path / "two" / "config.json").read_text())).stages
-    assert [stage.stage for stage in stages] == ["post-pretrain", "review"]
-    assert stages[1].tokens_seen_by_language.keys() == {"en", "es", "el"}
 
 
 def test_p8_the_same_seed_gives_the_same_bytes_with_everything_on(folder, tmp_path):

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import (
     byte_tokenizer,
     invoke,
@@ -13,40 +12,33 @@ from conftest import (
     save_dense,
     tiny_config,
     tiny_dense,
-    write_texts,
 )
 from datasets import Dataset
-from gated_models import TWO, classes_of_rows, dense_of, evidence_of, gated_model, give_evidence, tokens
+from gated_models import THREE, gated_model, tokens
 from peft import PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
-from test_gate_decisions import THREE, ffn_calls
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
 
 from hf_moe_expand import (
     LanguagePriorLoss,
-    LanguageText,
     LayerMoEConfig,
     LayerMoEForCausalLM,
-    Masking,
     MoESFTTrainer,
     Plan,
     PostPretrainConfig,
     PostPretrainTrainer,
-    ReviewConfig,
     RouterLossMixin,
     expand_checkpoint,
     expand_model,
     grow_checkpoint,
     join_expansions,
     measure_routing,
-    train_stage,
 )
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.report.inspection import inspect_checkpoint, inspect_config
+from hf_moe_expand.report.inspection import inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
 ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
@@ -93,54 +85,16 @@ def logits(model, **more):
     return (load(model) if not isinstance(model, torch.nn.Module) else model)(IDS, **more).logits
 
 
-def test_a_checkpoint_has_no_router_and_says_that_it_is_exclusive(el):
-    assert not any("router" in name for name in load_file(el / "model.safetensors"))
-    config = json.loads((el / "config.json").read_text())
-    assert config["exclusive_experts"] is True
-    assert config["expansions"][-1]["exclusive"] is True
-    assert "experts per layer   2 2 2 (total 6, exclusive)" in inspect_checkpoint(el).lines()
-
-
 def test_with_several_experts_of_a_class_its_router_chooses_among_them():
-    model, ids = gated_model(expansions=THREE, exclusive=True), tokens(3, 14)
-    table = evidence_of(classes=3)
-    give_evidence(model, table)
-    of_tokens = classes_of_rows(table, ids).flatten()
+    model, ids = gated_model(expansions=THREE, exclusive=True), tokens(12, 14)
+    of_tokens = model.judge(ids).repeat_interleave(ids.shape[1])
+    assert {*of_tokens.tolist()} == {0, 1, 2}
     with torch.no_grad(), model.capture_routing() as routing:
         model(ids)
     own = {1: [{0}, {1, 2, 3}, {4}], 2: [{0}, {1, 2}, {3, 4}]}
     for layer, experts in own.items():
         allowed = routing.layers[layer].allowed
         assert [{*row.nonzero().flatten().tolist()} for row in allowed] == [experts[number] for number in of_tokens]
-
-
-def test_a_pass_of_one_language_runs_its_expert_alone_bit_for_bit(el, grown):
-    one, two = load(el), load(grown)
-    assert torch.equal(logits(one, languages="el"), logits(dense_of(one, [1, 1, 1])))
-    assert torch.equal(logits(one, languages="en"), logits(dense_of(one)))
-    assert torch.equal(logits(two, languages="el"), logits(one, languages="el"))
-    # Turkish has no expert in layer 1: its tokens take expert 0 there.
-    assert torch.equal(logits(two, languages="tr"), logits(dense_of(two, [2, 0, 2])))
-    assert torch.equal(logits(two), logits(two, languages="tr"))  # without a gate, the newest expansion's
-    with two.use_expansion(1):
-        assert torch.equal(logits(two), logits(one, languages="el"))
-        assert torch.equal(logits(two, languages="en"), logits(one, languages="en"))
-
-
-def test_in_a_mixed_batch_every_token_gets_the_output_of_its_classs_expert():
-    model, ids = gated_model(expansions=TWO, exclusive=True), tokens(3, 14)
-    table = evidence_of(classes=3)
-    give_evidence(model, table)
-    of_tokens = classes_of_rows(table, ids)
-    seen = {}
-    for layer, ffn in model.expanded_ffns().items():
-        ffn.register_forward_pre_hook(lambda _, args, layer=layer: seen.update({layer: args[0]}))
-    found = ffn_calls(model, lambda: model(ids))
-    with torch.no_grad():
-        for layer, (y, _) in found.items():
-            own = [expert(seen[layer]) for expert in model.expanded_ffns()[layer].experts]
-            for number in range(3):
-                assert torch.equal(y[of_tokens == number], own[number][of_tokens == number])
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -168,66 +122,12 @@ def blocks(*languages: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor(languages).unsqueeze(1).expand_as(ids).clone()
 
 
-def by_hand(model, experts, ids, tokens_of_step):
-    """The weights after the step: of the dense model with these experts, on their class's rows."""
-    dense = dense_of(model, experts).train()
-    logits = dense(ids).logits[:, :-1]
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / tokens_of_step
-    loss.backward()
-    stepped = {name: (part - part.grad).detach() for name, part in dense.named_parameters() if ".mlp." in name}
-    return {name: part.detach() for name, part in dense.named_parameters()} | stepped
-
-
-def assert_experts(model, number, wanted, tolerance=1e-5):
-    for layer, ffn in model.expanded_ffns().items():
-        for name, part in ffn.experts[number].named_parameters():
-            expected = wanted[f"model.layers.{layer}.mlp.{name}"]
-            torch.testing.assert_close(part.detach(), expected, rtol=0, atol=tolerance)
-
-
-def untouched(before, after, number):
-    """Whether an expert of all layers is as it was, bit for bit."""
-    pairs = zip(before.expanded_ffns().values(), after.expanded_ffns().values(), strict=True)
-    return all(
-        torch.equal(a, b)
-        for old, new in pairs
-        for a, b in zip(old.experts[number].parameters(), new.experts[number].parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize("languages", [(1, 1), (1, -1), (0, 1, 1, 0)], ids=["new", "unknown is new", "both"])
-def test_a_step_is_that_of_the_dense_model_with_its_experts(el, tmp_path, languages):
-    """Rows of an old language count among the tokens of the step, and change nothing."""
-    model, before = load(el), load(el)
-    ids, of_rows = blocks(*languages)
-    new = torch.tensor(languages) != 0
-    wanted = by_hand(model, [1, 1, 1], ids[new], ids[:, 1:].numel())
-    one_step(tmp_path, model, ids, of_rows)
-    assert_experts(model, 1, wanted)
-    assert not untouched(before, model, 1)
-    assert untouched(before, model, 0)
-    for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
-        assert ".experts.1." in name or torch.equal(ours, theirs), name
-
-
 def test_rows_of_old_languages_alone_train_nothing(grown, tmp_path):
     model, before = load(grown), load(grown)
     with pytest.raises(InputError, match="no row is in a language whose experts train"):
         one_step(tmp_path / "old", model, *blocks(0, 1), classes=(0, 1, 2))
     for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
-
-
-def test_rows_of_the_second_expansion_train_its_experts_alone(grown, tmp_path):
-    model, before = load(grown), load(grown)
-    ids, languages = blocks(2, 1, 2, 0)
-    wanted = by_hand(model, [2, 0, 2], ids[[0, 2]], ids[:, 1:].numel())
-    one_step(tmp_path, model, ids, languages, classes=(0, 1, 2))
-    for layer in (0, 2):
-        for name, part in model.expanded_ffns()[layer].experts[2].named_parameters():
-            torch.testing.assert_close(part.detach(), wanted[f"model.layers.{layer}.mlp.{name}"], rtol=0, atol=1e-5)
-    for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
-        assert ".experts.2." in name or torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (4, 2), (3, 1)])
@@ -269,7 +169,7 @@ def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
         language_gate={"layer": 0, "languages": [["en"], ["el"]]},
     )  # fmt: skip
     model = LayerMoEForCausalLM(config)
-    model.expanded_ffns()[0].language_gate.bias.data.copy_(torch.tensor([-5.0, 5.0]))
+    model.language_gate.bias.data.copy_(torch.tensor([-5.0, 5.0]))
     ids, languages = blocks(0, 0)
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
     arguments = PostPretrainConfig(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)
@@ -304,19 +204,6 @@ def test_virtual_tokens_have_their_rows_class(tmp_path):
     log = trainer.state.log_history[0]
     assert (log["expert_0_score_old"], log["expert_0_score_new"], log["language_prior_loss"]) == (1, 0, 0)
     assert log["loss"] == pytest.approx(log["next_token_loss"], abs=1e-3)
-
-
-@pytest.mark.parametrize("settings", [{"language_prior_coef": 0.1, "replay": True}, {"masking": "gate"}])
-def test_what_needs_a_choice_or_a_router_is_refused_in_stage_1(el, tmp_path, settings):
-    if settings.get("masking"):
-        settings = {"masking": Masking(expert_output=0.1)}
-    text = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", ["ab"] * 9))) for code in ("en", "el")}
-    given = text if settings.get("replay") else {"el": text["el"]}
-    with pytest.raises(InputError, match="exclusive experts take the tokens of their languages alone: there is no"):
-        train_stage(el, tmp_path / "out", given, PostPretrainConfig(max_steps=1, **settings))
-    with pytest.raises(InputError, match="no router is left to review"):
-        train_stage(el, tmp_path / "out", text, ReviewConfig(max_steps=1))
-    assert not (tmp_path / "out").exists()
 
 
 # --- growth, packs, averages ---------------------------------------------------------------------------------------
@@ -395,12 +282,6 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path
         PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train()
 
 
-def test_exclusive_and_routed_experts_are_not_averaged(base, el, tmp_path):
-    expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    with pytest.raises(InputError, match="exclusive"):
-        average_checkpoints([el, tmp_path / "routed"], tmp_path / "no")
-
-
 # --- export and refusals -------------------------------------------------------------------------------------------
 
 
@@ -432,10 +313,7 @@ def test_there_is_no_routing_to_measure(el):
         measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)
 
 
-def test_conditional_routing_and_encoder_decoders_are_refused():
-    with pytest.raises(ValueError, match="but conditional_routing shares expert 0: leave exclusive_experts out"):
-        LayerMoEConfig.from_dense(
-            tiny_config("qwen2"), num_experts_per_layer=[3, 3, 3], exclusive_experts=True, conditional_routing=True
-        )
-    with pytest.raises(InputError, match="a sentence of an encoder-decoder and its translation have a language each"):
-        Plan("moe-lpr", [2, 2, 2], encoder_layers=1, exclusive=True)
+def test_exclusive_and_routed_experts_are_not_averaged(base, el, tmp_path):
+    expand_checkpoint(base, tmp_path / "routed", ROUTED)
+    with pytest.raises(InputError, match="exclusive"):
+        average_checkpoints([el, tmp_path / "routed"], tmp_path / "no")

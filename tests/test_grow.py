@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from conftest import invoke, save_dense, write_texts
-from transformers import AutoModelForCausalLM, Trainer
 
 from hf_moe_expand import (
     LayerMoEConfig,
@@ -21,9 +20,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings
-from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.cli import surgery
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
@@ -33,7 +30,6 @@ from hf_moe_expand.modeling.routing import expert_ranges, experts_allowed, selec
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.results import SimilarityResult
-from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])
 SECOND = Plan("layer-moe", [4, 4, 3], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 2, 2])
@@ -66,34 +62,6 @@ def grown(first):
     return grow_checkpoint(first, first.with_name("grown"), SECOND)
 
 
-def logits(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return model, model(torch.arange(60).view(3, 20)).logits
-
-
-def test_p1_with_the_new_experts_out_of_sight_it_is_the_earlier_model(first, tmp_path):
-    # The same classifier layers: a layer whose classifier was dropped would rightly route its old tokens itself.
-    grow_checkpoint(first, tmp_path / "grown", changed(SECOND, classifier_layers=[1, 2]))
-    old, expected = logits(first)
-    new, found = logits(tmp_path / "grown")
-    assert not torch.allclose(found, expected, atol=1e-3)
-    ids = torch.arange(60).view(3, 20)
-    with new.use_expansion(1), new.capture_routing() as now, old.capture_routing() as then:
-        # The experts are the same ones; their weights differ in the last bits, since a router of another number of rows
-        # adds up its products in another order.
-        torch.testing.assert_close(new(ids).logits, expected)
-        old(ids)
-    for layer, decision in then.layers.items():
-        num_experts, most = decision.router_logits.shape[-1], now.layers[layer].router_logits.shape[-1]
-        assert torch.equal(
-            now.layers[layer].experts, decision.experts.masked_fill(decision.experts == num_experts, most)
-        )
-        torch.testing.assert_close(now.layers[layer].weights, decision.weights)
-    with new.use_expansion(0), old.use_expert(0):
-        x = torch.arange(9)[None]
-        torch.testing.assert_close(new(x).logits, old(x).logits)
-
-
 def test_a_token_of_group_g_sees_the_experts_of_its_time():
     classifier_logits = torch.tensor([[3.0, 1, 2], [0, 2, 1], [0, 1, 2], [1, 1, 0], [0, 0, 0]])
     allowed = experts_allowed(token_classes(classifier_logits), expert_ranges((1, 3, 5)))
@@ -108,31 +76,6 @@ def test_a_token_of_group_g_sees_the_experts_of_its_time():
         assert index[token][real].tolist() == chosen.tolist()
         torch.testing.assert_close(weights[token][real], top / top.sum())
         assert not weights[token][~real].any()
-
-
-def test_both_stages_after_growth(first, grown, text, monkeypatch, tmp_path):
-    seen = []
-    compute = Trainer.compute_loss
-
-    def watched(self, *args, **kwargs):
-        seen.append((type(self).__name__, self._language_classes.tolist()))
-        return compute(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "compute_loss", watched)
-    train_stage(grown, tmp_path / "stage1", {"tr": text["tr"]}, PostPretrainConfig(block_size=16, **QUICK))
-    # Stage 1 moves the newest experts and the routers, nothing else.
-    moved = set(compare_checkpoints(grown, tmp_path / "stage1").changed)
-    newest = {name for name in compare_checkpoints(first, grown).added if ".experts." in name}
-    routers = {f"model.layers.{layer}.mlp.router.weight" for layer in range(3)}
-    assert moved == newest | routers
-    assert check_frozen(grown, tmp_path / "stage1", "post-pretrain") > 20
-    train_stage(tmp_path / "stage1", tmp_path / "stage2", text, ReviewConfig(block_size=16, **QUICK))
-    moved = set(compare_checkpoints(tmp_path / "stage1", tmp_path / "stage2").changed)
-    assert moved == routers | {f"model.layers.{layer}.mlp.classifier.weight" for layer in (0, 2)}
-    assert ("ReviewTrainer", [0, 1, 2]) in seen  # en is the base's, el came with expansion 1, tr with 2
-    history = History.of(LayerMoEForCausalLM.from_pretrained(tmp_path / "stage2").config)
-    assert [len(expansion.stages) for expansion in history.expansions] == [2, 2]
-    assert history.last.old_languages == ["en", "el"]
 
 
 def test_grow_copies_what_it_is_told(first, text, tmp_path):

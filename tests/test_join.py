@@ -13,11 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint, join_expansions
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
-from hf_moe_expand.checkpoint.gate_file import Gate, write_gate
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
-from hf_moe_expand.checkpoint.records import History, StageRecord
+from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.modeling.language_gate import GateRule
 
 EL = Plan("layer-moe", [2, 1, 3], old=["en"], new=["el"], exclusive=True)
 HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"], exclusive=True)
@@ -112,16 +110,6 @@ def test_experts_routers_and_base_are_the_same_bytes(packs, tmp_path):
     assert name.format(1) not in joined
 
 
-def test_a_class_has_its_own_packs_experts(packs, tmp_path):
-    join_expansions([*packs.values()], tmp_path / "out")
-    model = load(tmp_path / "out")
-    with torch.no_grad(), model.capture_routing() as routing:
-        model(IDS[:1].repeat(4, 1), languages=["en", "el", "hu", "tr"])
-    sees = routing.layers[0].allowed.view(4, 14, 5)[:, 0]
-    assert [row.nonzero().flatten().tolist() for row in sees] == [[0], [1], [2, 3], [4]]
-    as_alone(tmp_path / "out", packs)
-
-
 def test_joined_models_and_expansion_only_packs_join(packs, base, tmp_path):
     save_expansion(packs["tr"], tmp_path / "small", base=base)
     fields = json.loads((tmp_path / "small" / "config.json").read_text())
@@ -167,16 +155,6 @@ def test_the_history_keeps_each_packs_own(packs, base, tmp_path):
     later = Plan("moe-lpr", [2, 2, 2], old=["en", "el"], new=["fr"], exclusive=True)
     make_pack(tmp_path / "qwen-fr", base, later, 5)  # another pack's new language is not old
     assert join_expansions([packs["el"], tmp_path / "qwen-fr"], tmp_path / "fr").old_languages == ["en"]
-
-
-def test_a_packs_own_gate_is_left_behind(packs, tmp_path):
-    own = Gate(GateRule(0, [["en"], ["el"]]), torch.zeros(2, 32), torch.zeros(2))
-    write_gate(packs["el"], tmp_path / "qwen-el", own, StageRecord(stage="gates"))
-    join_expansions([tmp_path / "qwen-el", packs["hu"]], tmp_path / "out")
-    assert not any("gate." in name for name in load_file(tmp_path / "out" / "model.safetensors"))
-    history = History.of(json.loads((tmp_path / "out" / "config.json").read_text()))
-    assert [one.language_gate for one in history.expansions] == [None, None]
-    as_alone(tmp_path / "out", {"el": packs["el"], "hu": packs["hu"]})
 
 
 def test_what_does_not_fit_is_refused(packs, base, tmp_path):

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, load_offloaded, tiny_config
+from conftest import COMMON_BACKBONES, tiny_config, tiny_dense
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256, "eos_token_id": None}
 
@@ -66,12 +66,6 @@ def test_built_on_the_meta_device_it_has_the_same_tensors(model):
     assert {name: value.shape for name, value in empty.state_dict().items()} == shapes
 
 
-def test_offloaded_to_disk_it_computes_the_same(model, ids, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    offloaded = load_offloaded(tmp_path / "model")
-    close(offloaded(ids).logits, model(ids).logits)
-
-
 def test_the_attention_switch_reaches_every_part(model, ids):
     if not model._supports_sdpa:
         pytest.skip("the backbone has one attention implementation")
@@ -124,3 +118,25 @@ def test_a_server_is_told_what_it_would_compute_wrongly(monkeypatch, attention, 
         served("qwen2", expert_kind="lora", lora_rank=2, lora_alpha=4.0)
     with pytest.raises(ValueError, match=f"{server} runs a mixture of experts by code of its own"):
         served("olmoe", expert_kind="added", expert_width=4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_heads_stay_tied(backbone, tied, tmp_path):
+    tiny_dense(backbone, tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
+    expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"]))
+    model = LayerMoEForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+
+
+def test_configurations_that_contradict_themselves_are_refused():
+    dense = tiny_config("qwen2")
+    with pytest.raises(ValueError, match="has 2 entries, but the qwen2 backbone has 3 layers"):
+        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 2])
+    with pytest.raises(ValueError, match=r"num_experts_per_layer\[1\] is 0"):
+        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 0, 2])
+    with pytest.raises(ValueError, match=r"layer 1, which is dense"):
+        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], classifier_layers=[1])
+    with pytest.raises(ValueError, match=r"does not know the backbone architecture 'no-such'"):
+        LayerMoEConfig(backbone_model_type="no-such")
+    with pytest.raises(ValueError, match="not a Qwen2Config"):
+        LayerMoEForCausalLM(dense)

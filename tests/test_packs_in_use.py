@@ -7,9 +7,9 @@ import torch
 import yaml
 from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file
-from test_join import EL, HU, TR, load, make_pack
+from test_join import EL, HU, TR, make_pack
 
-from hf_moe_expand import Plan, freeze, join_expansions, make_card
+from hf_moe_expand import Plan, join_expansions, make_card
 from hf_moe_expand.checkpoint.merge import average_experts
 
 WORDS = {
@@ -38,44 +38,6 @@ def home(tmp_path_factory):
 
 def data(home, *codes):
     return [part for code in codes for part in ("--data", f"{code}={home / code}.jsonl")]
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def test_post_pretraining_trains_the_experts_of_all_packs(home, tmp_path):
-    model = load(home / "joined")
-    freeze(model, "post-pretrain")
-    for ffn in model.expanded_ffns().values():
-        trained = [any(p.requires_grad for p in expert.parameters()) for expert in ffn.experts]
-        assert trained == [False] + [True] * (len(ffn.experts) - 1)
-    options = ["--config", home / "stage1.yaml", *data(home, "el", "hu", "tr")]
-    assert "frozen tensors are byte-identical" in invoke(
-        "train", "post-pretrain", home / "joined", tmp_path / "out", *options
-    )
-    before, after = weights(home / "joined"), weights(tmp_path / "out")
-    same = {name for name in before if torch.equal(before[name], after[name])}
-    assert {name for name in before if ".experts.0." in name or "attn" in name} <= same
-    assert not {name for name in before if ".experts.1.down" in name} & same
-
-
-def test_a_joined_model_grows(home, tmp_path):
-    plan = ["--experts", 1, "--from", home / "joined", "--new", "fi", "--exclusive"]
-    invoke("plan", "moe-lpr", *plan, "--old", "en,de,el,hu,tr", "--out", tmp_path / "plan.json")
-    invoke("grow", home / "joined", tmp_path / "grown", "--plan", tmp_path / "plan.json")
-    config = json.loads((tmp_path / "grown" / "config.json").read_text())
-    assert (config["packs"], config["num_experts_per_layer"]) == ([1, 1, 1], [6, 4, 5])
-    model = load(tmp_path / "grown")
-    with torch.no_grad(), model.capture_routing() as routing:
-        model(torch.arange(12)[None].repeat(2, 1), languages=["fi", "hu"])
-    sees = routing.layers[0].allowed.view(2, 12, 6)[:, 0]
-    assert [row.nonzero().flatten().tolist() for row in sees] == [[5], [2, 3]]
-    write_texts(tmp_path / "fi.jsonl", [f"kissa {number}" for number in range(20)])
-    trained = ["--config", home / "stage1.yaml", "--data", f"fi={tmp_path}/fi.jsonl"]
-    invoke("train", "post-pretrain", tmp_path / "grown", tmp_path / "grown-1", *trained)
-    before, after = weights(home / "joined"), weights(tmp_path / "grown-1")
-    assert all(torch.equal(after[name][: len(tensor)], tensor) for name, tensor in before.items())
 
 
 def test_inspection_and_card_show_the_packs(home, tmp_path):

@@ -10,7 +10,7 @@ from bpe import bpe_tokenizer
 from conftest import invoke, load, save_dense, write_texts
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
@@ -191,21 +191,6 @@ def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
     export_dense(model, tmp_path / "dense", language="hu")
     torch.testing.assert_close(load(tmp_path / "dense")(IDS).logits, pefts(base, second), rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_that_expand_made_are_exported(base, tmp_path):
-    plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el"], exclusive=True)
-    expand_checkpoint(base, tmp_path / "new", plan, expert_kind="adapter", lora_rank=3, lora_alpha=4.5)
-    network = load(tmp_path / "new")
-    for name, parameter in network.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    network.save_pretrained(tmp_path / "model")
-    bpe_tokenizer().save_pretrained(tmp_path / "model")
-    export_peft(tmp_path / "model", tmp_path / "back")
-    torch.testing.assert_close(pefts(base, tmp_path / "back"), told(tmp_path / "model", "el"), rtol=1e-5, atol=1e-5)
-    expand_from_peft(base, {"el": tmp_path / "back"}, tmp_path / "again", ["en"])
-    assert torch.equal(told(tmp_path / "again", "el"), told(tmp_path / "model", "el"))
 
 
 @pytest.mark.parametrize("given", ["with the module's name", "of a model of images"])
@@ -436,28 +421,6 @@ def test_a_gate_knows_each_adapters_language(base, adapter, model, tmp_path):
     assert config.language_gate["languages"] == [["en"], ["el"], ["hu", "tr"]]
     export_peft(tmp_path / "gated", tmp_path / "back", language="el")
     assert (tmp_path / "back" / WEIGHTS).read_bytes() == (adapter / WEIGHTS).read_bytes()
-
-
-def test_training_has_pefts_gradients(base, adapter, tmp_path):
-    expand_from_peft(base, {"el": adapter}, tmp_path / "model", ["en"])
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
-    theirs = PeftModel.from_pretrained(load(base), adapter, is_trainable=True).train()
-    losses = [ours(IDS, labels=IDS, languages="el").loss, theirs(IDS, labels=IDS).loss]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    compared = 0
-    for name, parameter in theirs.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        place, _, rest = name.removeprefix("base_model.model.").partition("layers.")
-        layer, inner = rest.replace(".default", "").split(".", 1)
-        factor = ".".join(inner.split(".")[-2:])
-        map_name = inner.removesuffix(f".{factor}").replace(".", "_")
-        own = ours.get_parameter(f"{place}layers.{layer}.adapters.experts.1.{map_name}_update.{factor}")
-        torch.testing.assert_close(own.grad, parameter.grad)
-        compared += 1
-    assert compared == 2 * 7 * 3
 
 
 def test_adapters_attach_to_maps_whose_weights_are_packed(model):

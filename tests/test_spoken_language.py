@@ -7,13 +7,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import CONFIGURATIONS, byte_tokenizer, enable_checkpointing, matrix, tiny_config, tiny_dense
+from conftest import CONFIGURATIONS, byte_tokenizer, enable_checkpointing, tiny_config, tiny_dense
 from gated_models import dense_of, gated_model
 from transformers import Trainer, TrainingArguments, pipeline
 
 from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, expand_model
 
-LAYER_MOE = [one for one in CONFIGURATIONS if one.name != "dmoe"]
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
 
@@ -37,43 +36,6 @@ def expanded(backbone, configuration=CONFIGURATIONS[0], plan=None):
 def text(rows: int, length: int = 9) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-@matrix(LAYER_MOE[:1], LAYER_MOE[:1])
-def test_an_old_language_gets_the_base_models_output_bit_for_bit(configuration, backbone):
-    dense, model = expanded(backbone, configuration)
-    batch = text(3)
-    with torch.no_grad():
-        base, judged = dense(**batch).logits, model(**batch).logits
-        assert torch.equal(model(**batch, languages="en").logits, base)
-        mixed = model(**batch, languages=["en", None, "en"]).logits
-    assert torch.equal(mixed[[0, 2]], base[[0, 2]])
-    assert not torch.equal(mixed[1], base[1])
-    torch.testing.assert_close(mixed[1], judged[1])
-    found = model.generate(**batch, languages="en", **OPTIONS)
-    assert torch.equal(found, dense.generate(**batch, **OPTIONS))
-
-
-@matrix(LAYER_MOE[1:], ())
-def test_so_it_is_with_every_kind_of_expert(configuration, backbone):
-    dense, model = expanded(backbone, configuration)
-    batch = text(2)
-    with torch.no_grad():
-        base = dense(**batch).logits
-        assert torch.equal(model(**batch, languages=["en", "en"]).logits, base)
-        assert torch.equal(model(**batch, languages=["en", "el"]).logits[0], base[0])
-
-
-@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
-def test_batches_of_both_with_beams(search):
-    dense, model = expanded("qwen2")
-    batch, each = text(2), search.get("num_return_sequences", 1)
-    found = model.generate(**batch, languages=["el", "en"], **OPTIONS, **search)
-    base = dense.generate(**batch, **OPTIONS, **search)
-    new = model.generate(**batch, languages="el", **OPTIONS, **search)
-    assert torch.equal(found[each:], base[each:])
-    assert torch.equal(found[:each], new[:each])
-    assert not torch.equal(found[:each], base[:each])
 
 
 def test_a_new_language_sees_all_experts_whatever_the_classifiers_say():

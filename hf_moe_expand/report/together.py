@@ -6,15 +6,17 @@ from importlib import import_module
 ROOMS = (
     "planning.plan", "modeling.expanded_config", "modeling.configuration_dmoe", "modeling.routing_control",
     "checkpoint.new_experts", "checkpoint.gate_file", "checkpoint.join", "checkpoint.merge", "checkpoint.export",
-    "checkpoint.peft_export", "trainers.sft",
+    "checkpoint.peft_export", "trainers.sft", "stages.config", "stages.mixing", "stages.kinds.review",
 )  # fmt: skip
 WORDS = {
     "adapters": "adapters", "added": "added experts", "average": "the average of checkpoints",
     "average-with-the-base": "averaged experts", "classifiers": "classifiers", "conditional": "conditional routing",
-    "copies": "copies of the FFN", "dmoe": "a DMoE", "encoder-decoder": "an encoder-decoder",
+    "copies": "copies of the FFN", "distillation": "self-distillation", "dmoe": "a DMoE",
+    "encoder-decoder": "an encoder-decoder",
     "exclusive": "exclusive experts", "export-language": "`export --language`", "export-to-peft": "`export --peft`",
     "gated": "the gate", "grown": "growth", "joined": "packs", "lora": "LoRA experts",
-    "mixture": "a mixture as base", "random": "`expert_init: random`", "routed": "experts that are not exclusive",
+    "masking": "masking", "mixture": "a mixture as base", "random": "`expert_init: random`", "review": "a review",
+    "routed": "experts that are not exclusive",
     "several": "several experts of one language", "sft-on-top": "`MoESFTTrainer`", "told": "a told language",
 }  # fmt: skip
 
@@ -31,6 +33,6 @@ def table() -> str:
     """The table, in Markdown: features that are refused for one reason share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for (one, other), why in refusals().items():
-        rows.setdefault((other, why), []).append(WORDS[one])
-    lines = [f"| {', '.join(ones)} | {WORDS[other]} | {why} |" for (other, why), ones in rows.items()]
+        rows.setdefault((WORDS[other], why), []).append(WORDS[one])
+    lines = [f"| {', '.join(ones)} | {other} | {why} |" for (other, why), ones in rows.items()]
     return "\n".join(["| | not with | since |", "| --- | --- | --- |", *lines])

@@ -81,6 +81,9 @@ BlockSize = Annotated[Whole, Field(ge=2)]
 ReplayShare = Annotated[Number, Field(gt=0, lt=1)] | None
 REPLAY_SHARE = "share of all tokens that the old languages have, each the same; all of their text by default"
 
+_NOT_FROZEN = "has no frozen expert for old languages to return to"
+REFUSED = {("dmoe", stage): _NOT_FROZEN for stage in ("review", "distillation")}
+
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 # What a run sets itself, with the arguments on which the losses rely.
 _LOOSE = (*LOOSE, "accelerator_config", "debug")  # which take more than their types say
@@ -359,8 +362,7 @@ class StageConfig(TrainingArguments, Stage):
                 "is for DMoE; expand the base with a dmoe plan."
             )
         raise InputError(
-            "This is a DMoE checkpoint, which has no frozen expert for old languages to return to: use `train group`, "
-            "`train joint` or `train adapt`."
+            f"This is a DMoE checkpoint, which {_NOT_FROZEN}: use `train group`, `train joint` or `train adapt`."
         )
 
     @classmethod

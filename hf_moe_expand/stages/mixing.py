@@ -16,6 +16,11 @@ from ..trainers.samplers import LanguageMix
 from .config import StageConfig
 from .keywords import setting
 
+REFUSED = {
+    ("exclusive", "masking"): "exclusive experts take the tokens of their languages alone: there is no choice to mask, "
+    "and no router that a loss could train",
+}
+
 
 def is_mixed(config: Any) -> bool:
     """Whether a stage's languages are weighted or scheduled."""
@@ -48,10 +53,7 @@ class MixedConfig(StageConfig):
         """Refuses what exclusive experts have no use for: masking, and the coefficients of these losses of routers."""
         chosen = [name for name in ("masking", *losses) if getattr(self, name) not in (0, Masking())]
         if chosen and getattr(model, "exclusive_experts", False):
-            raise InputError(
-                "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
-                f"that a loss could train: leave {' and '.join(chosen)} out."
-            )
+            raise InputError(f"{REFUSED['exclusive', 'masking']}: leave {' and '.join(chosen)} out.")
 
     def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]] | None:
         return [[code] for code in texts] if is_mixed(self) else None

@@ -155,6 +155,7 @@ class Form:
         self.parts, self.facts, self.helpers = parts, facts_of(parts), helpers
         self.root = root / name_of(parts)
         self.root.mkdir(exist_ok=True)
+        self.stepped: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # by its stage, see `steps.py`
         backbone = next((PARTS[name].base for name in parts if PARTS[name].base), "llama")
         self.base = root / "bases" / backbone
         if not self.base.exists():

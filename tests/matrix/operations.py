@@ -3,34 +3,46 @@
 An operation joins as one function below `@operation`. One that changes a model takes a copy.
 """
 
+import copy
+import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from conftest import StopAt, run_fresh
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
+from transformers import AutoConfig, AutoModel
 
 from hf_moe_expand import (
+    Masking,
+    ReviewConfig,
     average_checkpoints,
     average_experts,
     evaluate_model,
+    expand_model,
     export_peft,
+    freeze,
     graft_delta,
     grow_checkpoint,
     join_expansions,
     make_card,
 )
 from hf_moe_expand.checkpoint.export import export_dense
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import SentencePair
+from hf_moe_expand.modeling import auto_class
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from matrix import oracles
 from matrix.forms import ALPHABETS, NEW, Form, lines, load, pairs
-from matrix.steps import sft, step, train
+from matrix.steps import blocks, sft, step, train, trainer_of, whole_step
 
 OPERATIONS: dict[str, Callable[[Form], None]] = {}
 COUNT = 6  # tokens of an answer
@@ -193,6 +205,134 @@ def expert_0(form: Form) -> None:
 
 
 @operation
+def decisions(form: Form) -> None:
+    """What each expanded layer computes of a token is what its recorded decision says, one expert after the other."""
+    model = form.model
+    if "adapters" in form:  # what they compute is PEFT's affair: see `export_to_peft`
+        for number, code in enumerate(form.languages):
+            with model.use_expert(number):
+                assert torch.equal(logits(model, form), logits(model, form, languages=code))
+        return
+    for more in [*([] if "gated" in form else [{}]), *told_each(form)]:
+        with model.capture_routing() as routing, _calls(model) as calls:
+            logits(model, form, **more)
+        number = form.languages.index(more.get("languages", form.languages[-1]))
+        for ffn, inputs, y in calls:
+            x_Th = inputs[0].flatten(0, -2)
+            decision = routing.layers.get(ffn.layer_index)
+            for place, token in enumerate(x_Th):
+                if decision is None:  # a class has one expert, and no router chooses
+                    chosen = [(1.0, ffn.expert_of(number))]
+                else:
+                    pair = decision.weights[place].tolist(), decision.experts[place].tolist()
+                    chosen = [*zip(*pair, strict=True)]
+                with torch.no_grad():
+                    parts = [weight * _of_expert(ffn, e, token) for weight, e in chosen if e < len(ffn.experts)]
+                close(y.flatten(0, -2)[place], sum(parts))
+
+
+@contextmanager
+def _calls(model: Any) -> Iterator[list[Any]]:
+    """Inside, each expanded layer's calls are noted: the layer, its inputs, its output."""
+    calls: list[Any] = []
+    note = lambda ffn, inputs, output: calls.append((ffn, inputs, output.clone()))  # noqa: E731
+    hooks = [ffn.register_forward_hook(note) for ffn in model.expanded_ffns().values()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _of_expert(ffn: Any, expert: int, token: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of a token; an added one stands beside expert 0."""
+    own = ffn.experts[expert](token[None, None])[0, 0]
+    return ffn.experts[0](token[None, None])[0, 0] + own if expert and ffn.is_added else own
+
+
+@operation
+def from_configuration(form: Form) -> None:
+    """The configuration alone makes a model with the same tensors, new ones as an expansion begins."""
+    config = AutoConfig.from_pretrained(form.folder)
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config)
+    assert type(model) is type(form.model)
+    assert {name: value.shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in form.model.state_dict().items()
+    }
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    for ffn in model.expanded_ffns().values():
+        assert ffn.router is None or ffn.router.weight.std() > 0.05
+        assert not any(m.weight.any() for m in (ffn.classifier, ffn.conditional_gate) if m is not None)
+    assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+    base = AutoModel.from_pretrained(form.folder)
+    family = "DMoE" if "dmoe" in form else "LayerMoE"
+    head = "ForSeq2SeqLM" if "encoder-decoder" in form else "ForCausalLM"
+    names = [type(one).__name__ for one in (config, base, model)]
+    assert names == [f"{family}Config", f"{family}Model", f"{family}{head}"]
+    assert not {"num_experts", "output_router_logits"} & {*json.loads((form.whole / "config.json").read_text())} - {
+        *json.loads((form.base / "config.json").read_text())
+    }
+
+
+@operation
+def gradients(form: Form) -> None:
+    """They reach all that trains, if zero, and nothing else: ranks wait for one another's."""
+    model = form.copy().train()
+    freeze(model, "joint" if "dmoe" in form else "post-pretrain")
+    ids = batch(form)
+    with model.capture_routing() as routing:
+        loss = model(**ids, labels=ids.get("decoder_input_ids", ids["input_ids"]), use_cache=False).loss
+    (loss + sum(layer.router_logits.logsumexp(-1).mean() for layer in routing)).backward()
+    found = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert found == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if "dmoe" not in form:
+        assert found <= _of_last_expansion(form)
+        assert {name for name in _of_last_expansion(form) if ".experts." in name} <= found
+    assert any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@operation
+def copies(form: Form) -> None:
+    """Copies and pickles stand on their own."""
+    more = naming(form, "el")
+    expected = logits(form.model, form, **more)
+    ours = {parameter.data_ptr() for parameter in form.model.parameters()}
+    for twin in (form.copy(), pickle.loads(pickle.dumps(form.model))):
+        assert torch.equal(logits(twin, form, **more), expected)
+        assert not any(parameter.data_ptr() in ours for parameter in twin.parameters())
+        with twin.capture_routing() as routing, twin.use_expert(0):
+            assert torch.equal(logits(form.model, form, **more), expected)
+            assert len(routing) == 0
+            assert torch.equal(logits(twin, form), logits(form.dense, form))
+
+
+@operation
+def half(form: Form) -> None:
+    """In bfloat16 and float16 expert 0, and a told old language, are the base, bit for bit."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model, dense = form.copy().to(dtype), load(form.base).to(dtype)
+        expected = logits(dense, form)
+        with model.use_expert(0):
+            assert torch.equal(logits(model, form), expected)
+        if form.is_told:
+            assert torch.equal(logits(model, form, languages="en"), expected)
+        found = logits(model, form, **naming(form, "el")).float()
+        assert F.cosine_similarity(found.flatten(), logits(form.model, form, **naming(form, "el")).flatten(), 0) > 0.8
+
+
+@operation
+def offloaded(form: Form) -> None:
+    """Two thirds of it on disk, it computes the same."""
+    size = sum(file.stat().st_size for file in form.whole.glob("*.safetensors"))
+    options = {"max_memory": {"cpu": size // 3}, "offload_folder": form.place("offload")}
+    model = auto_class(form.model.config).from_pretrained(form.whole, device_map="auto", **options).eval()
+    assert "disk" in model.hf_device_map.values()
+    for more in told_each(form):
+        close(logits(model, form, **more), logits(form.model, form, **more), rtol=1e-5)
+
+
+@operation
 def in_pieces(form: Form) -> None:
     """A text that is read in pieces, with a cache, gets the logits of one pass."""
     if "encoder-decoder" in form:
@@ -252,9 +392,22 @@ def static_cache(form: Form) -> None:
 def prompt_lookup(form: Form) -> None:
     """Drafts of tokens from the prompt, of which the model keeps those that it would write."""
     for ids, code in prompts(form):
-        for asked in [*([] if "gated" in form else [{}]), *([{"languages": code}] if form.is_told else [])]:
-            expected = oracles.greedy(form.model, ids, COUNT, asked.get("languages"))
+        for asked, wanted in [({}, code if "gated" in form else None), *_told(form, code)]:
+            expected = oracles.greedy(form.model, ids, COUNT, wanted)
             assert answers(form, form.model, [ids], prompt_lookup_num_tokens=2, **GREEDY, **asked) == [expected]
+
+
+@operation
+def assisted(form: Form) -> None:
+    """Drafts of the base, of which the model keeps those that it would write."""
+    for ids, code in prompts(form):
+        for asked, wanted in [({}, code if "gated" in form else None), *_told(form, code)]:
+            expected = oracles.greedy(form.model, ids, COUNT, wanted)
+            assert answers(form, form.model, [ids], assistant_model=form.dense, **GREEDY, **asked) == [expected]
+
+
+def _told(form: Form, code: str) -> list[tuple[dict[str, str], str | None]]:
+    return [({"languages": code}, code)] if form.is_told else []
 
 
 @operation
@@ -299,6 +452,22 @@ def int8(form: Form) -> None:
         found, whole = logits(small, form, languages=code), logits(form.model, form, languages=code)
         # A router may choose otherwise.
         assert F.cosine_similarity(found.flatten(), whole.flatten(), 0) > (0.8 if "several" in form else 0.97)
+
+
+@operation
+def in_memory(form: Form) -> None:
+    """Expanded in memory it is the model of the checkpoint, and saved it has the same bytes."""
+    stored = form.fresh and form.root / "expanded"
+    model = expand_model(load(form.base), form.plan(), seed=3, **form.made)
+    expected = load(stored)
+    assert type(model) is type(expected)
+    assert list(model.state_dict()) == list(expected.state_dict())
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in model.state_dict().items())
+    assert torch.equal(logits(copy.deepcopy(model), form), logits(expected, form))
+    out = form.place("from-memory")
+    model.save_pretrained(out)
+    again, files = contents(out), contents(stored)
+    assert {name: files[name] for name in again} == again
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -351,8 +520,12 @@ def grow(form: Form) -> None:
         close(logits(model, form, languages=code), logits(form.model, form, languages=code))
     with model.use_expert(0):
         assert torch.equal(logits(model, form), logits(form.dense, form))
-    if form.is_told and "exclusive" in form and "random" not in form:
+    if "several" not in form and "random" not in form:
         close(logits(model, form, languages=new), logits(form.dense, form))
+        layers = range(len(form.model.config.num_experts_per_layer))
+        origin = {layer: int(layer in form.model.expanded_ffns()) for layer in layers}
+        grow_checkpoint(form.folder, out, form.growth(form.folder, new), copy_from=origin, overwrite=True)
+        close(logits(load(out), form, languages=new), logits(form.model, form, languages="el"))
 
 
 @operation
@@ -380,7 +553,9 @@ def graft(form: Form) -> None:
     tuned.save_pretrained(instruct)
     form.tokenizer.save_pretrained(instruct)
     out = form.place("grafted")
-    graft_delta(form.folder, out, form.base, instruct)
+    graft_delta(form.folder, out, form.base, instruct, scale=0.5)
+    half = weights(out)
+    graft_delta(form.folder, out, form.base, instruct, overwrite=True)
     model = load(out)
     with model.use_expert(0):
         close(logits(model, form), logits(tuned, form), rtol=1e-5)
@@ -398,6 +573,7 @@ def graft(form: Form) -> None:
         else:
             seen += 1
             torch.testing.assert_close(after[name], value + delta, rtol=0, atol=1e-6, msg=name)
+            torch.testing.assert_close(half[name], value + 0.5 * delta, rtol=0, atol=1e-6, msg=name)
     assert seen >= len(base)
 
 
@@ -425,8 +601,7 @@ def average_with_the_base(form: Form) -> None:
     beginning = average_experts(form.folder, form.place("nothing"), 0.0)
     start = weights(Path(beginning))
     for name in last:
-        if "lora_" not in name and "down_proj" in name:
-            torch.testing.assert_close(middle[name], (before[name] + start[name]) / 2, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(middle[name], (before[name] + start[name]) / 2, rtol=0, atol=1e-6, msg=name)
     model = load(Path(beginning))
     if form.is_told and "grown" not in form:
         for code in form.languages:
@@ -435,11 +610,18 @@ def average_with_the_base(form: Form) -> None:
 
 @operation
 def export_expert(form: Form) -> None:
-    """Expert 0 as a dense model is the base, bit for bit."""
+    """Expert 0 as a dense model is the base, bit for bit; another one, which all layers have, what it computes."""
     out = form.place("dense")
     export_dense(form.folder, out, expert=0)
     assert changed(form.base, out) == set()
     assert torch.equal(logits(load(out), form), logits(form.dense, form))
+    if "added" in form:
+        with pytest.raises(InputError, match="only expert 0, the base, is written"):
+            export_dense(form.folder, form.place("dense-1"), expert=1)
+    else:
+        export_dense(form.folder, form.place("dense-1"), expert=1)
+        with form.model.use_expert(1):
+            close(logits(load(form.root / "dense-1"), form), logits(form.model, form))
 
 
 @operation
@@ -479,6 +661,12 @@ def inspect(form: Form) -> None:
     assert [record.new_languages for record in found.expansions] == (
         [["el"]] if "dmoe" in form else [[code] for code in form.languages[1:]]
     )
+    if "dmoe" not in form:
+        sizes = {name: parameter.numel() for name, parameter in form.model.named_parameters()}
+        chosen = _of_last_expansion(form)
+        if "several" not in form:
+            chosen = {name for name in chosen if ".router." not in name}
+        assert found.trainable["post-pretrain"] == sum(sizes[name] for name in chosen)
     said = "\n".join(found.lines())
     assert f"{found.total:,}" in said
     assert len(found.packs) == (2 if "joined" in form else 0)
@@ -500,10 +688,15 @@ def card(form: Form) -> None:
 
 @operation
 def cut_steps(form: Form) -> None:
-    """P6: a step does not depend on how its batch is cut, or on what is computed twice."""
-    whole = step(form)
+    """P6: a step follows the slow gradient, and does not depend on how its batch is cut, or on what is computed
+    twice."""
+    whole, model = whole_step(form), load(form.whole)
+    gradients = oracles.stage_step(model, list(blocks(form)), "exclusive" in form, 0.5 if "routed" in form else 0.0)
     moved = {name for name, (before, after) in whole.items() if not torch.equal(before, after)}
     assert moved
+    for name in moved:
+        before, after = whole[name]
+        close(after, before - gradients[name], rtol=2e-4)
     cut = step(form, batch=2, accumulation=4, checkpointing=True)
     for name, (_, value) in whole.items():
         torch.testing.assert_close(cut[name][1], value, rtol=1e-4, atol=2e-6, msg=name)
@@ -512,7 +705,7 @@ def cut_steps(form: Form) -> None:
 @operation
 def two_ranks(form: Form) -> None:
     """P6: two ranks make the step that one process makes."""
-    whole, of_ranks = step(form), form.helpers.ranks.step(form)
+    whole, of_ranks = whole_step(form), form.helpers.ranks.step(form)
     for name, (_, value) in whole.items():
         torch.testing.assert_close(of_ranks[name], value, rtol=1e-4, atol=2e-6, msg=name)
 
@@ -530,6 +723,32 @@ def frozen(form: Form) -> None:
     model = load(out)
     if form.is_told:
         assert torch.equal(logits(model, form, languages="en"), logits(form.dense, form))
+
+
+@operation
+def review(form: Form) -> None:
+    """Stage 2 moves routers and classifiers alone."""
+    out = form.place("reviewed")
+    train(form, out, ReviewConfig)
+    moved = changed(form.whole, out)
+    assert moved
+    assert all(".router." in name or ".classifier." in name or "conditional_gate" in name for name in moved)
+
+
+@operation
+def masking(form: Form) -> None:
+    """A step with masked experts is another one, and the same one for the same seed."""
+    first, again = (step(form, masking=Masking(expert_output=0.5)) for _ in range(2))
+    assert all(torch.equal(first[name][1], again[name][1]) for name in first)
+    assert any(not torch.equal(first[name][1], value) for name, (_, value) in whole_step(form).items())
+
+
+@operation
+def distillation(form: Form) -> None:
+    """A review that keeps the base's predictions of old text."""
+    trainer = trainer_of(form.copy(), form, ReviewConfig, distillation_coef=1.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["distillation_loss"] > 0
 
 
 @operation
@@ -578,6 +797,9 @@ def peft_on_top(form: Form) -> None:
     lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     wrapped = get_peft_model(form.copy(), lora).eval()
     asked = told_each(form)
+    trains = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad]
+    assert not any(part in name for name in trains for part in (".router.", ".classifier.", ".language_gate."))
+    assert not any(".adapters." in name for name in trains)
     with wrapped.disable_adapter():
         for more in asked:
             assert torch.equal(logits(wrapped, form, **more), logits(form.model, form, **more))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_moe_expand.modeling.routing import TokenClasses
+
 
 @torch.no_grad()
 def next_logits(model: Any, prompt: Sequence[int], answer: Sequence[int], told: str | None = None) -> torch.Tensor:
@@ -86,10 +88,39 @@ def bits_per_byte_of_pairs(model: Any, pairs: Sequence[tuple[list[int], list[int
     return nats / math.log(2) / size
 
 
+def stage_step(
+    model: Any, rows: Sequence[dict[str, list[int]]], exclusive: bool, prior: float
+) -> dict[str, torch.Tensor]:
+    """The gradient of a stage's loss: the mean of the next-token loss over all tokens, and `prior` times the mean over
+    layers of the language-prior loss, which is the mean over all tokens of class 0. One row at a time."""
+    model.train()
+    nats, targets = [], 0
+    scores: dict[int, list[torch.Tensor]] = {layer: [] for layer in model.expanded_ffns()}
+    for row in rows:
+        classes, ids = row["language_ids"], torch.tensor([row["input_ids"]])
+        asked = {"token_classes": TokenClasses(torch.tensor(classes), sorted({*classes}))} if exclusive else {}
+        with model.routing_control.asking(**asked), model.capture_routing() as routing:
+            if "labels" in row:
+                labels = torch.tensor(row["labels"])
+                begin = torch.tensor([[model.config.decoder_start_token_id, *row["labels"][:-1]]])
+                logits = model(input_ids=ids, decoder_input_ids=begin, use_cache=False).logits[0]
+            else:
+                labels, logits = ids[0, 1:], model(ids, use_cache=False).logits[0, :-1]
+        nats.append(F.cross_entropy(logits, labels, reduction="sum"))
+        targets += len(labels)
+        for layer, one in routing.layers.items() if prior else ():
+            in_decoder = model.config.is_encoder_decoder and layer >= model.config.num_hidden_layers
+            of = [classes[int(in_decoder)]] * len(one.router_logits) if "labels" in row else classes
+            scores[layer] += [s for s, number in zip(one.router_logits, of, strict=True) if number == 0]
+    loss = torch.stack(nats).sum() / targets
+    for found in scores.values() if prior else ():
+        loss = loss - prior * torch.stack(found).log_softmax(-1)[:, 0].mean() / len(scores)
+    loss.backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
 def sft_step(model: Any, rows: Sequence[Sequence[int]], codes: Sequence[str] | None) -> dict[str, torch.Tensor]:
     """The gradient of the next-token loss of some rows, one row at a time: the mean over all tokens."""
-    from hf_moe_expand.modeling.routing import TokenClasses
-
     model.train()
     count, total = sum(len(row) - 1 for row in rows), 0.0
     for number, row in enumerate(rows):

@@ -10,11 +10,9 @@ from trl import SFTConfig
 
 from hf_moe_expand import (
     JointConfig,
-    JointTrainer,
     LanguagePriorLoss,
     MoESFTTrainer,
     PostPretrainConfig,
-    PostPretrainTrainer,
     train_stage,
 )
 from hf_moe_expand.stages.config import StageConfig
@@ -22,17 +20,21 @@ from matrix import oracles
 from matrix.forms import ALPHABETS, Form, lines, load
 
 
-def trainer_of(model: Any, form: Form, batch: int = 8, accumulation: int = 1, checkpointing: bool = False) -> Any:
-    """The Trainer of the form's stage, for one step of plain gradient descent."""
-    kind = stage_of(form)
+def trainer_of(
+    model: Any, form: Form, stage: type[StageConfig] | None = None, batch: int = 8, accumulation: int = 1,
+    checkpointing: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
+    """The Trainer of a stage, by default the form's first, for one step of plain gradient descent."""
+    kind = stage or stage_of(form)
     arguments = kind(
         output_dir=str(form.root / "step"), per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation, max_steps=1, learning_rate=1.0, lr_scheduler_type="constant",
         optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, report_to="none", save_strategy="no",
-        disable_tqdm=True, train_sampling_strategy="sequential", **checkpointed(checkpointing),
+        disable_tqdm=True, train_sampling_strategy="sequential", logging_steps=1, **checkpointed(checkpointing),
+        **settings,
     )  # fmt: skip
-    losses = [LanguagePriorLoss(0.5)] if "routed" in form else []
-    return (JointTrainer if kind is JointConfig else PostPretrainTrainer)(
+    losses = None if stage else [LanguagePriorLoss(0.5)] if "routed" in form else []
+    return kind.trainer_class(
         model, args=arguments, train_dataset=blocks(form), router_losses=losses,
         language_classes=[*range(len(form.languages))],
     )  # fmt: skip
@@ -66,13 +68,22 @@ def step(form: Form, **cut: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     return {name: (before[name], value.detach().clone()) for name, value in model.named_parameters()}
 
 
-def train(form: Form, out: Path, stop: Any = None) -> None:
-    """Four steps of the form's stage, from folder to folder."""
-    config = stage_of(form)(
-        block_size=16, max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, disable_tqdm=True,
+def whole_step(form: Form) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The step of one process and one batch, made once."""
+    if form.stepped is None:
+        form.stepped = step(form)
+    return form.stepped
+
+
+def train(form: Form, out: Path, stage: type[StageConfig] | None = None, stop: Any = None, **settings: Any) -> None:
+    """Four steps of a stage, by default the form's first, from folder to folder."""
+    kind = stage or stage_of(form)
+    config = kind(
+        block_size=16, max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        disable_tqdm=True, **settings,
     )  # fmt: skip
     languages = form.languages[1:] if "joined" in form and "grown" not in form else form.languages[-1:]
-    data = {code: form.text(code) for code in (form.languages if "dmoe" in form else languages)}
+    data = {code: form.text(code) for code in (form.languages if "dmoe" in form or stage else languages)}
     made = StageConfig.make_trainer
 
     def with_callback(*arguments: Any) -> Any:

@@ -33,6 +33,7 @@ ids = torch.arange(3, 27).view(2, 12)
 more = {"decoder_input_ids": ids[:, :9]} if model.config.is_encoder_decoder else {}
 with torch.no_grad(), model.eval().use_expert(0):
     torch.save(model(ids, **more).logits, folder + "/home.pt")
+model.save_pretrained(folder + "/again")
 """
 
 
@@ -51,5 +52,7 @@ def test_a_proven_backbone_keeps_every_promise(name, tmp_path):
     expand_checkpoint(tmp_path / "dense", tmp_path / "out", plan, **added)
     kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     run_fresh(ALONE, str(tmp_path / "out"), kind)
+    for file in (tmp_path / "out" / "again").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
     home, expected = torch.load(tmp_path / "out" / "home.pt"), logits(dense)
     torch.testing.assert_close(home, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))

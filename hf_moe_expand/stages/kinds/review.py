@@ -31,6 +31,14 @@ from ..distributed import launched
 from ..keywords import setting
 from ..trainer import StageTrainer
 
+_NO_ROUTER = "exclusive experts take the tokens of their languages alone, so that no router is left to review"
+REFUSED = {
+    ("exclusive", "review"): _NO_ROUTER,
+    ("exclusive", "distillation"): _NO_ROUTER,
+    ("encoder-decoder", "distillation"): "keeps the base's predictions of the next token of a text, which an "
+    "encoder-decoder does not make",
+}
+
 
 @dataclass
 class ReviewConfig(StageConfig):
@@ -79,10 +87,7 @@ class ReviewConfig(StageConfig):
 
     def check_settings(self, model: Any) -> None:
         if getattr(model, "exclusive_experts", False):
-            raise InputError(
-                "exclusive experts take the tokens of their languages alone, so that no router is left to review: "
-                "leave the review out (`review: null`)."
-            )
+            raise InputError(f"{REFUSED['exclusive', 'review']}: leave the review out (`review: null`).")
         if self.classifier_layers is not None:
             self._check_classifiers(model)
         elif self.given.get("classifier_coef") and not getattr(model, "classifier_layers", None):
@@ -190,10 +195,8 @@ def _count(text: Any, most: int) -> int:
 
 def _check_distillation(model: Any) -> None:
     if model.is_encoder_decoder:
-        raise InputError(
-            "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
-            "does not make: leave distillation_coef out."
-        )
+        reason = REFUSED["encoder-decoder", "distillation"]
+        raise InputError(f"distillation_coef: {reason}: leave distillation_coef out.")
     history = History.of(model)
     if not history.first.old_languages:
         raise InputError(
