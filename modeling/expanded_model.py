@@ -387,15 +387,15 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         """What a call of `generate` knows of its sequences' languages, as changes of the request: what the caller
         tells, or else the judged class of each prompt, and how its answer is judged."""
         control, cache = self.routing_control, given.get("past_key_values")
+        rows, prompts, embeds = control.request.classes, inputs_of(inputs, given), given.get("inputs_embeds")
+        if rows is not None and rows.complete:
+            return {}
         if self.training:  # type: ignore[attr-defined]
             warnings.warn(
                 "generate in training mode: the language gate judges nothing, and text of any language takes the new "
                 "experts: call model.eval() first.",
                 stacklevel=3,
             )
-            return {}
-        rows, prompts, embeds = control.request.classes, inputs_of(inputs, given), given.get("inputs_embeds")
-        if rows is not None and rows.complete:
             return {}
         is_assistant = getattr(given["generation_config"], "is_assistant", False)
         if is_filled(cache) and judge is not False:
@@ -420,8 +420,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             judged = classes_of_sums(sums_BE).tolist()
         numbers = [mine if said is None else said for said, mine in zip(told, judged, strict=True)]
         changes: dict[str, Any] = {"classes": RowClasses.of(numbers, self.device)}  # type: ignore[attr-defined]
-        drafts = (given.get("assistant_model"), self._setting_of("prompt_lookup_num_tokens", given))
-        if judge is False or is_assistant or self._in_step(given) or any(one is not None for one in drafts):
+        settings = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+        drafts = given.get("assistant_model") is not None or any(self._setting_of(name, given) for name in settings)
+        if judge is False or is_assistant or drafts or self._in_step(given):
             return changes
         ids = given.get("input_ids", inputs)
         start = ids.shape[1] if ids is not None else int(embeds is None)  # without a prompt, the id that begins a text
@@ -441,7 +442,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if name in arguments:
             return arguments[name]
         of_call = getattr(arguments.get("generation_config"), name, None)
-        return getattr(self.generation_config, name) if of_call is None else of_call  # type: ignore[attr-defined]
+        return getattr(self.generation_config, name, None) if of_call is None else of_call  # type: ignore[attr-defined]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's, which `generate_batch` calls.
