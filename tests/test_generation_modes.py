@@ -1,51 +1,326 @@
-"""Modes of `generate` that meet a language gate and adapters in unusual ways."""
+"""`generate` with a language gate: a prompt is judged, and then told; what it writes is judged by itself."""
 
 import threading
+from contextlib import contextmanager
+from functools import partial, wraps
+from itertools import product
 
 import pytest
 import torch
-from conftest import tiny_config
-from transformers import CompileConfig, DynamicCache, GenerationConfig
+from conftest import byte_tokenizer, tiny_dense
+from gated_models import (
+    CODES,
+    GREEDY,
+    KINDS,
+    MAPS,
+    all_go_to,
+    clear_texts,
+    gated_model,
+    padded,
+    slow_class,
+    slow_sums,
+    tokens,
+)
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+    TextIteratorStreamer,
+    pipeline,
+)
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
+from hf_moe_expand.modeling.judging import Answers
+from hf_moe_expand.modeling.language_gate import GateRule
+from hf_moe_expand.modeling.routing_control import RowClasses
 
-PAD = 256
-OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
-MAPS = {name: [4, 1.0] for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")}
-IDS = torch.randint(0, 250, (8, 9), generator=torch.Generator().manual_seed(3))
-
-
-def model(gate=True, **changes):
-    """Exclusive experts far from copies, behind a gate that decides now one way, now the other."""
-    torch.manual_seed(1)
-    rule = {"layer": 1, "languages": [["en"], ["el"]], "window": 5, "bound": 2.0} if gate else None
-    config = LayerMoEConfig.from_dense(
-        tiny_config("qwen2"), num_experts_per_layer=[2, 2, 2], exclusive_experts=True, language_gate=rule,
-        expansions=[{"method": "x", "old_languages": ["en"], "new_languages": ["el"]}], **changes,
-    )  # fmt: skip
-    made = LayerMoEForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-        if gate:
-            own = made.expanded_ffns()[1].language_gate
-            own.weight.copy_(torch.randn_like(own.weight) * 3)
-            own.bias.zero_()
-    return made
-
-
-def adapters():
-    return model(expert_kind="adapter", adapters=[{"maps": MAPS}])
+LONG = {**GREEDY, "max_new_tokens": 210}
+# A window of many tokens, and an answer that goes home only if it is clearly not of the new languages.
+SWAYING = {"window": 64, "rule": {"home": -6.0, "begin": 251}}
 
 
-@pytest.fixture(params=[model, adapters], ids=["experts", "adapters"])
-def gated(request):
-    return request.param()
+def codes_of(model, texts):
+    return [CODES[slow_class(slow_sums(model, text))] for text in texts]
+
+
+@contextmanager
+def judgings(model):
+    """How many texts each call of the gate judges."""
+    found, own = [], model._sums
+
+    def counted(*args):
+        sums = own(*args)
+        found.append(len(sums))
+        return sums
+
+    model._sums = counted
+    yield found
+    del model._sums
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "greedy": {},
+    "without a cache": {"use_cache": False},
+    "beams": {"num_beams": 3},
+    "beams of one": {"num_beams": 3, "num_return_sequences": 2},
+    "sampled": {"do_sample": True, "num_return_sequences": 3},
+    "static": {"cache_implementation": "static"},
+    "in chunks": {"prefill_chunk_size": 4},
+    "in chunks, static": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+    "as a dictionary": {"return_dict_in_generate": True, "output_logits": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [pair for pair in product(KINDS, WAYS) if pair[0] == "exclusive" or pair[1] in ("greedy", "beams", "static")],
+)
+def test_a_prompt_is_told_its_class(kind, way):
+    """Also padded, and beside prompts that are told."""
+    model = gated_model(**KINDS[kind])
+    texts = clear_texts(model, 2, 11, 5)
+    codes, (ids, mask) = codes_of(model, texts), padded(texts)
+
+    def written(rows=slice(None), **options):
+        torch.manual_seed(0)
+        given = {"attention_mask": mask[rows]} | GREEDY | WAYS[way] | options
+        made = model.generate(ids[rows], **given)
+        return torch.stack(made.logits) if way == "as a dictionary" else made
+
+    told = written(languages=codes)
+    with judgings(model) as found:
+        assert torch.equal(written(), told)
+    assert found == [6]
+    assert torch.equal(written(languages=[code if row % 2 else None for row, code in enumerate(codes)]), told)
+    assert not torch.equal(written(languages="en"), told)
+    assert not torch.equal(written(languages="el"), told)
+    assert torch.equal(written(judge=False), written(languages="en"))
+    assert torch.equal(written(judge=ids.flip(0)), written(languages=codes[::-1]))
+    for row in (0, 3) if way == "greedy" else ():
+        alone = written(slice(row, row + 1))
+        assert torch.equal(alone, written(slice(row, row + 1), languages=codes[row]))
+
+
+@pytest.mark.parametrize("kind", ["copies", "exclusive", "adapters"])
+def test_prompts_come_in_many_forms(kind):
+    """Without a mask, as embeddings, with ids beside them, by other names, and not at all."""
+    model = gated_model(**KINDS[kind])
+    texts = clear_texts(model, 2, 9, 4)
+    (ids, mask), codes = padded(texts), codes_of(model, texts)
+    told = model.generate(ids, attention_mask=mask, languages=codes, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY), told)
+    config = GenerationConfig(**GREEDY | {"eos_token_id": 255})
+    assert torch.equal(model.generate(ids, config), model.generate(ids, config, attention_mask=mask))
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **GREEDY), told)
+    assert torch.equal(model.generate(inputs=ids, attention_mask=mask, input_ids=None, **GREEDY), told)
+    embedded = model.get_input_embeddings()(ids)
+    for ways in ({}, {"input_ids": ids[:, :0]}, {"input_ids": ids}):
+        given = {**ways, "inputs_embeds": embedded, "attention_mask": mask, **GREEDY}
+        found = model.generate(**given)
+        assert torch.equal(found, model.generate(languages=codes, **given))
+        assert torch.equal(found[:, -8:], told[:, -8:])
+    nothing = {"bos_token_id": 7, **GREEDY}
+    assert torch.equal(model.generate(**nothing), model.generate(languages="en", **nothing))
+    with pytest.warns(FutureWarning, match="judge_prompt is called judge now"):
+        assert torch.equal(model.generate(ids, judge_prompt=[4, 9], attention_mask=mask, **GREEDY), told)
+    with pytest.warns(FutureWarning, match="judge_prompt is called judge now"):
+        home = model.generate(ids, judge_prompt=False, attention_mask=mask, **GREEDY)
+    assert torch.equal(home, model.generate(ids, languages="en", attention_mask=mask, **GREEDY))
+
+
+def test_with_drafts_the_prompts_class_holds():
+    """A model that drafts, itself behind a gate or not, judges its prompt once."""
+    model, other = gated_model(**KINDS["exclusive"], **SWAYING), gated_model(**KINDS["copies"])
+    for text in clear_texts(model, 1, 8):
+        ids, (code,) = torch.tensor([text]), codes_of(model, [text])
+        options = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": 34}
+        told = model.generate(ids, languages=code, **options)
+        drafts = (
+            {"assistant_model": other},
+            {"assistant_model": tiny_dense("qwen2", seed=3)},
+            {"assistant_model": model},
+        )
+        for way in (*drafts, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}):
+            with judgings(model) as found, judgings(other) as drafted:
+                assert torch.equal(model.generate(ids, **way, **options), told)
+            assert found == [1]
+            assert drafted == [1] * (way.get("assistant_model") is other)
+        dense = tiny_dense("qwen2", seed=3)
+        with judgings(model) as found:
+            assert torch.equal(dense.generate(ids, assistant_model=model, **options), dense.generate(ids, **options))
+        assert found == [1]
+
+
+def test_in_training_a_text_is_not_judged_which_is_said():
+    model, ids = gated_model(**KINDS["exclusive"]).train(), tokens(2, 8)
+    all_go_to(model, 0)
+    with pytest.warns(UserWarning, match=r"the language gate judges nothing.*call model.eval\(\) first"):
+        found = model.generate(ids, **GREEDY)
+    assert torch.equal(found, model.generate(ids, languages="hu", **GREEDY))
+
+
+def test_continuous_batching_is_refused():
+    model = gated_model()
+    with pytest.raises(ValueError, match=r"and continuous batching reads parts of several.*transformers' generate"):
+        model.generate_batch([[1, 2, 3]])
+    with pytest.raises(ValueError, match="continuous batching reads parts of several"):
+        model.generate(tokens(1, 3), cache_implementation="paged", **GREEDY)
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_judged_at_its_marks_by_two_thresholds():
+    """Each answer once, however many rows have it; a told row keeps its class."""
+    asked, nats = [], {16: [-1.0, 1.0, -30.0], 32: [-1.0, -30.0, 1.0], 64: [2.0, -9.0, -11.0], 128: [-9.0] * 3,
+                       192: [-50.0, 1.0, 1.0], 256: [-1.0] * 3}  # fmt: skip
+
+    def judge(answers_RS):
+        asked.append((len(answers_RS), answers_RS.shape[1]))
+        return torch.tensor(
+            [[-(1 << 20), int(1024 * nats[answers_RS.shape[1]][row[0]])] for row in answers_RS.tolist()]
+        )
+
+    rule = GateRule(1, [["en"], ["el"], ["hu"]], home=-10.0)
+    prompts, told = RowClasses.of([0, 1, 1, 2], "cpu"), [False, False, False, True]
+    answers = Answers(rule, judge, prompts, told, start=3, moves=False)
+    ids, found = torch.zeros(4, 300, dtype=torch.long), {}
+    ids[:, 3] = torch.tensor([0, 1, 2, 0])
+    for length in range(260):
+        if (rows := answers.rows(ids[:, : 3 + length])) is not None:
+            found[length] = rows.class_B.tolist()
+    assert found == {
+        16: [0, 2, 0, 2], 32: [0, 0, 2, 2], 64: [2, 0, 0, 2], 128: [2, 0, 0, 2], 192: [0, 2, 2, 2], 256: [0, 2, 2, 2]
+    }  # fmt: skip
+    assert asked == [(3, mark) for mark in found]
+    answers, asked[:] = Answers(rule, judge, RowClasses.of([1], "cpu"), [False], start=3, moves=True), []
+    expected = [*[None] * 16, *[[1, 2, 0]] * 16, *[[1, 0, 2]] * 32, *[[2, 0, 0]] * 10]
+    for length, classes in enumerate(expected):  # three beams of one prompt
+        rows = answers.rows(ids[:3, : 3 + length])
+        assert (rows if rows is None else rows.class_B.tolist()) == classes
+    assert asked == [(3, 16), (3, 32), (3, 64)]
+
+
+def slow_answer_class(model, prompt_class, answer, known):
+    """The class of a row from the whole of its answer."""
+    home, number = model.config.language_gate["home"], prompt_class
+    for mark in (mark for mark in (16, 32, *range(64, 1000, 64)) if mark <= len(answer)):
+        judged = list(answer[:mark])
+        while len(judged) > 1 and judged[-1] == judged[-2] and len({*judged}) > 1:  # a run at the end
+            judged = judged[: -next(n for n in range(1, mark) if judged[-1 - n] != judged[-1])]
+            break
+        if tuple(judged) not in known:
+            known[tuple(judged)] = slow_sums(model, judged)
+        sums = known[tuple(judged)]
+        number = slow_class(sums) if max(sums) > 0 else number if max(sums) >= home else 0
+    return number
+
+
+ANSWERS = {
+    "sampled": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 80},
+    "sampled beams": {"do_sample": True, "num_beams": 4, "max_new_tokens": 80},
+    "static": {"do_sample": True, "cache_implementation": "static", "prefill_chunk_size": 5, "max_new_tokens": 80},
+    "without a cache": {"do_sample": True, "use_cache": False, "max_new_tokens": 40},
+    "no prompt": {"do_sample": True, "bos_token_id": 7, "num_return_sequences": 6, "max_new_tokens": 80},
+    "embeddings": {"do_sample": True, "embedded": True, "max_new_tokens": 80},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [*((way, "exclusive") for way in ANSWERS), ("beams", "copies"), ("sampled", "adapters")],
+)
+def test_each_row_has_the_class_that_its_ids_say(way, kind):
+    """Against a loop that judges each row's whole answer again before each token."""
+    model, texts, known, seen = gated_model(**KINDS[kind], **SWAYING), [[]], {}, []
+    way = ANSWERS[way]
+    options = {**LONG, **way}
+    if "bos_token_id" not in way:
+        texts = clear_texts(model, 2, 9)
+        ids = torch.tensor(texts)
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)} if options.pop("embedded", 0) else {"inputs": ids}
+        options |= given | {"attention_mask": torch.ones_like(ids)}
+    start = 1 if "bos_token_id" in way else 0 if "inputs_embeds" in options else 9
+    prompts = [slow_class(slow_sums(model, text)) for text in texts]
+    prepare = model.prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def noting(input_ids, *args, **kwargs):
+        made = prepare(input_ids, *args, **kwargs)
+        class_B = model.routing_control.request.classes.class_B
+        seen.append((input_ids, class_B.repeat_interleave(len(input_ids) // len(class_B)).tolist()))
+        return made
+
+    model.prepare_inputs_for_generation = noting
+    torch.manual_seed(0)
+    model.generate(**options)
+    changes, moves, before = 0, 0, None
+    for ids, classes in seen:
+        many = len(ids) // len(prompts)
+        answers = ids[:, start:].tolist()
+        expected = [slow_answer_class(model, prompts[n // many], answer, known) for n, answer in enumerate(answers)]
+        assert classes == expected, len(answers[0])
+        changes += classes != [prompts[n // many] for n in range(len(ids))]
+        if ids.shape[1] > start:  # less is a part of a prompt
+            moves += before is not None and not torch.equal(ids[:, : before.shape[1]], before)
+            before = ids
+    assert changes
+    assert (moves > 0) == ("num_beams" in way)
+
+
+def test_an_answer_that_changes_its_class_goes_on_with_its_cache():
+    """By a loop of passes that are told."""
+    model = gated_model(**KINDS["exclusive"], **SWAYING)
+    (text, *_), cache, known = clear_texts(model, 1, 9), DynamicCache(config=model.config), {}
+    torch.manual_seed(0)
+    options = {"do_sample": True, "return_dict_in_generate": True, "output_logits": True}
+    made = model.generate(torch.tensor([text]), **LONG | options)
+    found, given, classes, prompt = made.sequences[0].tolist(), text, set(), slow_class(slow_sums(model, text))
+    for step, logits in enumerate(made.logits):
+        number = slow_answer_class(model, prompt, found[9 : 9 + step], known)
+        classes.add(number)
+        with torch.no_grad():
+            ours = model(torch.tensor([given]), past_key_values=cache, languages=CODES[number]).logits[:, -1]
+        torch.testing.assert_close(logits, ours)
+        given = [found[9 + step]]
+    assert len(classes) > 1
+
+
+@pytest.mark.parametrize("kind", ["copies", "adapters"])
+def test_compiled_there_is_one_graph_for_each_class_and_one_for_several(kind):
+    fields = {"expert_kind": "adapter", "adapters": [{"maps": MAPS}]} if kind == "adapters" else {}
+    model = gated_model(
+        expansions=[(2, 2)], exclusive=kind == "adapters", fields=fields, num_hidden_layers=2, **SWAYING
+    )
+    texts, graphs = clear_texts(model, 2, 9), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiling = CompileConfig(backend=backend, mode=None)
+    compiling._compile_all_devices = True
+    torch.compiler.reset()
+    cache, both = StaticCache(config=model.config, max_cache_len=60), sorted(texts, key=partial(slow_sums, model))
+    for pair in (both[:2], both[2:], both[1:3], texts[:2]):
+        ids = torch.tensor(pair)
+        options = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": 40}
+        cache.reset()
+        found = model.generate(ids, past_key_values=cache, compile_config=compiling, **options)
+        assert torch.equal(found, model.generate(ids, **options))
+    assert 2 <= len(graphs) <= 3
+
+
+# --- the library's own ---------------------------------------------------------------------------------------------
 
 
 def test_a_thread_generates_while_another_ones_prompt_is_judged():
-    gated, began, go, judging, found = adapters(), threading.Event(), threading.Event(), [], {}
-    alone = [gated.generate(IDS[:1], **OPTIONS), gated.generate(IDS[1:2], languages="en", **OPTIONS)]
+    model, began, go, judging, found = gated_model(**KINDS["adapters"]), threading.Event(), threading.Event(), [], {}
+    first, second = (torch.tensor([text]) for text in clear_texts(model, 1, 9)[:2])
+    alone = [model.generate(first, **GREEDY), model.generate(second, languages="hu", **GREEDY)]
 
     def wait(*_):
         if threading.get_ident() in judging and not began.is_set():
@@ -54,14 +329,14 @@ def test_a_thread_generates_while_another_ones_prompt_is_judged():
 
     def judge():
         judging.append(threading.get_ident())
-        found["judged"] = gated.generate(IDS[:1], **OPTIONS)
+        found["judged"] = model.generate(first, **GREEDY)
 
-    gated.model.layers[0].register_forward_pre_hook(wait)
+    model.model.layers[0].register_forward_pre_hook(wait)
     thread = threading.Thread(target=judge)
     thread.start()
     began.wait(60)
     try:
-        told = gated.generate(IDS[1:2], languages="en", **OPTIONS)
+        told = model.generate(second, languages="hu", **GREEDY)
     finally:
         go.set()
         thread.join()
@@ -69,69 +344,41 @@ def test_a_thread_generates_while_another_ones_prompt_is_judged():
     assert torch.equal(told, alone[1])
 
 
-def compiled_in_one_chunk(gated):
-    config = CompileConfig(backend="eager", mode=None)
-    config._compile_all_devices = True
-    return {"cache_implementation": "static", "prefill_chunk_size": 20, "compile_config": config}
+def test_two_threads_judge_and_answer_at_once():
+    """And leave the compiler's stance as it was."""
+    model = gated_model(**KINDS["exclusive"], **SWAYING)
+    texts = [torch.tensor([text]) for text in clear_texts(model, 2, 9)]
+    options = {**GREEDY, "max_new_tokens": 40}
+    expected, found = [model.generate(ids, **options) for ids in texts], {}
+    before = torch._dynamo.eval_frame._stance
+    threads = [
+        threading.Thread(target=lambda row=row: found.update({row: model.generate(texts[row], **options)}))
+        for row in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[row], expected[row]) for row in range(6))
+    assert torch._dynamo.eval_frame._stance is before
 
 
-def compiled_by_its_user(gated):
-    gated.compile(backend="eager")
-    return {}
-
-
-@pytest.mark.parametrize("how", [compiled_in_one_chunk, compiled_by_its_user])
-def test_compiled_a_prompt_is_judged_as_well(how):
-    gated, mask = model(), torch.ones_like(IDS)
-    judged = gated.generate(IDS, attention_mask=mask, **OPTIONS)
-    assert not torch.equal(judged, gated.generate(IDS, attention_mask=mask, judge_prompt=False, **OPTIONS))
-    torch.compiler.reset()
-    assert torch.equal(gated.generate(IDS, attention_mask=mask, **OPTIONS, **how(gated)), judged)
-
-
-def test_messages_are_not_judged_without_a_gate():
-    plain = model(gate=False)
-    for harmless in (True, False):
-        plain.generate(IDS, judge_prompt=harmless, **OPTIONS)
-    with pytest.raises(ValueError, match="judge_prompt: the model has no language gate that would judge: leave it out"):
-        plain.generate(IDS, judge_prompt=[4, 9], **OPTIONS)
-
-
-def test_padding_that_the_pad_token_tells_is_no_text(gated):
-    ids = torch.randint(0, 250, (32, 9), generator=torch.Generator().manual_seed(7))
-    ids[:, :7] = PAD
-    masked = gated.generate(ids, attention_mask=(ids != PAD).long(), **OPTIONS)
-    classes = [gated.classes_of_prompts(ids, {"attention_mask": mask}) for mask in ((ids != PAD).long(), ids * 0 + 1)]
-    assert classes[0] != classes[1]  # as text the pads would count
-    assert torch.equal(gated.generate(ids, **OPTIONS), masked)
-    config = GenerationConfig(**OPTIONS | {"eos_token_id": 255})  # else the model's own counts, which is the pad token
-    masked = gated.generate(ids, config, attention_mask=(ids != PAD).long())
-    assert torch.equal(gated.generate(ids, config), masked)
-    config.pad_token_id = None  # then it is the model's own
-    gated.generation_config.pad_token_id = PAD
-    assert torch.equal(gated.generate(ids, generation_config=config), masked)
-
-
-def test_prompts_that_are_embedded_are_judged_whatever_ids_stand_beside_them(gated):
-    embedded = gated.get_input_embeddings()(IDS)
-    expected = gated.generate(IDS, **OPTIONS)[:, 9:]
-    assert not torch.equal(expected, gated.generate(IDS, judge_prompt=False, **OPTIONS)[:, 9:])
-    assert torch.equal(gated.generate(input_ids=IDS[:, :0], inputs_embeds=embedded, **OPTIONS)[:, -6:], expected)
-
-
-def test_a_model_behind_a_gate_drafts_with_no_part_of_itself(gated):
-    before = gated.generate(IDS[:1], **OPTIONS)
-    with pytest.raises(ValueError, match="assistant_early_exit: a model of the first layers alone has no language"):
-        gated.generate(IDS[:1], assistant_early_exit=1, **OPTIONS)
-    with pytest.raises(ValueError, match="assistant_early_exit: a model of the first layers alone has no language"):
-        gated.generate(IDS[:1], GenerationConfig(assistant_early_exit=1, **OPTIONS))
-    assert torch.equal(gated.generate(IDS[:1], **OPTIONS), before)
-
-
-def test_an_offloaded_cache_fetches_its_first_layer_again():
-    cache = DynamicCache()
-    model()(IDS, past_key_values=cache)
-    fetched = []
-    cache.layers[0].prefetch = lambda: fetched.append(0)
-    cache.layers[-1].prefetch()
-    assert fetched == [0]
+def test_the_pipeline_and_a_streamer_write_what_generate_does():
+    model, tokenizer = gated_model(**KINDS["exclusive"], **SWAYING), byte_tokenizer()
+    texts = [
+        tokenizer.decode(tokenizer(text).input_ids) for text in ("the cat sat on it", "a dog", "what is it to you")
+    ]
+    options = {**GREEDY, "max_new_tokens": 40}
+    alone = [model.generate(**tokenizer(text, return_tensors="pt"), **options) for text in texts]
+    said = [tokenizer.decode(ids[0], skip_special_tokens=True) for ids in alone]
+    asking = pipeline("text-generation", model, tokenizer=tokenizer)
+    for batch in (1, 3):
+        made = asking(texts, batch_size=batch, **options)
+        assert [one[0]["generated_text"] for one in made] == said
+    for text, expected in zip(texts, said, strict=True):
+        streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
+        given = {**tokenizer(text, return_tensors="pt"), "streamer": streamer, **options}
+        thread = threading.Thread(target=model.generate, kwargs=given)
+        thread.start()
+        assert "".join(streamer) == expected
+        thread.join()
