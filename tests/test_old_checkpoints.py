@@ -176,7 +176,7 @@ def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "gated"))
     layer = json.loads((tmp_path / "gated" / "config.json").read_text("utf-8"))["language_gate"]["layer"]
     named = {name for name in before if "classifier" not in name}
-    assert after.keys() == named | {f"model.layers.{layer}.mlp.language_gate.{kind}" for kind in ("weight", "bias")}
+    assert after.keys() == named | {f"model.layers.{layer}.language_gate.{kind}" for kind in ("weight", "bias")}
     assert all(torch.equal(before[name], after[name]) for name in named)
     model, wanted = load(tmp_path / "gated"), recorded("fitted_gates")
     ids = torch.tensor([wanted["input_ids"]])

@@ -335,7 +335,8 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
         return Texts.of({code: gate.scored[code] for code in codes}, gate, classes, settings, plain)
 
     unseen = sorted({*gate.anchors} - later)
-    new, old = [], []
+    new: list[str] = []
+    old: list[str] = []
     for code in gate.scored:
         if code not in gate.anchors:
             (new if code in later else old).append(code)
