@@ -338,7 +338,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         counted_BS = counted_in(decoder, inputs, attention_mask, pad)
         # A row with padding alone is an empty text of its own.
         texts_BS = torch.arange(len(inputs), device=counted_BS.device).unsqueeze(-1).masked_fill(~counted_BS, -1)
-        sums_ME = sums_of(self.routing_control, rule, decoder, inputs, texts_BS)
+        sums_ME = sums_of(self.routing_control, rule, self if is_shared(self) else decoder, inputs, texts_BS)
         return torch.nn.functional.pad(sums_ME, (0, 0, 0, len(inputs) - len(sums_ME)))
 
     def generate(

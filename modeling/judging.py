@@ -58,20 +58,26 @@ def is_shared(decoder: Any) -> bool:
 
 @torch.no_grad()
 def sums_of(
-    control: RoutingControl, rule: GateRule, decoder: Any, inputs: torch.Tensor, texts_BS: torch.Tensor
+    control: RoutingControl, rule: GateRule, model: Any, inputs: torch.Tensor, texts_BS: torch.Tensor
 ) -> torch.Tensor:
-    """`s` of each text, `[M, E]`, by one pass up to the gate's layer; see `text_numbers` and `text_ends`."""
+    """`s` of each text, `[M, E]`, by one pass up to the gate's layer; see `text_numbers` and `text_ends`.
+
+    Args:
+        model: the decoder; or the whole model, where processes share its weights and no pass of it goes on.
+    """
     begin = None if rule.begin is None else torch.tensor(rule.begin, device=inputs.device)
     if begin is not None and inputs.ndim == 3:
-        begin = decoder.get_input_embeddings()(begin)
+        begin = model.get_input_embeddings()(begin)
     rows, lengths_M = text_ends(inputs, texts_BS, begin)
     first, column_L = int(begin is not None), torch.arange(rows.shape[1], device=rows.device)
     mask_ML = (column_L < lengths_M.unsqueeze(-1) + first) | (column_L == 0)
-    given = {"inputs_embeds" if rows.ndim == 3 else "input_ids": rows, "attention_mask": mask_ML.long()}
-    reading = Reading(ends=not is_shared(decoder))
+    given: dict[str, Any] = {"inputs_embeds" if rows.ndim == 3 else "input_ids": rows, "attention_mask": mask_ML.long()}
+    reading = Reading(ends=not is_shared(model))
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        given["logits_to_keep"] = 1
     alone = control.asking(**vars(RoutingRequest(expert=0, reading=reading)))
     with _ONE_BY_ONE, alone, torch.compiler.set_stance("force_eager"), suppress(_ReadError):
-        decoder(**given, use_cache=False)
+        model(**given, use_cache=False)
     evidence_MLE = reading.evidence.view(*rows.shape[:2], -1)[:, first:]  # type: ignore[union-attr]
     return last_sums(evidence_MLE, lengths_M.to(evidence_MLE.device), rule.window).to(inputs.device)
 
