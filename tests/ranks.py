@@ -14,8 +14,10 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from conftest import StopAt, enable_checkpointing
+from gated_models import CODES, GREEDY, KINDS, gated_model, tokens
 from one_step import build, full, in_halves, rows, train
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -202,6 +204,42 @@ def tensor_parallel(folder):
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     for step in ("review", "post", "everything"):
         found[step] = one_step(folder, f"tp {step}", step, ranks=1, tp_size=2)
+    return found
+
+
+def judging(folder):
+    """Texts of a model with a gate, shared out in each way: classes, logits and answers, beside those of the whole
+    model. Ranks read the same texts, or a half each."""
+    found, ids = {}, tokens(8, 12, seed=3)
+    whole = gated_model(**KINDS["exclusive"], vocab_size=258)
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder / "gated")
+    dist.barrier()
+    load = partial(LayerMoEForCausalLM.from_pretrained, folder / "gated")
+
+    def by_hand():
+        model = load()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+
+    ways = {
+        "ddp": lambda: DistributedDataParallel(load()),
+        "by hand": by_hand,
+        "fsdp": lambda: load(distributed_config=DistributedConfig(fsdp_size=2)),
+        "tp": lambda: load(tp_plan="auto"),
+    }
+    for way, make in ways.items():
+        model, own = make().eval(), ids if way == "tp" else share(ids)
+        inner = getattr(model, "module", model)
+        with torch.no_grad():
+            told = whole(own, languages=[CODES[number] for number in whole.judge(own)]).logits
+            found[way] = {
+                "classes": (inner.judge(own), whole.judge(own)),
+                "logits": (model(own).logits, told),
+                "answers": (inner.generate(own, **GREEDY), whole.generate(own, **GREEDY)),
+            }
     return found
 
 

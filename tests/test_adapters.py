@@ -1,7 +1,6 @@
 """Language adapters: low-rank updates of all linear maps, against dense models whose weights have them."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from hf_moe_expand.checkpoint.adapter_maps import all_linear
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraUpdate
-from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.modeling.routing import TokenClasses
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
@@ -154,6 +152,19 @@ UNUSUAL = {
 }
 
 
+def gated(model):
+    """The model with a gate that decides now one way, now the other."""
+    fields = model.config.to_dict() | {
+        "language_gate": {"layer": 1, "languages": [["en"], ["el"]], "window": 4, "bound": 2.0},
+        "expansions": [{"method": "x", "old_languages": ["en"], "new_languages": ["el"]}],
+    }
+    made = LayerMoEForCausalLM(LayerMoEConfig(**{k: v for k, v in fields.items() if k != "model_type"})).eval()
+    made.load_state_dict(model.state_dict(), strict=False)
+    weight, draw = made.language_gate.weight, torch.Generator().manual_seed(5)
+    torch.nn.init.normal_(weight, generator=draw)
+    return made
+
+
 def unusual(name):
     dense = tiny_twin(CONFIG_MAPPING[name]()).eval()
     plan = Plan("moe-lpr", [2] * dense.config.num_hidden_layers, old=["en"], new=["el"], exclusive=True)
@@ -181,36 +192,22 @@ def test_each_row_of_an_unusual_layer_has_its_languages_maps(name):
     assert not torch.allclose(in_training[0], in_training[1], atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["doge", "hy_v4"])
-def test_behind_a_gate_nothing_is_mapped_anew_in_another_language(name):
-    _, model = unusual(name)
-    fields = model.config.to_dict() | {
-        "language_gate": {"layer": 1, "languages": [["en"], ["el"]], "window": 4, "bound": 2.0}
-    }
-    gated = LayerMoEForCausalLM(LayerMoEConfig(**{k: v for k, v in fields.items() if k != "model_type"})).eval()
-    gated.load_state_dict(model.state_dict(), strict=False)
-    torch.nn.init.normal_(gated.expanded_ffns()[1].language_gate.weight)
-    assert gated.generate(IDS, **GREEDY).shape == (2, 12 + GREEDY["max_new_tokens"])
-    cache = gated(IDS, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"maps what its cache holds anew.*name the languages"):
-        gated(IDS[:, :1], past_key_values=cache)
-
-
-def test_the_cache_of_a_prompt_that_was_judged_home_is_mapped_by_the_base():
-    """Also where the gate sends the answer's last tokens of all rows to the new language."""
-    _, model = unusual("youtu")
-    adapters, control = next(iter(model.expanded_ffns().values())), model.routing_control
-    linear = model.model.layers[adapters.layer_index].self_attn.kv_b_proj
-    x = torch.randn(2, 5, linear.in_features, generator=torch.Generator().manual_seed(0))
-    control.decided = None
-    plain, update = linear(x), adapters.experts[1].get_submodule("self_attn_kv_b_proj_update")(x)
-    adapters.gate_rule, control.gate_pass = GateRule(1, [["en"], ["el"]]), object()
-    with control.asking(classes=[None, 1], message_ends=[4]):
-        control.decided = 1, TokenClasses(torch.tensor([1, 1]), [1]), 2
-        mapped = linear(x)
-    control.decided = control.gate_pass = None
-    assert torch.equal(mapped[0], plain[0])
-    assert torch.equal(mapped[1], (plain + update)[1])
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", *UNUSUAL])
+def test_behind_a_gate_a_text_is_told_its_class(name):
+    """Also padded, where positions are learned; in layers that map what the cache holds anew; in those of mixtures."""
+    dense, model = unusual(name) if name in UNUSUAL else (tiny_dense(name), None)
+    model = gated(model or moved(expand_model(dense, PLAN, **KIND)))
+    ids = tokens(12, 12, seed=3)
+    classes = model.judge(ids)
+    assert {*classes.tolist()} == {0, 1}
+    codes = ["el" if number else "en" for number in classes]
+    assert torch.equal(model(ids).logits, model(ids, languages=codes).logits)
+    assert torch.equal(model.generate(ids, **GREEDY), model.generate(ids, languages=codes, **GREEDY))
+    padded, mask = (torch.nn.functional.pad(x, (6, 0), value=0) for x in (ids, torch.ones_like(ids)))
+    assert torch.equal(model.judge(padded, mask), classes)
+    found, told = (model.generate(padded, attention_mask=mask, **GREEDY, **more) for more in ({}, {"languages": codes}))
+    assert torch.equal(found, told)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
@@ -232,89 +229,6 @@ def test_growth_by_two_adapters_is_refused(el, tmp_path):
     with pytest.raises(InputError, match="a language has one adapter, but the plan adds more experts to a layer"):
         grow_checkpoint(el, tmp_path / "out", plan)
     assert not (tmp_path / "out").exists()
-
-
-def gated(folder, layer=1, window=4):
-    """The model with a gate that decides now one way, now the other."""
-    config = json.loads((folder / "config.json").read_text())
-    languages = [["en"], *(one["new_languages"] for one in config["expansions"])]
-    config["language_gate"] = {"layer": layer, "languages": languages, "window": window, "bound": 2.0}
-    own = LayerMoEConfig(**{name: value for name, value in config.items() if name != "model_type"})
-    model = LayerMoEForCausalLM(own).eval()
-    model.load_state_dict(load(folder).state_dict(), strict=False)
-    with torch.no_grad():
-        gate = model.expanded_ffns()[layer].language_gate
-        gate.weight.copy_(torch.randn(gate.weight.shape, generator=torch.Generator().manual_seed(5)))
-        gate.bias.zero_()
-    return model
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_behind_a_gate_the_layers_below_it_are_the_bases(grown, layer):
-    """By hand: the FFN of the gate's layer, and all of the later layers, token by token."""
-    model, seen = gated(grown, layer), {}
-    names = {module: name for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and ".layers." in names[module]:
-            module.register_forward_hook(lambda module, args, y: seen.update({names[module]: (args[0], y)}))
-    classes = []
-    model.expanded_ffns()[layer].language_gate.register_forward_hook(
-        lambda *_: classes.append(model.routing_control.gate_pass)
-    )
-    with torch.no_grad():
-        model(IDS)
-        of_tokens = classes[0].classes.class_T.view(2, 12)
-        assert {*of_tokens.flatten().tolist()} == {0, 1, 2}
-        for name, (x, y) in seen.items():
-            _, _, number, inner = name.split(".", 3)
-            plain = torch.nn.functional.linear(x, model.get_submodule(name).weight, model.get_submodule(name).bias)
-            judged = int(number) > layer or (int(number) == layer and inner.startswith("mlp"))
-            for expert in (1, 2):
-                at = (of_tokens == expert) & judged
-                update = (
-                    model.expanded_ffns()[int(number)]
-                    .experts[expert]
-                    .get_submodule(f"{inner.replace('.', '_')}_update")
-                )
-                close(y[at], (plain + update(x))[at])
-            at = (of_tokens == 0) | torch.tensor(not judged)
-            assert torch.equal(y[at], plain[at])
-
-
-def test_in_pieces_it_is_the_same_as_in_one_pass(grown):
-    model = gated(grown)
-    with torch.no_grad():
-        whole = model(IDS).logits
-        cache, parts = None, []
-        for piece in IDS.split([5, 1, 6], 1):
-            out = model(piece, past_key_values=cache, use_cache=True)
-            cache, parts = out.past_key_values, [*parts, out.logits]
-        close(torch.cat(parts, 1), whole)
-        told = model.generate(IDS, languages="el", **GREEDY)
-        assert torch.equal(told, merged(model, load_base(model), 1).generate(IDS, **GREEDY))
-        model.generate(IDS, cache_implementation="static", **GREEDY)
-
-
-@pytest.mark.parametrize("backbone", ["gpt2", "opt", "bloom", "qwen2"])
-def test_a_padded_prompt_is_judged_as_alone(backbone, tmp_path):
-    """Also where positions are learned: those of the pass that judges are those of `generate`."""
-    expand_checkpoint(save_dense(tmp_path / "base", backbone), tmp_path / "el", PLAN, **KIND)
-    model = gated(moved_file(tmp_path / "el"))
-    draw = torch.Generator().manual_seed(3)
-    prompts = torch.randint(0, 250, (20, 9), generator=draw)
-    options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY, "max_new_tokens": 1}
-    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options).logits[0]
-    classes = model.classes_of_prompts(prompts, {"attention_mask": torch.ones_like(prompts)})
-    assert {None, 1} == {*classes}
-    padded, mask = (torch.nn.functional.pad(x, (6, 0)) for x in (prompts, torch.ones_like(prompts)))
-    assert model.classes_of_prompts(padded, {"attention_mask": mask}) == classes
-    close(model.generate(padded, attention_mask=mask, **options).logits[0], alone)
-
-
-def load_base(model):
-    dense = tiny_dense("qwen2")
-    dense.load_state_dict({name: value for name, value in model.state_dict().items() if ".adapters." not in name})
-    return dense.eval()
 
 
 def test_copies_pickles_and_compiled_passes_have_their_own_hooks(grown):
@@ -379,8 +293,8 @@ def test_a_quantised_base_calls_its_adapters(el):
     layer.self_attn.q_proj._forward_hooks.clear()
     expected = logits(el, languages="el")
     assert not torch.equal(logits(model, languages="el"), expected)
-    model._attach_adapters()
-    model._attach_adapters()
+    model._attach_parts()
+    model._attach_parts()
     assert torch.equal(logits(model, languages="el"), expected)
 
 
@@ -437,48 +351,6 @@ def test_only_some_maps_of_some_layers(base, tmp_path):
     model = load(tmp_path / "x")
     assert [len(layer.updated) for layer in model.expanded_ffns().values()] == [2, 0, 2]
     close(logits(model, languages="el"), logits(merged(model, load(base), 1)))
-
-
-@pytest.mark.parametrize("ways", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
-def test_a_prompt_that_ends_in_a_new_language_is_told(grown, ways):
-    """All of its layers run the adapter; one that ends at home is judged token by token."""
-    model = gated(grown)
-    with torch.no_grad():
-        passes, gate = [], model.expanded_ffns()[1].language_gate
-        ids = tokens(12, 9, seed=3)
-        mask = torch.ones_like(ids)
-        mask[::2, :3] = 0
-        hook = gate.register_forward_hook(lambda *_: passes.append(model.routing_control.gate_pass))
-        model(ids, attention_mask=mask, use_cache=False)
-        hook.remove()
-        ends = passes[0].classes.class_T.view(12, 9)[:, -1].tolist()
-        assert {*ends} == {0, 1, 2}
-        for row, number in enumerate(ends):
-            torch.manual_seed(row)
-            prompt = {"inputs": ids[row : row + 1], "attention_mask": mask[row : row + 1], **GREEDY, **ways}
-            judged = model.generate(**prompt)
-            torch.manual_seed(row)
-            assert torch.equal(judged, model.generate(languages=[None], **prompt))
-            torch.manual_seed(row)
-            if number:
-                assert torch.equal(judged, model.generate(languages=["el", "tr"][number - 1], **prompt))
-            else:
-                with model.routing_control.asking(classes=[None]):
-                    assert torch.equal(judged, model.generate(**prompt))
-        if not ways:
-            codes = [[None, "en", "el"][row % 3] for row in range(12)]
-            among = model.generate(ids, attention_mask=mask, languages=codes, **GREEDY)
-            for row, code in enumerate(codes):
-                prompt = {"inputs": ids[row : row + 1], "attention_mask": mask[row : row + 1], **GREEDY}
-                assert torch.equal(among[row : row + 1], model.generate(languages=code, **prompt))
-            embedded = model.get_input_embeddings()(ids)
-            both = model.generate(input_ids=ids, inputs_embeds=embedded, attention_mask=mask, **GREEDY)
-            assert torch.equal(both, model.generate(ids, attention_mask=mask, **GREEDY)[:, -both.shape[1] :])
-            assert model.train().generate(ids, attention_mask=mask, **GREEDY).shape == (12, 17)
-            model.eval()
-            assert model.model.layers[0].mlp.down_proj(torch.zeros(1, 2, 48)).shape == (1, 2, 32)
-        assert torch.equal(model.generate(inputs=ids, attention_mask=mask, languages="en", **GREEDY),
-                           load_base(model).generate(ids, attention_mask=mask, **GREEDY))  # fmt: skip
 
 
 def test_the_card_speaks_of_adapters(el, grown):

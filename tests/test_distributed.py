@@ -19,7 +19,7 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 
 CHECKS = (
     "ddp", "ddp_in_pieces", "evaluation", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native",
-    "adaptation", "streamed",
+    "adaptation", "streamed", "judging",
 )  # fmt: skip
 
 
@@ -122,6 +122,13 @@ def test_tensor_parallel_experts_are_split_and_compute_the_same(found, root, bac
     kept = compare_checkpoints(root / f"tp {backbone}.base", root / f"tp {backbone}")
     assert not kept.changed + kept.removed
     assert set(kept.added) <= {"lm_head.weight"}  # transformers writes a tied head of a split model out as well
+
+
+@pytest.mark.parametrize("way", ["ddp", "by hand", "fsdp", "tp"])
+def test_texts_are_judged_as_in_one_process(found, way):
+    for ours, whole in found["judging"][way].values():
+        torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+    assert len(whole.unique()) > 1
 
 
 @pytest.mark.parametrize("step", ["review", "post"])

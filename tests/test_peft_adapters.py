@@ -429,7 +429,7 @@ def test_adapters_attach_to_maps_whose_weights_are_packed(model):
         if isinstance(module, torch.nn.Linear):  # as bitsandbytes leaves them
             module.weight = torch.nn.Parameter(module.weight.detach().reshape(-1, 1), requires_grad=False)
     before = [len(module._forward_hooks) for module in loaded.modules()]
-    loaded._attach_adapters()
+    loaded._attach_parts()
     assert [len(module._forward_hooks) for module in loaded.modules()] == before
 
 
