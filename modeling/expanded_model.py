@@ -514,8 +514,9 @@ def _expanded_class(cls: Any, config: Any) -> type:
             "_static": cls,
             "_supports_attention_backend": dense._supports_attention_backend,
             "forward": with_languages(dense.forward),
-            "prepare_inputs_for_generation": with_answers(dense.prepare_inputs_for_generation),
         }
+        if hasattr(dense, "prepare_inputs_for_generation"):  # a model without a head generates nothing
+            namespace["prepare_inputs_for_generation"] = with_answers(dense.prepare_inputs_for_generation)
         _CLASSES[cls, backbone] = type(cls.__name__, (cls, dense), namespace)
     return _CLASSES[cls, backbone]
 
