@@ -271,7 +271,7 @@ def test_loaded_models_and_folders_are_told_apart(tmp_path):
         "models holds loaded models and names": lambda: average_checkpoints([model, tmp_path / "model"]),
         "is a dense model": lambda: average_experts(tiny_dense("qwen2")),
         "is not expanded": lambda: fit_gates(tiny_dense("qwen2"), texts=TEXTS, processing_class=byte_tokenizer()),
-        "is a DMoE": lambda: fit_gates(
+        "a DMoE keeps no language of its base": lambda: fit_gates(
             expand_model(tiny_dense("qwen2"), Plan("dmoe", [2, 1, 2], groups=[["el"], ["tr"]])),
             texts=TEXTS, processing_class=byte_tokenizer(),
         ),
