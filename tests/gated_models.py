@@ -148,16 +148,3 @@ def padded(texts: Sequence[Sequence[int]], side: str = "left", pad: int = 256) -
         rows.append([*parts[0], *parts[1]])
     ids, mask = torch.tensor(rows).unbind(-1)
     return ids, mask
-
-
-def evidence_of(seed: int = 0, classes: int = 3) -> torch.Tensor:
-    """Evidence of each of 257 tokens for the later classes, in whole numbers of both signs."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(-2048, 2049, (257, classes - 1), generator=draw, dtype=torch.int32)
-
-
-def give_evidence(model, table: torch.Tensor) -> None:
-    """From now on a token's evidence is `table[token]`, whatever stands before it."""
-    read: list[torch.Tensor] = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0]))
-    model.language_gate.register_forward_hook(lambda *_: table[read[-1].flatten()])

@@ -17,9 +17,7 @@ from gated_models import (
     all_go_to,
     clear_texts,
     dense_of,
-    evidence_of,
     gated_model,
-    give_evidence,
     padded,
     slow_class,
     slow_sums,
@@ -38,20 +36,6 @@ OLD_NAMES = {"exclusive": "mlp", "adapters": "adapters"}  # of the module that h
 
 def numbers_of(model, texts):
     return [slow_class(slow_sums(model, text)) for text in texts]
-
-
-def ffn_calls(model, run):
-    """For each expanded layer, the outputs `[B, S, h]` of its FFN, and of its expert 0 on all tokens."""
-    found = {}
-    handles = [
-        ffn.register_forward_hook(lambda ffn, args, y, layer=layer: found.update({layer: (args[0], y)}))
-        for layer, ffn in model.expanded_ffns().items()
-    ]
-    with torch.no_grad():
-        run()
-        for handle in handles:
-            handle.remove()
-        return {layer: (y, model.expanded_ffns()[layer].experts[0](x)) for layer, (x, y) in found.items()}
 
 
 @torch.no_grad()
@@ -90,34 +74,23 @@ def test_a_pass_is_the_one_that_the_user_tells(kind):
         assert torch.equal(model(ids).logits, model(ids, languages=codes).logits)
 
 
-@pytest.mark.parametrize("kind", ["copies", "exclusive"])
-def test_experts_below_the_gates_layer_run_the_judged_class(kind):
-    """And none in the pass that judges, which ends at the gate."""
-    model, ids = gated_model(**KINDS[kind]), tokens(2, 8)
-    all_go_to(model, 2)
-    passes = []
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda *_: passes.append(0))
-    found = ffn_calls(model, lambda: model(ids))
-    assert not any(torch.equal(y, base) for y, base in found.values())
-    assert len(passes) == 1 + 3
-    all_go_to(model, 0)
-    assert all(torch.equal(y, base) for y, base in ffn_calls(model, lambda: model(ids)).values())
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["top-k", "exclusive of several"])
-def test_each_class_may_use_the_experts_of_its_expansions(kind):
-    model = gated_model(**KINDS[kind])
-    texts = clear_texts(model, 1, 9)
-    of_tokens = [number for number in numbers_of(model, texts) for _ in range(9)]
-    with model.capture_routing() as routing:
-        model(torch.tensor(texts))
-    exclusive = kind != "top-k"
-    counts = {2: [1, 2, 2]} if exclusive else {2: [1, 3, 5]}
-    for layer, allowed in counts.items():
-        assert routing.layers[layer].token_classes.tolist() == of_tokens
-        assert routing.layers[layer].allowed.sum(-1).tolist() == [allowed[number] for number in of_tokens]
+@EVERY_KIND
+def test_layers_below_the_gate_run_the_judged_class_in_the_pass_that_follows(kind):
+    """The pass that judges is the base's, and ends at the gate's layer."""
+    model, base, ids, seen = gated_model(**KINDS[kind]), dense_of(gated_model(**KINDS[kind])), tokens(2, 8), []
+    all_go_to(model, 2)
+    for one in (model, base):
+        for number, layer in enumerate(one.model.layers):
+            layer.register_forward_hook(lambda _, args, y, number=number: seen.append((number, y)))
+    model(ids)
+    base(ids)
+    (layer, judging), *told, (_, plain), _, _ = seen
+    assert [layer, *(number for number, _ in told)] == [0, 0, 1, 2]
+    assert torch.equal(judging, plain)
+    assert torch.equal(told[0][1], plain) == (
+        len(KINDS[kind]["expansions"]) > 1 and KINDS[kind]["expansions"][1][0] == 1
+    )
 
 
 @torch.no_grad()
@@ -298,19 +271,3 @@ def test_a_server_that_reads_parts_of_texts_is_refused(server, monkeypatch):
     config._attn_implementation_internal = server
     with pytest.raises(ValueError, match=r"(vLLM|SGLang) reads parts of several in one pass.*export --language"):
         LayerMoEForCausalLM(config)
-
-
-@torch.no_grad()
-def test_a_pass_reads_few_values_on_the_host():
-    """On a device each read waits for all that came before."""
-    model, ids, reads = gated_model(**KINDS["exclusive"]), tokens(3, 14), []
-    give_evidence(model, evidence_of())
-    model(ids, use_cache=False)
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("tolist", "item", "__bool__", "__int__", "nonzero"):
-            own = getattr(torch.Tensor, name)
-            patched.setattr(torch.Tensor, name, lambda x, *a, own=own, name=name: reads.append(name) or own(x, *a))
-        model(ids, languages="el", use_cache=False)
-        told = len(reads)
-        model(ids, use_cache=False)
-    assert len(reads) - 2 * told <= 8
