@@ -7,8 +7,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -30,7 +29,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 from zygote import Child, Zygote
 
-from hf_moe_expand import Plan, cli
+from hf_moe_expand import cli
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import read
@@ -322,14 +321,14 @@ def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mappi
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# One backbone of each kind of FFN call, of head and of key names; the wide matrix has more. All architectures that are
-# proven stand in test_promises.py.
+# One backbone of each kind of FFN call, of head and of key names, and more. All architectures that are proven stand in
+# matrix/test_backbones.py.
 COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")
 WIDE_BACKBONES = (
     "cohere", "falcon", "gemma2", "gemma3n_text", "gpt2", "gpt_neo", "gptj", "lfm2", "mpt", "olmo2", "opt", "phi3",
     "qwen3_5_text", "stablelm", "starcoder2",
 )  # fmt: skip
-# Their layers call an FFN of the same kind as llama's, qwen2's or gemma3_text's, which stand for them in the matrix.
+# Their layers call an FFN of the same kind as llama's, qwen2's or gemma3_text's, which stand for them.
 ALIKE = ("gemma", "granite", "mistral", "qwen3", "smollm3")
 BACKBONE_NAMES = sorted((*COMMON_BACKBONES, *WIDE_BACKBONES, *ALIKE))
 
@@ -341,51 +340,7 @@ def backbone(request) -> str:
     return request.param
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One way to expand the three layers of a tiny backbone: a plan, and what else `expand_checkpoint` is told."""
-
-    name: str
-    plan: Plan
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-_OLD_AND_NEW: dict[str, Any] = {"old": ["en"], "new": ["el"]}
 ADDED = {"expert_kind": "added", "expert_width": 16}
-# `layer-moe` is the one that the other files
-# use.
-CONFIGURATIONS = (
-    Configuration("layer-moe", Plan("layer-moe", [3, 1, 2], [2], **_OLD_AND_NEW)),
-    Configuration("uniform", Plan("moe-lpr", [3, 3, 3], **_OLD_AND_NEW)),
-    Configuration("random", Plan("moe-lpr", [2, 1, 3], **_OLD_AND_NEW), {"expert_init": "random"}),
-    Configuration("conditional", Plan("layer-moe", [3, 1, 4], [2], **_OLD_AND_NEW), {"conditional_routing": True}),
-    Configuration(
-        "lora", Plan("mola", [3, 1, 4], [2], **_OLD_AND_NEW),
-        {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0},
-    ),
-    Configuration(
-        "conditional-lora", Plan("mola", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
-        {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4.0, "conditional_routing": True},
-    ),
-    Configuration("added", Plan("moe-lpr", [3, 1, 4], [2], **_OLD_AND_NEW), ADDED),
-    Configuration("conditional-added", Plan("moe-lpr", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
-        {**ADDED, "conditional_routing": True}),
-    Configuration("dmoe", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr", "hu"]])),
-)  # fmt: skip
-# Those of the wide backbones: one for each kind of expert, as the rest does not depend on the backbone.
-ONE_OF_EACH_KIND = [one for one in CONFIGURATIONS if one.name in ("layer-moe", "conditional-lora", "conditional-added")]
-
-
-def matrix(
-    common: Iterable[Configuration] = CONFIGURATIONS, wide: Iterable[Configuration] = ONE_OF_EACH_KIND
-) -> pytest.MarkDecorator:
-    """Runs a test with the `common` configurations on each common backbone, and with the `wide` ones on the others."""
-    cases = [(configuration, name, ()) for configuration in common for name in COMMON_BACKBONES]
-    cases += [(configuration, name, pytest.mark.wide) for configuration in wide for name in WIDE_BACKBONES]
-    return pytest.mark.parametrize(
-        ("configuration", "backbone"),
-        [pytest.param(one, name, marks=marks, id=f"{one.name}-{name}") for one, name, marks in cases],
-    )
 
 
 @pytest.fixture

@@ -14,25 +14,22 @@ IDS = torch.arange(3, 43).view(2, 20)
 
 
 def make(root: Path) -> None:
-    from conftest import COMMON_BACKBONES, CONFIGURATIONS, save_dense
+    from conftest import COMMON_BACKBONES, save_dense
+    from matrix.forms import PARTS, Form, refused
 
-    from hf_moe_expand import expand_checkpoint
+    from hf_moe_expand import Plan, expand_checkpoint
 
-    mixture = {"num_experts": 4, "num_experts_per_tok": 2}
-    for backbone in (*COMMON_BACKBONES, "mistral", "qwen3", "granite", "olmoe"):
-        save_dense(root / f"{backbone}-base", backbone, **(mixture if backbone == "olmoe" else {}))
-        for one in CONFIGURATIONS:
-            if backbone == "olmoe" and one.arguments.get("expert_kind") != "added":
-                continue
-            folder = root / f"{backbone}-{one.name}"
-            expand_checkpoint(root / f"{backbone}-base", folder, one.plan, **one.arguments)
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-            generator = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-                model.save_pretrained(folder)
-                torch.save([model(IDS).logits, generated(model)], folder / "computed.pt")
+    left_out = ("encoder-decoder", "expansion-only", "copies")
+    forms = [Form((name,), root) for name in PARTS if name not in left_out and not refused((name,))]
+    folders = [form.whole.rename(root / f"form-{form.parts[0]}") for form in forms]
+    plan = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
+    for backbone in (*COMMON_BACKBONES, "mistral", "qwen3", "granite"):
+        expand_checkpoint(save_dense(root / f"{backbone}-base", backbone), root / backbone, plan)
+        folders.append(root / backbone)
+    for folder in folders:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            torch.save([model(IDS).logits, generated(model)], folder / "computed.pt")
 
 
 def generated(model) -> torch.Tensor:

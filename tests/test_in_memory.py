@@ -62,14 +62,6 @@ def test_the_dense_model_stays_as_it_was():
     assert torch.equal(dense(ids).logits, expected)
 
 
-def test_a_dmoe_plan_makes_a_dmoe_model():
-    plan = Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu", "tr"]], old=["en"])
-    model = expand_model(tiny_dense("qwen2"), plan)
-    assert isinstance(model, DMoEForCausalLM)
-    assert model.config.language_groups == [["el"], ["hu", "tr"]]
-    assert model.config.expansions[0]["new_languages"] == ["el", "hu", "tr"]
-
-
 @pytest.mark.parametrize(
     ("config_class", "fields", "method"),
     [

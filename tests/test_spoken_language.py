@@ -7,19 +7,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import CONFIGURATIONS, byte_tokenizer, enable_checkpointing, tiny_config, tiny_dense
+from conftest import byte_tokenizer, enable_checkpointing, tiny_config, tiny_dense
 from gated_models import dense_of, gated_model
 from transformers import Trainer, TrainingArguments, pipeline
 
-from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, expand_model
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
 
-def expanded(backbone, configuration=CONFIGURATIONS[0], plan=None):
+def expanded(backbone):
     """The dense model and its expansion, with experts and classifiers that change its output."""
     dense = tiny_dense(backbone)
-    model = expand_model(dense, plan or configuration.plan, **configuration.arguments).eval()
+    model = expand_model(dense, Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])).eval()
     torch.manual_seed(2)
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():
@@ -47,25 +47,6 @@ def test_a_new_language_sees_all_experts_whatever_the_classifiers_say():
     for ffn in model.expanded_ffns().values():
         ffn.classifier = None
     assert torch.equal(model(**batch).logits, said)
-
-
-def test_a_language_of_an_earlier_expansion_sees_the_experts_of_its_time():
-    config = LayerMoEConfig.from_dense(
-        tiny_config("qwen2"), num_experts_per_layer=[4, 1, 3], earlier_experts_per_layer=[[2, 1, 2]],
-        classifier_layers=[0],
-        expansions=[
-            {"method": "layer-moe", "old_languages": ["en"], "new_languages": ["el"]},
-            {"method": "layer-moe", "old_languages": ["en", "el"], "new_languages": ["tr"]},
-        ],
-    )  # fmt: skip
-    model = LayerMoEForCausalLM(config).eval()
-    batch = text(3)
-    with torch.no_grad(), model.capture_routing() as routing:
-        said = model(**batch, languages=["en", "el", "tr"]).logits
-    assert routing.layers[0].allowed.sum(-1).view(3, 9)[:, 0].tolist() == [1, 2, 4]
-    assert routing.layers[2].allowed.sum(-1).view(3, 9)[:, 0].tolist() == [1, 2, 3]
-    with model.use_expansion(1):
-        torch.testing.assert_close(said[1], model(**batch).logits[1])
 
 
 def test_with_a_gate_the_word_decides_and_the_gate_goes_on_listening():
