@@ -38,17 +38,6 @@ def load(path, language="el"):
     return LanguageText(language, str(path)).load()["text"]
 
 
-def test_jsonl_txt_parquet_and_folders(tmp_path):
-    write_texts(tmp_path / "a.jsonl", ["ένα", "δύο"])
-    (tmp_path / "b.txt").write_text("τρία\n\n  \nτέσσερα\n", "utf-8")
-    Dataset.from_dict({"text": ["πέντε"]}).to_parquet(tmp_path / "c.parquet")
-    (tmp_path / "notes.md").write_text("not text of ours")
-    assert load(tmp_path / "a.jsonl") == ["ένα", "δύο"]
-    assert load(tmp_path / "b.txt") == ["τρία", "τέσσερα"]
-    assert load(tmp_path / "c.parquet") == ["πέντε"]
-    assert load(tmp_path) == ["ένα", "δύο", "τρία", "τέσσερα", "πέντε"]
-
-
 def test_text_that_is_none_is_named(tmp_path):
     Dataset.from_dict({"text": [["ένα"]]}).to_parquet(tmp_path / "list.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but no more")

@@ -124,15 +124,14 @@ def test_a_delta_goes_to_the_old_blocks_alone(tmp_path):
 
 
 def test_refusals_name_what_is_wrong(tmp_path):
-    def refused(message, base, blocks=1, out=tmp_path / "out"):
+    def refused(message, base, blocks=1):
         with pytest.raises(InputError, match=message):
-            expand_depth(base, out, blocks, overwrite=True)
+            expand_depth(base, tmp_path / "out", blocks)
         assert not (tmp_path / "out").exists()
 
     base = save_dense(tmp_path / "base")
     refused("0 blocks were asked for; with 3 layers 1 to 3 can be inserted", base, 0)
     refused("4 blocks were asked for", base, 4)
-    refused("is the input folder", base, out=base)
     tiny_dense("gpt2").save_pretrained(tmp_path / "gpt2")
     refused("architecture 'gpt2' have no self_attn.o_proj and no mlp.down_proj", tmp_path / "gpt2")
     tiny_dense("starcoder2").save_pretrained(tmp_path / "starcoder2")

@@ -154,16 +154,6 @@ def test_the_way_is_chosen_from_shapes(monkeypatch):
     assert chosen(4, 2) == chosen(4, 2, T=1) == chosen(2, 2, implementation="eager") == "run_in_turn"
 
 
-@pytest.mark.parametrize(("N", "K"), [(2, 2), (3, 4)])
-def test_both_ways_agree_where_every_token_takes_all_experts(N, K, monkeypatch):
-    ran, layer, x = ways(monkeypatch), build("gated", N, K).eval(), torch.randn(1, 9, 16)
-    found = []
-    for layer.model_config._experts_implementation_internal in (None, "eager"):
-        found.append(layer(x))
-    assert ran == ["run_all", "run_in_turn"]
-    torch.testing.assert_close(*found)
-
-
 def test_few_tokens_on_an_accelerator_run_all_experts_of_few(monkeypatch):
     ran = []
     for name in ("run_all", "run_in_turn"):

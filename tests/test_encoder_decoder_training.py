@@ -206,14 +206,6 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_tokens():
         torch.testing.assert_close(found, [sum(nats) / 7, sum(nats) / 20])
 
 
-def test_label_smoothing_is_taken(folder, tmp_path):
-    rows = packed(folder).dataset
-    plain, smooth = (
-        moved_by(trainer(folder, tmp_path / str(share), rows, 20, label_smoothing_factor=share)) for share in (0.0, 0.1)
-    )
-    assert any(not torch.allclose(plain[name], smooth[name], atol=1e-6) for name in plain)
-
-
 def test_predictions_with_generation_and_losses_without(folder, tmp_path):
     rows = packed(folder).dataset
     made = trainer(folder, tmp_path, rows, 4, predict_with_generate=True, generation_max_length=8)

@@ -73,8 +73,6 @@ def test_an_expert_that_not_every_layer_has(tmp_path):
         export_dense(tmp_path / "base", tmp_path / "no", expert=0)
     with pytest.raises(InputError, match="has no expert -1"):
         export_dense(tmp_path / "out", tmp_path / "no", expert=-1)
-    with pytest.raises(InputError, match="is the input folder"):
-        export_dense(tmp_path / "out", tmp_path / "out", expert=0, overwrite=True)
     for both in ({}, {"expert": 1, "language": "el"}):
         with pytest.raises(InputError, match=r"Give one of --language CODE and --expert NUMBER, .* or --peft"):
             export_dense(tmp_path / "out", tmp_path / "no", **both)

@@ -170,7 +170,8 @@ def test_models_that_cannot_be_expanded_are_refused(tmp_path):
     other = LayerMoEConfig.from_dense(tiny_config("qwen2", rms_norm_eps=0.5), num_experts_per_layer=[2, 2, 2])
     refused(dense, "for another model: its rms_norm_eps is 0.5", other)
     fits = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=[2, 2, 2])
-    refused(dense, "fields of the configuration", fits, conditional_routing=True)
+    for options in ({"conditional_routing": True}, {"lora_rank": 3}, {"lora_alpha": 99.0}, {"expert_width": 9}):
+        refused(dense, "fields of the configuration: set them in `from_dense`", fits, **options)
     fits.expansions = [{"method": "uniform"}]
     refused(dense, "has expansions already", fits)
 

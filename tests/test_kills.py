@@ -118,19 +118,6 @@ def test_inspect_names_leftovers(root, tmp_path):
     assert "out.training" not in invoke("inspect", out)
 
 
-def test_the_folder_of_a_training_that_is_done_is_removed(tmp_path):
-    out = tmp_path / "out"
-    remove_training(out)
-    (tmp_path / "out.training").mkdir()
-    (tmp_path / "out.training" / "x").touch()
-    remove_training(out)
-    assert (tmp_path / "out.training" / "x").is_file()
-    shutil.rmtree(tmp_path / "out.training")
-    work_folder(tmp_path / "out.training")
-    remove_training(out)
-    assert not (tmp_path / "out.training").exists()
-
-
 def test_a_run_removes_the_folder_of_a_training_that_was_killed_while_it_removed_it(tmp_path):
     running, dead = (f".out.training.partial-{process}-{gethostname()}" for process in (os.getpid(), DEAD))
     for name in (running, dead):

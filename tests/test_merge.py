@@ -129,16 +129,15 @@ def test_experts_that_no_average_fits(three, tmp_path):
 
 
 def test_averages_that_make_no_sense(three, tmp_path):
-    def refused(message, models, weights=None, out=tmp_path / "out"):
+    def refused(message, models, weights=None):
         with pytest.raises(InputError, match=message):
-            average_checkpoints(models, out, weights, overwrite=True)
+            average_checkpoints(models, tmp_path / "out", weights)
         assert not (tmp_path / "out").exists()
 
     refused("two or more", three[:1])
     refused("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5])
     refused(r"weights is \[40, -39\]: .* with the sum 1, none below 0\.", three[:2], [40, -39])
     refused("the sum 1", three[:2], [0.5, 0.6])
-    refused("is the input folder", three, out=three[2])
     wide = make(tmp_path / "wide", intermediate_size=64)
     refused(r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", [three[0], wide])
     refused("num_attention_heads is 4 in .*, but 2", [three[0], make(tmp_path / "heads", num_attention_heads=2)])
@@ -212,15 +211,14 @@ def test_branches_that_are_equal_give_the_dense_model(tmp_path):
 
 
 def test_branches_that_make_no_sense(three, tmp_path):
-    def refused(message, branches, plan=GROUPS, out=tmp_path / "out"):
+    def refused(message, branches, plan=GROUPS):
         with pytest.raises(InputError, match=message):
-            expand_branches(branches, out, plan, overwrite=True)
+            expand_branches(branches, tmp_path / "out", plan)
         assert not (tmp_path / "out").exists()
 
     refused("2 branches were given, but the plan has 3 groups", three[:2])
     refused("is a moe-lpr plan", three, UNIFORM)
     refused("plan is for 2 layers, but .* has 3", three, Plan("dmoe", [3, 1], groups=GROUPS.groups))
-    refused("is the input folder", three, out=three[1])
     mixtures = [make(tmp_path / name, backbone="mixtral") for name in "xyz"]
     refused("x: has experts of its own in layers of the plan", mixtures)
     refused("'model.embed_tokens.weight' has shape", [*three[:2], make(tmp_path / "more", vocab_size=300)])

@@ -256,7 +256,6 @@ def sft(folder, data, plan=OWN, **options):
         (lambda: as_rows("en"), OWN, {"en": 0, "el": 1}, "`language_ids`, an id for each token: pass the class"),
         (lambda: as_rows("en", without=["language_ids"]), OWN, {"en": 0}, "no column `language` .* classes"),
         (lambda: as_rows("en", without=["language_ids"]), OWN, [0, 1], "no column `language` .* classes"),
-        (lambda: tagged("en"), ROUTED, [0, 1], "a list of language_classes is for a column `language_ids`"),
     ],
 )
 def test_sft_drops_no_language(tmp_path, data, plan, classes, said):
@@ -291,15 +290,6 @@ def test_sft_trains_the_experts_of_each_rows_language(tmp_path):
 
 
 # --- expansion ----------------------------------------------------------------------------------------------------
-
-
-def test_settings_of_another_kind_of_experts_are_refused(tmp_path):
-    dense, wanted = tiny_dense("qwen2"), expand_model(tiny_dense("qwen2"), ROUTED).config
-    for options in ({"lora_rank": 3}, {"lora_alpha": 99.0}):
-        with pytest.raises(InputError, match="are fields of the configuration: set them in `from_dense`"):
-            expand_model(dense, wanted, **options)
-    with pytest.raises(InputError, match="are fields of the configuration"):
-        expand_model(dense, wanted, expert_width=9)
 
 
 def test_text_under_another_languages_code_is_refused(tmp_path):

@@ -19,7 +19,6 @@ from hf_moe_expand import (
     PostPretrainConfig,
     ReviewConfig,
     run_recipe,
-    train_stage,
     validate_recipe,
 )
 from hf_moe_expand.analysis.routing import nearest_experts
@@ -270,31 +269,6 @@ def test_a_stage_that_moves_what_it_must_not_is_found_out(recipe, root, tmp_path
     assert check_frozen(stage1, final, "review") > 0
     with pytest.raises(RuntimeError, match="changed tensors that it had to leave alone"):
         check_frozen(root / "whole" / "expanded", final, "review")
-
-
-def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
-    run_recipe(changed(recipe, output=str(root / "whole"), test={}), lambda line: None)
-    expanded = root / "whole" / "expanded"
-    texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "zh", "el", "tr")}
-    new = {code: texts[code] for code in ("el", "tr")}
-
-    def refused(data, config, message, model=expanded):
-        with pytest.raises(InputError, match=message):
-            train_stage(model, tmp_path / "out", data, config)
-        assert not (tmp_path / "out").exists()
-
-    refused(new | {"hu": texts["el"]}, PostPretrainConfig(), "hu: not a language of this expansion")
-    refused({"el": texts["el"]}, PostPretrainConfig(), "tr: a language of this expansion has no text")
-    refused(texts, PostPretrainConfig(), "en, zh: post-pretraining reads only new languages; set `replay: true`")
-    refused(
-        new,
-        PostPretrainConfig(language_prior_coef=0.1),
-        "language_prior_coef in post-pretraining needs old",
-    )
-    refused(new, ReviewConfig(), "en, zh: no text was given; review needs text")
-    refused(new, PostPretrainConfig(block_size=32, tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")
-    refused(texts, ReviewConfig(block_size=32, old_documents=100), "mix asks for 100")
-    refused(new, PostPretrainConfig(), "not an expanded one", model=root / "base")
 
 
 def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):

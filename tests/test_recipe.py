@@ -127,10 +127,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "gradient_checkpointing_kwargs: x", f"{CHECKPOINTING}_kwargs: expected `key: value`"),
         ("learning_rate: 5e-5", "warmup_ratio: 0.1", "did you mean `warmup_steps`"),
         ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
-        ("/run", "/el.jsonl/run", r"recipe.yaml: cannot be made, as \S+el.jsonl is a file, not a folder"),
         ("/run", "/base/run", r"output: \S+base/run/\S+: lies in the input folder"),
-        ("tokens: 30", "tokens: 31", "Language 'en' has 30 tokens, but 31 were asked for"),
-        ("review: {", "review: {old_documents: 3, ", "'el' has 5 documents, but the mix asks for 6: .* to 2 or fewer"),
     ],
 )
 def test_mistakes_that_validate_finds_without_weights(root, old, new, message):

