@@ -67,7 +67,6 @@ class AdaptedLayer(ExpandedLayer):
         """Lets the layer's linear maps call their updates, those that do not yet."""
         if not calls(layer._forward_pre_hooks, self._enter):
             layer.register_forward_pre_hook(partial(self._enter), with_kwargs=True)
-            layer.register_forward_hook(partial(self._leave), always_call=True)
         for name in self.updated:
             linear = layer.get_submodule(name)
             if not calls(linear._forward_hooks, self._add):
@@ -82,9 +81,6 @@ class AdaptedLayer(ExpandedLayer):
         request = self.control.request
         known = self._known(request, hidden_states)
         self.control.decided = self._single_expert(request, known), known, hidden_states.shape[:-1].numel()
-
-    def _leave(self, *_: Any) -> None:
-        self.control.decided = None
 
     def _add(self, name: str, linear: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         """A map's output with the updates of its tokens."""

@@ -213,7 +213,8 @@ def decisions(form: Form) -> None:
             with model.use_expert(number):
                 assert torch.equal(logits(model, form), logits(model, form, languages=code))
         return
-    for more in [*([] if "gated" in form else [{}]), *told_each(form)]:
+    is_judged = "gated" in form or ("exclusive" in form and "classifiers" in form)  # by text or token, if nobody tells
+    for more in [*([] if is_judged else [{}]), *told_each(form)]:
         with model.capture_routing() as routing, _calls(model) as calls:
             logits(model, form, **more)
         number = form.languages.index(more.get("languages", form.languages[-1]))
