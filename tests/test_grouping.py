@@ -93,15 +93,6 @@ def test_the_two_forms_can_differ():
         assert group_languages(matrix, names, 2) == [["a", "b", "c"], ["d", "e", "f"]]
 
 
-@given(similarities(), st.randoms())
-def test_the_order_of_the_input_does_not_matter(drawn, generator):
-    matrix, names, number = drawn
-    order = list(range(len(names)))
-    generator.shuffle(order)
-    shuffled = [[matrix[i][j] for j in order] for i in order]
-    assert group_languages(shuffled, [names[i] for i in order], number) == group_languages(matrix, names, number)
-
-
 def test_128_languages_in_16_groups_find_planted_families():
     generator = np.random.default_rng(0)
     families = generator.normal(size=(16, 40))[np.arange(128) % 16]

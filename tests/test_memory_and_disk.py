@@ -254,8 +254,6 @@ def test_inspect_shows_what_a_plan_makes_without_weights(root, tmp_path):
     assert invoke("inspect", tmp_path / "bare", "--plan", plan).splitlines() == [
         line for line in said if not line.startswith(("expansion", "base inside"))
     ]
-    with pytest.raises(InputError, match="settings of new experts belong to --plan"):
-        invoke("inspect", root / "expanded", "--lora-rank", 5)
     with pytest.raises(InputError, match="is an expanded checkpoint already"):
         invoke("inspect", root / "expanded", "--plan", plan)
     for counts, before, why in (([2, 2], [], "is for 2 layers"), ([3] * 3, [2] * 3, "dense base and its first plan")):

@@ -132,18 +132,6 @@ def test_every_figure_is_what_it_says(backbone):
         assert found == pytest.approx(largest, abs=1e-6)
 
 
-def test_shares_sum_to_one_and_batching_does_not_matter():
-    model, tokenizer = build("qwen2"), byte_tokenizer()
-    a, b = (measure_routing(model, tokenizer, TEXTS, **{**SETTINGS, "batch_size": size}) for size in (1, 7))
-    for shares in (a.top1_share, a.weight_share):
-        assert all(sum(layer) == pytest.approx(1) for layers in shares.values() for layer in layers)
-    assert a.top1_share == b.top1_share
-    for language in TEXTS:
-        for x, y in zip(a.weight_share[language], b.weight_share[language], strict=True):
-            assert x == pytest.approx(y, abs=1e-6)
-        assert a.perplexity[language] == pytest.approx(b.perplexity[language], rel=1e-5)
-
-
 def constant_inputs(model):
     """Every FFN sees a vector of ones, so that routers and classifiers can be told what to say."""
     for block in model.transformer.h:
@@ -336,8 +324,6 @@ def test_bad_input_is_refused():
         measure(model=tiny_dense("qwen2"))
     with pytest.raises(InputError, match="No language was given"):
         measure({})
-    with pytest.raises(InputError, match="Language 'el' has 0 tokens, but 101 were asked for"):
-        measure({**TEXTS, "el": []})
     with pytest.raises(InputError, match=r"Language 'hu' has \d+ tokens, but 9,000 were asked for"):
         measure({code: texts * (1 if code == "hu" else 100) for code, texts in TEXTS.items()}, tokens=9000)
     with pytest.raises(InputError, match="Language 'el': no token follows another"):
