@@ -286,6 +286,7 @@ def accelerates_environment(configuration: Path, count: int = 2) -> dict[str, st
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
 
 
+_FOR_RANKS_ALONE: set[int] = set()  # processes that have imported what ranks need; they end when no rank is left
 # What ranks import, before they are forked.
 FOR_RANKS = ["ranks", "one_sft_step", "hf_moe_expand.stages.run", *(["deepspeed"] if find_spec("deepspeed") else [])]
 
@@ -309,11 +310,13 @@ def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mappi
     """As `fork_ranks`, which the caller waits for: their processes, and the store at which they meet."""
     from forked_rank import run_rank
 
-    if forkserver._forkserver._preload_modules != FOR_RANKS:
-        forkserver._forkserver._stop()  # a benchmark's, with other modules, or none
+    server = forkserver._forkserver
+    if server._forkserver_pid is None or server._forkserver_pid not in _FOR_RANKS_ALONE:
+        server._stop()  # a benchmark's, with other modules, or none
         multiprocessing.set_forkserver_preload(FOR_RANKS)
         with patch.dict(os.environ, PYTHONPATH=str(HERE)):
             forkserver.ensure_running()
+        _FOR_RANKS_ALONE.add(server._forkserver_pid)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"nprocs": count, "start_method": "forkserver", "join": False}
     return start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options), store
