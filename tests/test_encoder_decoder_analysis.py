@@ -370,7 +370,6 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
     for stack, layer in product(("encoder", "decoder"), (0, 1)):
         assert f"{stack}.{layer}" in page
-    assert "layer encoder.2" in page
     card = str(make_card(tmp_path / "run" / "review", "me/el"))
     assert "AutoModelForSeq2SeqLM.from_pretrained" in card
     assert "pipeline_tag: translation" in card
