@@ -169,7 +169,7 @@ def test_two_modules_that_map_the_hidden_states_the_larger_is_the_ffn():
 def test_layers_that_are_mixtures_stay_as_they_are(tmp_path):
     twin = saved_twin("glm4_moe", tmp_path / "dense")
     assert [ffn.is_mixture for ffn in decoder_ffns(twin)] == [False, True, True, True]
-    with pytest.raises(InputError, match="Layers 1 are mixtures of experts of the backbone's own"):
+    with pytest.raises(InputError, match="Layers 1: of a base's own mixture of experts no copies"):
         expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("own", [2, 2, 1, 1], new=["el"]))
     Plan("own", [2, 1, 1, 1], new=["el"]).save(tmp_path / "plan.json")
     said = invoke("inspect", tmp_path / "dense", "--plan", tmp_path / "plan.json")
