@@ -31,6 +31,7 @@ from hf_moe_expand.analysis.gate_fit import (
     by_class,
     candidates,
     home_of,
+    report_of,
     softmax_regression,
 )
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
@@ -428,10 +429,56 @@ def test_home_is_below_new_answers_and_above_other_text():
     home = home_of(new, other)
     assert (new / 1024 < home).float().mean() <= 0.02
     assert (other / 1024 < home).float().mean() >= 0.9
-    assert home == pytest.approx((-8 - 110) / 2, abs=1)
+    assert home == pytest.approx(-110, abs=1)
     near = home_of(new, new)  # text that nothing tells apart: no answer leaves
     assert (new / 1024 < near).float().mean() <= 0.02
     assert home_of(torch.ones(3), torch.ones(3)) == home_of(torch.ones(0), torch.ones(0)) == 0.0
+
+
+def drawn_gate(seed, near):
+    """A gate of 20 anchors, one old and two new languages, whose texts have drawn logits. `near`: how like the new
+    languages the first few anchors are."""
+    draw = torch.Generator().manual_seed(seed)
+    anchors = [f"q{chr(97 + number)}a" for number in range(20)]
+    codes = ["en", *anchors, "el", "hu"]
+    scored = {}
+    for row, code in enumerate(codes):
+        lengths = torch.randint(16, 129, (6,), generator=draw)
+        logits = torch.randn(int(lengths.sum()), len(codes), generator=draw) * 2
+        logits[:, row] = float("-inf") if code in anchors else logits[:, row] + 3
+        logits[:, -1] += near * (code in anchors[:3])
+        scored[code] = Scored(logits, torch.stack([lengths, torch.arange(6) % 2], 1))
+    return FittedGate(0, None, codes, anchors, torch.zeros(len(codes), 2), torch.zeros(len(codes)), scored)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5])
+@pytest.mark.parametrize("near", [0.0, 8.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_of_an_anchor_that_was_left_out_no_more_texts_than_promised_go_astray(seed, near, share):
+    """But of near relatives, at most a tenth of the anchors; and no more new text is lost for it than must be."""
+    gate, classes, settings = drawn_gate(seed, near), {"el": 1, "hu": 1}, GateSettings(unseen_share=share)
+    report = report_of(gate, classes, settings)
+
+    def astray(code, bias):
+        gone = 0
+        lengths = gate.scored[code].texts_M2[:, 0].tolist()
+        for logits in gate.scored[code].logits_TR.split(lengths):
+            home, new = logits[:, :-2].logsumexp(1), logits[:, -2:].logsumexp(1) - bias
+            gone += int((4 * ((new - home) / 4).tanh())[-64:].sum() > 0)
+        return gone / 6
+
+    def named_at(bias):
+        return {code for code in gate.anchors if astray(code, bias) > share}
+
+    assert report.unseen == {code: pytest.approx(astray(code, report.bias)) for code in sorted(gate.anchors)}
+    assert set(report.named) == named_at(report.bias)
+    assert len(report.named) <= 2
+    assert report.new == {code: astray(code, report.bias) for code in ("el", "hu")}
+    grid = [report.bias - 0.1 * step for step in range(40)]
+    least = min(bias for bias in grid if len(named_at(bias)) <= 2)
+    assert sum(astray(code, least) for code in ("el", "hu")) == pytest.approx(2 * report.passing, abs=1e-9)
+    assert all(other == "hu" for code, other in report.named.items() if near == 8)
+    assert report.home <= 0
 
 
 @pytest.mark.parametrize("begins", [False, True])

@@ -14,19 +14,21 @@ puts around a message have a row too, which is evidence for no class.
 What is promised is measured on texts left out. Three more fits leave out a third of the anchors each, and a third of
 the texts of all other languages. A bias, which the rows of new languages lose, keeps the promise: of the texts of an
 anchor that is left out at most `unseen_share` go to new experts, each judged by its end. An anchor of which more go is
-a near relative of a new language and is named; at most a tenth of the anchors may be. The smallest such bias is taken.
+a near relative of a new language and is named; at most a tenth of the anchors may be. The bias is halfway between the
+smallest such one and the largest at which as much new text passes.
 
-`home` (`GateRule`) is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them. It
-is halfway between a = that of all texts of new languages but 1 in 50, the least of each at these marks, and b = that of
-nine in ten texts of other languages, at 64 tokens; or a, where b is above a.
+`home` (`GateRule`) is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them: at
+64, nine in ten texts of other languages than new ones and their near relatives are below it; or, if that is less, at no
+mark are more than 1 in 50 texts of new languages.
 
 The layer is one of the last three of the first third: earlier ones know words, these know languages. Of those that keep
-the promise it is the one in which most new text passes.
+the promise it is the one in which most new text passes; of equals, the one in which new text is most evidence, by the
+weakest tenth of it.
 
 Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, L tokens of a text.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,6 +170,7 @@ class GateReport:
         named: anchors outside the promise, each with the new language that it is taken for.
         new: each new language.
         old: the base's own languages.
+        margin: nats of evidence below which one in ten new texts is.
         doubts: languages most of whose text the gate takes for another one.
     """
 
@@ -179,6 +182,7 @@ class GateReport:
     named: dict[str, str]
     new: dict[str, float]
     old: dict[str, float]
+    margin: float = 0.0
     doubts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -251,7 +255,7 @@ def fit_gate(
             gate = _fitted(layer, begin, codes, shown, states.pop(layer), anchors)
             tried.append((gate, report_of(gate, classes, settings)))
             bar.update()
-    best = max(tried, key=lambda of: (of[1].holds, of[1].passing))
+    best = max(tried, key=lambda of: (of[1].holds, of[1].passing, of[1].margin))
     if not best[1].holds:
         report = best[1]
         raise InputError(
@@ -340,26 +344,39 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
     for code in gate.scored:
         if code not in gate.anchors:
             (new if code in later else old).append(code)
-    of_unseen = texts(unseen)
+    of_unseen, of_new = texts(unseen), texts(new)
 
     def holds(found: Mapping[str, float]) -> bool:
         return sum(share > settings.unseen_share for share in found.values()) <= most_named(found)
 
-    low, high = -_WIDEST, _WIDEST
-    while high - low > 0.02:
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(of_unseen.shares(middle)) else (middle, high)
-    at_bias = of_unseen.shares(high)
+    def passing(bias: float) -> float:
+        return sum(of_new.shares(bias).values())
+
+    least = _least_bias(lambda bias: holds(of_unseen.shares(bias)))
+    most = _least_bias(lambda bias: passing(bias) < passing(least))
+    bias = (least + max(least, most)) / 2 if new else least
+    at_bias = of_unseen.shares(bias)
     named = {}
     for code, share in at_bias.items():
         if share > settings.unseen_share:
             mean_R = gate.scored[code].logits_TR.float().mean(0)
             named[code] = max(sorted(later), key=lambda other: mean_R[gate.codes.index(other)])
-    home = home_of(texts(new, True).least(high), texts([*unseen, *old], True).sums(high, 64).amax(-1))
+    others = [code for code in [*unseen, *old] if code not in named]
+    home = home_of(texts(new, True).least(bias), texts(others, True).sums(bias, 64).amax(-1))
+    margin = _quantile(of_new.sums(bias).amax(-1), 0.1)
     return GateReport(
-        gate.layer, settings.unseen_share, high, home, at_bias, named, texts(new).shares(high), texts(old).shares(high),
-        gate.doubts,
+        gate.layer, settings.unseen_share, bias, home, at_bias, named, of_new.shares(bias), texts(old).shares(bias),
+        margin, gate.doubts,
     )  # fmt: skip
+
+
+def _least_bias(holds: Callable[[float], bool]) -> float:
+    """The smallest bias that holds, where larger ones do too."""
+    low, high = -_WIDEST, _WIDEST
+    while high - low > 0.02:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def home_of(new_N: torch.Tensor, other_N: torch.Tensor) -> float:
@@ -369,9 +386,12 @@ def home_of(new_N: torch.Tensor, other_N: torch.Tensor) -> float:
         new_N: the least evidence of each text of new languages.
         other_N: the evidence of each text of other languages at 64 tokens.
     """
-    least = float(new_N.float().quantile(0.02)) / UNIT if len(new_N) else 0.0
-    most = float(other_N.float().quantile(0.9)) / UNIT if len(other_N) else least
-    return min(0.0, least, (least + most) / 2)
+    return min(0.0, _quantile(new_N, 0.02), _quantile(other_N, 0.9))
+
+
+def _quantile(sums_N: torch.Tensor, share: float) -> float:
+    """The evidence below which this share of texts is, in nats; 0 without texts."""
+    return float(sums_N.float().quantile(share)) / UNIT if len(sums_N) else 0.0
 
 
 def by_class(codes: Sequence[str], classes: Mapping[str, int]) -> tuple[torch.Tensor, list[int]]:
