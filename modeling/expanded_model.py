@@ -362,8 +362,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 of the prompts (a chat's newest message without its template).
 
         Raises:
-            ValueError: see `use_languages`; or the number of codes is not that of the sequences; or nobody tells the
-                language of texts of which a cache holds a part.
+            ValueError: see `use_languages`; or the number of codes, or of texts to judge, is not that of the sequences;
+                or nobody tells the language of texts of which a cache holds a part.
         """
         if "judge_prompt" in kwargs:
             warnings.warn("generate: judge_prompt is called judge now.", FutureWarning, stacklevel=2)
@@ -412,6 +412,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         judged = [0] * count
         if isinstance(judge, torch.Tensor):
             judged = self.judge(judge if prompts is None else judge.to(prompts.device)).tolist()
+            if len(judged) != count:
+                raise ValueError(f"judge has {len(judged)} texts, but there are {count} prompts: give one for each.")
         elif judge is not False and prompts is not None and prompts.shape[1]:
             mask, pad = given.get("attention_mask"), self._setting_of("pad_token_id", given)
             mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
