@@ -123,6 +123,8 @@ def test_prompts_come_in_many_forms(kind):
         assert torch.equal(found[:, -8:], told[:, -8:])
     nothing = {"bos_token_id": 7, **GREEDY}
     assert torch.equal(model.generate(**nothing), model.generate(languages="en", **nothing))
+    with pytest.raises(ValueError, match="judge has 2 texts, but there are 6 prompts: give one for each"):
+        model.generate(ids, judge=ids[:2], **GREEDY)
     with pytest.warns(FutureWarning, match="judge_prompt is called judge now"):
         assert torch.equal(model.generate(ids, judge_prompt=[4, 9], attention_mask=mask, **GREEDY), told)
     with pytest.warns(FutureWarning, match="judge_prompt is called judge now"):
