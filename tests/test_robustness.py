@@ -40,7 +40,6 @@ from hf_moe_expand.evaluation import known, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.inference.models import load_for_inference
-from hf_moe_expand.modeling.expanded_config import ExpertKind
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs.pipeline import validate_recipe
@@ -171,9 +170,9 @@ def test_losses_that_apply_to_nothing(config, says):
 
 def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
     placed = Plan("moe-lpr", [1, 2, 2], [2], old=["en"], new=["el"])
-    refused(check_plan_of_gate, placed, 1, ExpertKind(), says="the place of classifiers, .* in layers 2: plan")
+    refused(check_plan_of_gate, placed, says="the place of classifiers, .* in layers 2: plan")
     dmoe = Plan("dmoe", [1, 2, 2], groups=[["en"], ["el"]])
-    refused(check_plan_of_gate, dmoe, 1, ExpertKind(), says="DMoE trains the base: leave the gate out")
+    refused(check_plan_of_gate, dmoe, says="DMoE trains the base: leave the gate out")
     given = (root / "expanded", tmp_path / "out")
     refused(grow_checkpoint, *given, GROWTH, copy_from={99: 1}, says="copy_from names layer 99, but .* layers 0 to 2")
     gate = {"processing_class": byte_tokenizer(), "says": "processing_class: a checkpoint has its own tokenizer"}

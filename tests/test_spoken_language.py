@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import byte_tokenizer, enable_checkpointing, tiny_config, tiny_dense
-from gated_models import dense_of, gated_model
+from gated_models import gated_model
 from transformers import Trainer, TrainingArguments, pipeline
 
 from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
@@ -47,16 +47,6 @@ def test_a_new_language_sees_all_experts_whatever_the_classifiers_say():
     for ffn in model.expanded_ffns().values():
         ffn.classifier = None
     assert torch.equal(model(**batch).logits, said)
-
-
-def test_with_a_gate_the_word_decides_and_the_gate_goes_on_listening():
-    model = gated_model()
-    batch = text(1, 12)
-    assert torch.equal(model(**batch, languages="en").logits, dense_of(model)(**batch).logits)
-    cache = model(batch["input_ids"][:, :8], languages="en").past_key_values
-    assert len(cache.layers[-1]) == 8
-    model(batch["input_ids"][:, 8:], past_key_values=cache)
-    assert len(cache.layers[-1]) == 12
 
 
 def test_pipelines_take_a_language():
