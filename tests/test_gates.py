@@ -464,7 +464,7 @@ def test_of_an_anchor_that_was_left_out_no_more_texts_than_promised_go_astray(se
         lengths = gate.scored[code].texts_M2[:, 0].tolist()
         for logits in gate.scored[code].logits_TR.split(lengths):
             home, new = logits[:, :-2].logsumexp(1), logits[:, -2:].logsumexp(1) - bias
-            gone += int((4 * ((new - home) / 4).tanh())[-64:].sum() > 0)
+            gone += int((4096 * ((new - home) / 4).tanh()).round()[-64:].sum() > 0)
         return gone / 6
 
     def named_at(bias):
@@ -474,9 +474,7 @@ def test_of_an_anchor_that_was_left_out_no_more_texts_than_promised_go_astray(se
     assert set(report.named) == named_at(report.bias)
     assert len(report.named) <= 2
     assert report.new == {code: astray(code, report.bias) for code in ("el", "hu")}
-    grid = [report.bias - 0.1 * step for step in range(40)]
-    least = min(bias for bias in grid if len(named_at(bias)) <= 2)
-    assert sum(astray(code, least) for code in ("el", "hu")) == pytest.approx(2 * report.passing, abs=1e-9)
+    assert all(len(named_at(report.bias - 0.02 * step)) > 2 for step in range(1, 20))
     assert all(other == "hu" for code, other in report.named.items() if near == 8)
     assert report.home <= 0
 

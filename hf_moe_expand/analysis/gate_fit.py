@@ -14,8 +14,7 @@ puts around a message have a row too, which is evidence for no class.
 What is promised is measured on texts left out. Three more fits leave out a third of the anchors each, and a third of
 the texts of all other languages. A bias, which the rows of new languages lose, keeps the promise: of the texts of an
 anchor that is left out at most `unseen_share` go to new experts, each judged by its end. An anchor of which more go is
-a near relative of a new language and is named; at most a tenth of the anchors may be. The bias is halfway between the
-smallest such one and the largest at which as much new text passes.
+a near relative of a new language and is named; at most a tenth of the anchors may be. The smallest such bias is taken.
 
 `home` (`GateRule`) is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them: at
 64, nine in ten texts of other languages than new ones and their near relatives are below it; or, if that is less, at no
@@ -28,7 +27,7 @@ weakest tenth of it.
 Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, L tokens of a text.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -349,12 +348,10 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
     def holds(found: Mapping[str, float]) -> bool:
         return sum(share > settings.unseen_share for share in found.values()) <= most_named(found)
 
-    def passing(bias: float) -> float:
-        return sum(of_new.shares(bias).values())
-
-    least = _least_bias(lambda bias: holds(of_unseen.shares(bias)))
-    most = _least_bias(lambda bias: passing(bias) < passing(least))
-    bias = (least + max(least, most)) / 2 if new else least
+    low, bias = -_WIDEST, _WIDEST
+    while bias - low > 0.02:
+        middle = (low + bias) / 2
+        low, bias = (low, middle) if holds(of_unseen.shares(middle)) else (middle, bias)
     at_bias = of_unseen.shares(bias)
     named = {}
     for code, share in at_bias.items():
@@ -368,15 +365,6 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
         gate.layer, settings.unseen_share, bias, home, at_bias, named, of_new.shares(bias), texts(old).shares(bias),
         margin, gate.doubts,
     )  # fmt: skip
-
-
-def _least_bias(holds: Callable[[float], bool]) -> float:
-    """The smallest bias that holds, where larger ones do too."""
-    low, high = -_WIDEST, _WIDEST
-    while high - low > 0.02:
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
 
 
 def home_of(new_N: torch.Tensor, other_N: torch.Tensor) -> float:
