@@ -417,7 +417,7 @@ def evaluate(form: Form) -> None:
     if "encoder-decoder" in form:
         _evaluate_pairs(form)
         return
-    texts = {code: lines(ALPHABETS[code], 2, seed=21) for code in form.languages}
+    texts = {code: lines(ALPHABETS[code], 1, seed=21) for code in form.languages}
     for is_told in [*([] if "gated" in form else [False]), *([True] if form.is_told else [])]:
         found = evaluate_model(form.model, form.tokenizer, texts, 24, 2, told=is_told)
         for code, documents in texts.items():

@@ -1,6 +1,9 @@
 """Every form x every operation: a cell runs, or raises its one sentence. There is no skip."""
 
+import os
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -23,21 +26,28 @@ CELLS = [
 
 
 @pytest.fixture(scope="session")
-def forms(tmp_path_factory):
+def forms():
     """`forms("lora+gated")`: a form, made where the first of its cells runs."""
     disable_progress_bars()
-    root, made = tmp_path_factory.mktemp("matrix"), {}
-    helpers = SimpleNamespace(ranks=Ranks(), hub=Hub(tmp_path_factory.mktemp("home")))
+    made = {}
 
     def get(name):
         if name not in made:
-            made.clear()  # the models of the form before
+            for before in made.values():
+                shutil.rmtree(before.root)
+            made.clear()
             made[name] = Form(FORMS[name], root, helpers)
         return made[name]
 
-    yield get
-    helpers.ranks.stop()
-    helpers.hub.stop()
+    # In memory, where that is a folder: a checkpoint that is written waits for the disk, up to seconds.
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        root, home = Path(folder, "forms"), Path(folder, "home")
+        root.mkdir()
+        home.mkdir()
+        helpers = SimpleNamespace(ranks=Ranks(), hub=Hub(home))
+        yield get
+        helpers.ranks.stop()
+        helpers.hub.stop()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
