@@ -461,6 +461,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         Raises:
             ValueError: one of them is given; see `check_batching`.
         """
+        judge = kwargs.pop("judge_prompt", judge)
         if languages is not None or judge is not True:
             name = "judge" if languages is None else "languages"
             raise ValueError(f"{name}: continuous batching does not know it: use generate.")

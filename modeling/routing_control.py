@@ -59,9 +59,8 @@ class RowClasses:
 
     @classmethod
     def of(cls, numbers: Sequence[int | None], device: Any) -> "RowClasses":
-        device = (
-            "cpu" if torch.device(device).type == "meta" else device
-        )  # where weights lie that are fetched when used
+        if torch.device(device).type == "meta":  # where weights lie that are fetched when used
+            device = "cpu"
         class_B = torch.tensor([-1 if number is None else number for number in numbers], device=device)
         present = tuple(sorted({number for number in numbers if number is not None}))
         complete = None not in numbers

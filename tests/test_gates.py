@@ -163,6 +163,15 @@ def test_the_report_says_where_texts_go(gated):
     assert f"answers            go home below {report.home:.0f} nats" in said
 
 
+def test_inspect_names_a_checkpoint_whose_code_judges_token_by_token(expanded, tmp_path):
+    fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
+    said = "  its code          judges token by token, as an earlier version did: load the model, save it, and push it "
+    said += "again"
+    assert said not in inspect_checkpoint(tmp_path / "out").lines()
+    (tmp_path / "out" / "judging.py").unlink()  # which an earlier version's code does not have
+    assert said in inspect_checkpoint(tmp_path / "out").lines()
+
+
 def test_a_near_relative_of_a_new_language_is_named(expanded, tmp_path):
     """An anchor with the letters of a new language is taken for it when the gate has not seen it."""
     anchors = {**ANCHORS, "qzz": words("αβγδεζη", 60, 9)}
@@ -170,8 +179,9 @@ def test_a_near_relative_of_a_new_language_is_named(expanded, tmp_path):
     assert report.named == {"qzz": "el"}
     assert report.unseen["qzz"] > SETTINGS.unseen_share
     (line,) = [line for line in report.lines() if line.startswith("qzz")]
-    assert "is taken for el: unless the gate is shown it, " in line
-    assert "of its speakers' texts run the new experts: give text of it as an anchor" in line
+    share = f"{100 * report.unseen['qzz']:.0f} %"
+    assert f"is taken for el: a gate that was not shown it sends {share} of its texts to new experts" in line
+    assert line.endswith("and this one may send those of its relatives without an anchor")
 
 
 def test_a_chat_begins_at_home_and_is_answered_in_its_language(expanded, tmp_path):

@@ -166,8 +166,9 @@ def test_continuous_batching_refuses_what_its_thread_does_not_see():
     for override in overrides:
         with override, pytest.raises(ValueError, match="a thread of its own"):
             model.generate_batch([[1, 2, 3]])
-    for name, value in (("languages", "en"), ("judge", False)):
-        with pytest.raises(ValueError, match=f"{name}: continuous batching does not know it"):
+    for name, value in (("languages", "en"), ("judge", False), ("judge_prompt", False)):
+        said = f"{name.removesuffix('_prompt')}: continuous batching does not know it"
+        with pytest.raises(ValueError, match=said):
             model.generate_batch([[1, 2, 3]], **{name: value})
 
 

@@ -214,8 +214,8 @@ class GateReport:
     def near_relatives(self) -> list[str]:
         """What near relatives of new languages mean for those who speak them."""
         return [
-            f"{code:<18} is taken for {other}: unless the gate is shown it, {100 * self.unseen[code]:.0f} % of its "
-            "speakers' texts run the new experts: give text of it as an anchor"
+            f"{code:<18} is taken for {other}: a gate that was not shown it sends {100 * self.unseen[code]:.0f} % of "
+            "its texts to new experts, and this one may send those of its relatives without an anchor"
             for code, other in self.named.items()
         ]
 
