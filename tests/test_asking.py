@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from conftest import byte_tokenizer, invoke, save_dense
+from gated_models import gated_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -54,6 +55,27 @@ def test_answers_are_those_of_generate(home):
     assert said == generated(home / "base", "the cat", do_sample=False)
     assert said != asked.answer("the cat", SHORT, "el")
     assert asked.base_inside().answer("the cat", SHORT) == said
+
+
+def test_a_chat_is_judged_by_its_newest_message_without_the_template():
+    model, tokenizer = gated_model(exclusive=True, max_position_embeddings=512), byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    asked, differing = ChatModel(model, tokenizer, "gated"), 0
+    for number in range(8):
+        newest = "".join(chr(33 + (7 * number * n + number) % 90) for n in range(20))
+        messages = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}]
+        messages += [{"role": "user", "content": newest}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        judged = int(model.judge(tokenizer(newest, return_tensors="pt").input_ids))
+        differing += judged != int(model.judge(prompt.input_ids))
+        told = "el" if judged else "en"
+        with torch.no_grad():
+            ids = model.generate(prompt.input_ids, languages=told, max_new_tokens=6, do_sample=False, pad_token_id=256)
+        written = tokenizer.decode(ids[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+        assert asked.reply(messages, SHORT) == written
+    assert differing
 
 
 def test_the_checkpoints_own_generation_settings_do_not_count(home):

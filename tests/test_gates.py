@@ -167,7 +167,9 @@ def test_inspect_names_a_checkpoint_whose_code_judges_token_by_token(expanded, t
     fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
     said = "  its code          judges token by token, as an earlier version did: load the model, save it, and push it "
     said += "again"
-    assert said not in inspect_checkpoint(tmp_path / "out").lines()
+    found = inspect_checkpoint(tmp_path / "out")
+    assert said not in found.lines()
+    assert found.base == inspect_checkpoint(expanded).base  # the gate is none of the base's weights
     (tmp_path / "out" / "judging.py").unlink()  # which an earlier version's code does not have
     assert said in inspect_checkpoint(tmp_path / "out").lines()
 

@@ -131,6 +131,9 @@ def test_the_choices_of_a_question_take_the_model_of_its_context(root):
         ("", ["Some words", "Others."]),
     ] * 2
     questions += [(f"Context {number}", ["a b", "c d"]) for number in range(8)]
+    words = ["".join(chr(97 + (7 * i * n + i) % 26) for n in range(8)) for i in range(1, 13)]
+    pairs = [[one, other] for one, other in zip(words, words[1:], strict=False)]
+    questions += [("", pair) for pair in pairs]
     requests = [
         Instance("loglikelihood", {}, (context, f" {choice}"), number, metadata=("task", number, 1))
         for number, (context, choices) in enumerate(questions)
@@ -148,6 +151,10 @@ def test_the_choices_of_a_question_take_the_model_of_its_context(root):
             begin = context or tokenizer.decode([wrapped.prefix_token_id])
             assert likelihood_ == pytest.approx(likelihood(model, tokenizer, begin, choice), abs=1e-3)
     assert 0 < sum(classes) < len(classes)
+    # Some first choice alone would be judged otherwise.
+    judged = [[int(model.judge(torch.tensor([wrapped.tok_encode(text)]))) for text in (f" {a}", f" {a}  {b}")]
+              for a, b in pairs]  # fmt: skip
+    assert any(alone != together for alone, together in judged)
 
 
 def test_a_group_and_its_parts(root):
