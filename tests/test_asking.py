@@ -61,20 +61,19 @@ def test_a_chat_is_judged_by_its_newest_message_without_the_template():
     model, tokenizer = gated_model(exclusive=True, max_position_embeddings=512), byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     asked, differing = ChatModel(model, tokenizer, "gated"), 0
-    for number in range(8):
+    for number in range(24):
         newest = "".join(chr(33 + (7 * number * n + number) % 90) for n in range(20))
         messages = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}]
         messages += [{"role": "user", "content": newest}]
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        ).input_ids
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
+        ids = [model.generate(prompt, languages=code, **options)[0, prompt.shape[1] :] for code in ("en", "el")]
+        told = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
         judged = int(model.judge(tokenizer(newest, return_tensors="pt").input_ids))
-        differing += judged != int(model.judge(prompt.input_ids))
-        told = "el" if judged else "en"
-        with torch.no_grad():
-            ids = model.generate(prompt.input_ids, languages=told, max_new_tokens=6, do_sample=False, pad_token_id=256)
-        written = tokenizer.decode(ids[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
-        assert asked.reply(messages, SHORT) == written
+        assert asked.reply(messages, SHORT) == told[judged]
+        differing += told[judged] != told[int(model.judge(prompt))]
     assert differing
 
 

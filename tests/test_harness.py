@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -132,7 +133,7 @@ def test_the_choices_of_a_question_take_the_model_of_its_context(root):
     ] * 2
     questions += [(f"Context {number}", ["a b", "c d"]) for number in range(8)]
     words = ["".join(chr(97 + (7 * i * n + i) % 26) for n in range(8)) for i in range(1, 13)]
-    pairs = [[one, other] for one, other in zip(words, words[1:], strict=False)]
+    pairs = [*pairwise(words)]
     questions += [("", pair) for pair in pairs]
     requests = [
         Instance("loglikelihood", {}, (context, f" {choice}"), number, metadata=("task", number, 1))
