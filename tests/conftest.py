@@ -229,9 +229,9 @@ def invoke(*arguments) -> str:
     return result.output
 
 
-def refused(call, *given, says=".", **keywords) -> str:
+def refused(call, *given, says=".", raises=InputError, **keywords) -> str:
     """The one line with which a call is refused."""
-    with pytest.raises(InputError, match=says) as error:
+    with pytest.raises(raises, match=says) as error:
         call(*given, **keywords)
     assert "\n" not in str(error.value)
     return str(error.value)

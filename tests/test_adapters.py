@@ -5,13 +5,7 @@ import copy
 import pytest
 import torch
 from added import MIXTURES as MIXTURE_FIELDS
-from conftest import (
-    byte_tokenizer,
-    load,
-    save_dense,
-    tiny_config,
-    tiny_dense,
-)
+from conftest import byte_tokenizer, load, refused, save_dense, tiny_config, tiny_dense
 from gated_models import GREEDY, tokens
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -99,9 +93,6 @@ def logits(model, **more):
 
 def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-# --- what it computes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backbone", BACKBONES + MIXTURES)
@@ -247,12 +238,6 @@ def test_copies_pickles_and_compiled_passes_have_their_own_hooks(grown):
     close(exported(IDS, use_cache=False).logits, logits(model))
 
 
-# --- training ------------------------------------------------------------------------------------------------------
-
-
-# --- surgery -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def hu(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packs") / "qwen-hu"
@@ -278,11 +263,7 @@ def test_a_pack_is_shown_with_its_own_updates(el, hu, tmp_path):
 
 def test_adapters_join_adapters_alone(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "fi", Plan("moe-lpr", [2] * 3, old=["en"], new=["fi"], exclusive=True))
-    with pytest.raises(InputError, match="adapters are joined with adapters alone"):
-        join_expansions([tmp_path / "fi", el], tmp_path / "out")
-
-
-# --- what it says --------------------------------------------------------------------------------------------------
+    refused(join_expansions, [tmp_path / "fi", el], tmp_path / "out", says="adapters are joined with adapters alone")
 
 
 def test_a_quantised_base_calls_its_adapters(el):
@@ -318,8 +299,7 @@ def test_a_quantised_base_calls_its_adapters(el):
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(base, tmp_path, plan, given, said):
-    with pytest.raises(InputError, match=said):
-        expand_checkpoint(base, tmp_path / "out", plan, **KIND | given)
+    refused(expand_checkpoint, base, tmp_path / "out", plan, says=said, **KIND | given)
     assert not (tmp_path / "out").exists()
 
 
@@ -340,8 +320,7 @@ def test_a_configuration_that_contradicts_itself_is_refused(fields, said):
         "num_experts_per_layer": [2, 2, 2], "exclusive_experts": True, "expert_kind": "adapter",
         "adapters": [{"maps": {"self_attn.q_proj": [4, 1.0]}}],
     }  # fmt: skip
-    with pytest.raises(ValueError, match=said):
-        LayerMoEConfig.from_dense(tiny_config("qwen2"), **given | fields)
+    refused(LayerMoEConfig.from_dense, tiny_config("qwen2"), says=said, raises=ValueError, **given | fields)
 
 
 def test_only_some_maps_of_some_layers(base, tmp_path):
@@ -361,9 +340,6 @@ def test_the_card_speaks_of_adapters(el, grown):
     assert "without a language it takes the newest" in card
     assert "| 2 | tr | moe-lpr | 1 1 1 | copies of expert 0 | none |" in str(make_card(grown))
     assert "FFN" not in card.split("## Citation")[0]
-
-
-# --- surgery -------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_adapter_may_be_a_copy(el, tmp_path):

@@ -5,20 +5,9 @@ import json
 import pytest
 import torch
 from added import EXPERTS, IDS, PLAN, WIDTH, moved, saved_in
-from conftest import (
-    invoke,
-    load,
-    tiny_config,
-    write_texts,
-)
+from conftest import invoke, load, tiny_config, write_texts
 
-from hf_moe_expand import (
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    Plan,
-    expand_checkpoint,
-    join_expansions,
-)
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, join_expansions
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 

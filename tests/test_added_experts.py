@@ -4,24 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from added import COUNTS, EXPERTS, IDS, MIXTURES, PLAN, build, saved_in
-from conftest import (
-    ADDED,
-    load,
-    tensors,
-    tiny_config,
-    write_texts,
-)
+from conftest import ADDED, load, tensors, tiny_config, write_texts
 from layers import ask
 from safetensors.torch import load_file, save_file
 
-from hf_moe_expand import (
-    DenseConfig,
-    LanguageText,
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    expand_checkpoint,
-    train_stage,
-)
+from hf_moe_expand import DenseConfig, LanguageText, LayerMoEConfig, LayerMoEForCausalLM, expand_checkpoint, train_stage
 from hf_moe_expand.stages.kinds.dense import LoraSettings
 
 BASES = ("qwen2", "bloom", *MIXTURES)

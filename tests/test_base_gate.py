@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, refused, save_dense, write_texts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_gates import ANCHORS, SETTINGS, TEXTS
@@ -89,8 +89,7 @@ def test_one_file_serves_any_choice_of_its_languages(base, file):
     assert torch.equal(one.weight_Rh[rows[0]], both.weight_Rh[rows[1]])
     assert {*of_one.new} == {"hu"}
     assert {*of_one.old} == {"en", "el"}
-    with pytest.raises(InputError, match="has no row for tr: fit the gate with text"):
-        gate_from_file(file, base, ["tr"])
+    refused(gate_from_file, file, base, ["tr"], says="has no row for tr: fit the gate with text")
 
 
 def changed_base(base, place, name):
@@ -105,11 +104,9 @@ def changed_base(base, place, name):
 def test_another_base_is_refused_but_not_for_layers_that_the_gate_does_not_read(base, file, tmp_path):
     layer = gate_from_file(file, base, NEW)[0].rule.layer
     said = "was fitted on another base than .*, or on other weights: fit the gate of this base"
-    with pytest.raises(InputError, match=said):
-        gate_from_file(file, save_dense(tmp_path / "other", seed=5), NEW)
+    refused(gate_from_file, file, save_dense(tmp_path / "other", seed=5), NEW, says=said)
     for number, name in enumerate(("embed_tokens.weight", f"layers.{layer}.self_attn.q_proj.weight")):
-        with pytest.raises(InputError, match=said):
-            gate_from_file(file, changed_base(base, tmp_path / f"{number}", f"model.{name}"), NEW)
+        refused(gate_from_file, file, changed_base(base, tmp_path / f"{number}", f"model.{name}"), NEW, says=said)
     above = changed_base(base, tmp_path / "above", f"model.layers.{layer + 1}.mlp.up_proj.weight")
     assert gate_from_file(file, above, NEW)[0].rule.layer == layer
 
@@ -138,28 +135,22 @@ def test_experts_may_stand_below_the_gate_and_need_not_stand_beside_it(base, tmp
     ],
 )
 def test_text_that_cannot_make_a_gate_is_refused_before_anything_is_written(base, tmp_path, texts, new, said):
-    with pytest.raises(InputError, match=said):
-        fit_base_gate(base, tmp_path / "gate.safetensors", texts, new, ANCHORS, SETTINGS)
+    refused(fit_base_gate, base, tmp_path / "gate.safetensors", texts, new, ANCHORS, SETTINGS, says=said)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_none_of_a_gate_is_refused(base, file, tmp_path):
-    with pytest.raises(InputError, match="absent: no such file"):
-        gate_from_file(tmp_path / "absent", base, NEW)
-    with pytest.raises(InputError, match="is no file of a gate"):
-        gate_from_file(base / "model.safetensors", base, NEW)
+    refused(gate_from_file, tmp_path / "absent", base, NEW, says="absent: no such file")
+    refused(gate_from_file, base / "model.safetensors", base, NEW, says="is no file of a gate")
     (tmp_path / "half").write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(InputError, match="is no file of a gate"):
-        gate_from_file(tmp_path / "half", base, NEW)
+    refused(gate_from_file, tmp_path / "half", base, NEW, says="is no file of a gate")
     with safe_open(str(file), "pt") as opened:
         metadata = opened.metadata()
     tensors = load_file(file)
     tensors.pop("bias")
     save_file(tensors, tmp_path / "less", metadata=metadata)
-    with pytest.raises(InputError, match="is no file of a gate"):
-        gate_from_file(tmp_path / "less", base, NEW)
-    with pytest.raises(InputError, match="exists already"):
-        fit_base_gate(base, file, TEXTS, NEW, ANCHORS, SETTINGS)
+    refused(gate_from_file, tmp_path / "less", base, NEW, says="is no file of a gate")
+    refused(fit_base_gate, base, file, TEXTS, NEW, ANCHORS, SETTINGS, says="exists already")
 
 
 def test_the_command_line(base, tmp_path):
@@ -179,7 +170,5 @@ def test_the_command_line(base, tmp_path):
     shown = invoke("inspect", tmp_path / "one")
     assert "9 languages stay home" in shown
     assert "new: el, hu" in shown
-    with pytest.raises(InputError, match="Give OUT, the folder of an expanded model's gate, or --out FILE"):
-        invoke("gates", base, *data)
-    with pytest.raises(InputError, match="--new is for a dense base"):
-        invoke("gates", tmp_path / "one", tmp_path / "no", *data, "--new", "el")
+    refused(invoke, "gates", base, *data, says="Give OUT, the folder of an expanded model's gate, or --out FILE")
+    refused(invoke, "gates", tmp_path / "one", tmp_path / "no", *data, "--new", "el", says="--new is for a dense base")

@@ -10,13 +10,12 @@ from typing import Annotated, Literal
 import pytest
 import typer
 import yaml
-from conftest import invoke, save_dense, tiny_config, write_texts
+from conftest import invoke, refused, save_dense, tiny_config, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.cli.options import with_settings
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 
 README = Path(__file__).parents[1] / "README.md"
@@ -107,24 +106,14 @@ def test_every_command_of_the_readme_runs(workplace, quick_gates, monkeypatch):
     assert (workplace / "runs" / "qwen-el" / "report.html").exists()
     assert "model.safetensors" in said["push"]
     assert "post-pretrain, 1 steps" in invoke("inspect", "runs/qwen-el/post_pretrain")
-    with pytest.raises(InputError, match="its tokenizer has no chat template"):
-        invoke("chat", "runs/qwen-el/post_pretrain", "--base", "inside")
+    refused(invoke, "chat", "runs/qwen-el/post_pretrain", "--base", "inside", says="its tokenizer has no chat template")
 
 
 def test_plans_from_the_command_line(tmp_path, error_of):
     text = invoke("plan", "moe-lpr", "--layers", 4, "--experts", 3, "--new", "el", "--out", tmp_path / "a.json")
     assert "3 3 3 3 (total 12)" in text
     assert yaml.safe_load((tmp_path / "a.json").read_text())["method"] == "moe-lpr"
-    invoke(
-        "plan",
-        "mola",
-        "--layers",
-        8,
-        "--out",
-        tmp_path / "b.json",
-        "--classifiers-in",
-        "6-7",
-    )
+    invoke("plan", "mola", "--layers", 8, "--out", tmp_path / "b.json", "--classifiers-in", "6-7")
     assert yaml.safe_load((tmp_path / "b.json").read_text())["classifier_layers"] == [6, 7]
     save_dense(tmp_path / "base")
     invoke("plan", "random", "--layers", tmp_path / "base", "--total-experts", 8, "--out", tmp_path / "c.json")

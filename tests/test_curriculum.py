@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard, skip_first_batches
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, refused, save_dense, write_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
@@ -21,8 +21,6 @@ from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.trainers import CurriculumSampler, LanguageMix
 from hf_moe_expand.trainers.samplers import apportion
 
-# --- when languages enter --------------------------------------------------------------------------------------------
-
 
 def test_count_based_bins_are_the_papers():
     counts = {"fr": 180e6, "is": 5e6, "sw": 4_999_999, "ta": 800_000, "wo": 799_999, "hi": 40_000}
@@ -31,12 +29,9 @@ def test_count_based_bins_are_the_papers():
     assert count_based(counts, 500).entry == {"fr": 0, "is": 0, "sw": 300, "ta": 300, "wo": 400, "hi": 400}
     assert count_based({"sw": 900_000, "wo": 10}, 100).entry == {"sw": 0, "wo": 80}  # the first bin is empty
     assert count_based({"a": 10, "b": 3}, 40, thresholds=[5], shares=[1, 0.25]).entry == {"a": 0, "b": 30}
-    with pytest.raises(InputError, match="2 thresholds make 3 bins, but 2 shares"):
-        count_based(counts, 100, shares=[1, 0.5])
-    with pytest.raises(InputError, match="thresholds 1, 2: must go from large to small"):
-        count_based(counts, 100, thresholds=[1, 2])
-    with pytest.raises(InputError, match="each must be above 0 and at most 1"):
-        count_based(counts, 100, shares=[2, 1, 0.5])
+    refused(count_based, counts, 100, says="2 thresholds make 3 bins, but 2 shares", shares=[1, 0.5])
+    refused(count_based, counts, 100, says="thresholds 1, 2: must go from large to small", thresholds=[1, 2])
+    refused(count_based, counts, 100, says="each must be above 0 and at most 1", shares=[2, 1, 0.5])
 
 
 def test_step_based_is_algorithm_1_by_hand():
@@ -52,10 +47,8 @@ def test_step_based_is_algorithm_1_by_hand():
     # The best of all comes before the end: nothing else would train before U - s_max.
     assert step_based({"a": 80, "b": 30}, 2, 100).entry == {"a": 0, "b": 70}
     assert step_based({"a": 80, "b": 30}, 2, 100, new_steps=50).entry == {"a": 0, "b": 35}
-    with pytest.raises(InputError, match="best step of 'a' is 101, but the run had only the steps 1 to 100"):
-        step_based({"a": 101}, 2, 100)
-    with pytest.raises(InputError, match="merge_first at most bins"):
-        step_based(best, 2, 100, merge_first=3)
+    refused(step_based, {"a": 101}, 2, 100, says="best step of 'a' is 101, but the run had only the steps 1 to 100")
+    refused(step_based, best, 2, 100, says="merge_first at most bins", merge_first=3)
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,10 +72,8 @@ def test_curriculum_files(tmp_path):
     found = Curriculum.load(path)
     assert found == Curriculum(10, {"el": 0, "hi": 8})
     found.check_languages(["hi", "el"])
-    with pytest.raises(InputError, match=r"hi does not train here; known: el, tr"):
-        found.check_languages(["el", "tr"])
-    with pytest.raises(InputError, match="the step at which tr enters is missing"):
-        found.check_languages(["el", "hi", "tr"])
+    refused(found.check_languages, ["el", "tr"], says=r"hi does not train here; known: el, tr")
+    refused(found.check_languages, ["el", "hi", "tr"], says="the step at which tr enters is missing")
     for value, message in (
         ({"steps": 10, "entry": {"el": 0, "hi": 10}}, "'hi' enters at step 10, but the training has only the steps"),
         ({"steps": 10, "entry": {"el": 0, "hi": -1}}, "'hi' enters at step -1"),
@@ -91,13 +82,8 @@ def test_curriculum_files(tmp_path):
         ({"steps": 10}, "`entry` is missing"),
     ):
         path.write_text(json.dumps(value))
-        with pytest.raises(InputError, match=rf"curriculum\.json: .*{message}"):
-            Curriculum.load(path)
-    with pytest.raises(InputError, match="no such file"):
-        Curriculum.load(tmp_path / "none.json")
-
-
-# --- the order -------------------------------------------------------------------------------------------------------
+        refused(Curriculum.load, path, says=rf"curriculum\.json: .*{message}")
+    refused(Curriculum.load, tmp_path / "none.json", says="no such file")
 
 
 def languages_of(mix, rows):
@@ -205,8 +191,6 @@ def test_batches_of_one_group_each():
     with pytest.raises(ValueError, match="No language trains from the start; the first enters at step 1"):
         CurriculumSampler(LanguageMix([2, 2], 1.0, [1, 2]), 4, 2, seed=0)
 
-
-# --- in a stage ------------------------------------------------------------------------------------------------------
 
 WORDS = {"el": ("η γάτα κά", 60), "tr": ("kedi otur", 30), "hu": ("a macska ", 12)}
 TRAINING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_tqdm": True, "save_steps": 4}
@@ -321,9 +305,6 @@ def test_bad_settings(root, tmp_path):
         train_stage(root / "expanded", root / "refused", data, PostPretrainConfig(block_size=16, temperature=2.0))
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
-
-
 def test_commands(root, tmp_path):
     curves = ValidationCurves(["el", "hi"], 100, [0, 50, 75, 100])
     curves.loss = {"el": [4.0, 3.0, 2.0, 2.0], "hi": [1.0, 2.0, 3.0, 4.0], "en": [1.0, 1.0, 1.0, 1.0]}
@@ -333,8 +314,7 @@ def test_commands(root, tmp_path):
     said = invoke("curriculum", "derive", tmp_path, "--bins", "3", "--out", out)
     assert "enters at step" in said
     assert Curriculum.load(out) == Curriculum(100, {"el": 0, "hi": 50})
-    with pytest.raises(InputError, match="exists already"):
-        invoke("curriculum", "derive", tmp_path, "--out", out)
+    refused(invoke, "curriculum", "derive", tmp_path, "--out", out, says="exists already")
     invoke("curriculum", "derive", tmp_path / "validation.json", "--steps", "10", "--out", out, "--overwrite")
     assert Curriculum.load(out) == Curriculum(10, {"el": 0, "hi": 5})
     with pytest.raises(InputError, match="The loss of 'hi' was never finite: the training diverged"):
@@ -344,8 +324,7 @@ def test_commands(root, tmp_path):
     ValidationCurves(["hi"], 10, [0, 5], {}, {"hi": [1.0]}).save(tmp_path / "cut.json")
     with pytest.raises(InputError, match=r"cut\.json: 'hi' has 1 scores for 2 steps"):
         invoke("curriculum", "derive", tmp_path / "cut.json", "--out", out, "--overwrite")
-    with pytest.raises(InputError, match=r"hi trained, but was not scored"):
-        ValidationCurves(["hi"], 10, [5], {}, {"el": [1.0]}).best_steps()
+    refused(ValidationCurves(["hi"], 10, [5], {}, {"el": [1.0]}).best_steps, says=r"hi trained, but was not scored")
     with pytest.raises(InputError, match=r"validation\.json: no such file \(the validation of a training stage"):
         invoke("curriculum", "derive", root / "dense", "--out", tmp_path / "other.json")
     data = [part for code in ("el", "tr") for part in ("--data", f"{code}={root / code}.jsonl")]

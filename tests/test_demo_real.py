@@ -9,7 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, save_dense, tiny_dense
+from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -63,8 +63,7 @@ def test_a_given_base_is_taken_in_its_place(tmp_path, short):
     base = save_dense(tmp_path / "mine")
     assert f"teaches {base} Spanish" in invoke("demo", "--real", "--base", base, "--out", tmp_path / "out")
     assert short == []
-    with pytest.raises(InputError, match="--base belongs to --real"):
-        invoke("demo", "--base", base)
+    refused(invoke, "demo", "--base", base, says="--base belongs to --real")
     other = save_dense(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match="base: changed after step `gate` had run with it"):
         invoke("demo", "--real", "--base", other, "--out", tmp_path / "out")

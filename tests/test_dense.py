@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import save_dense, tensors, write_texts
+from conftest import refused, save_dense, tensors, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from typer.testing import CliRunner
@@ -152,16 +152,13 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
         train_stage(root / "base", tmp_path / "out", data, chosen)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(DenseConfig, "trainer_class", Watched)
-    with pytest.raises(InputError, match="interrupted run with other seed"):
-        train_stage(root / "base", tmp_path / "out", data, chosen, seed=1)
+    refused(train_stage, root / "base", tmp_path / "out", data, chosen, says="interrupted run with other seed", seed=1)
     other = save_dense(tmp_path / "other", seed=1)
-    with pytest.raises(InputError, match="interrupted run with other model"):
-        train_stage(other, tmp_path / "out", data, chosen)
+    refused(train_stage, other, tmp_path / "out", data, chosen, says="interrupted run with other model")
     edited = (root / "en.jsonl").read_text().replace("30 times 30", "30 TIMES 30")
     kept = (root / "en.jsonl").read_bytes()
     (root / "en.jsonl").write_text(edited)
-    with pytest.raises(InputError, match="interrupted run with other data"):
-        train_stage(root / "base", tmp_path / "out", data, chosen)
+    refused(train_stage, root / "base", tmp_path / "out", data, chosen, says="interrupted run with other data")
     (root / "en.jsonl").write_bytes(kept)
     # Killed before it removed an earlier one.
     shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-1")
@@ -209,8 +206,7 @@ def test_refusals_name_what_is_wrong(root, data, tmp_path):
         (root / "base", {}, "No text was given"),
         (tmp_path / "expanded", data, "is an expanded checkpoint already"),
     ):
-        with pytest.raises(InputError, match=message):
-            train_stage(model, tmp_path / "out", texts, config())
+        refused(train_stage, model, tmp_path / "out", texts, config(), says=message)
         assert not (tmp_path / "out").exists()
 
 

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_dense
 from safetensors.torch import load_file
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.tokens import encode_documents
 from hf_moe_expand.planning.results import DeviationResult
 
@@ -252,20 +251,17 @@ def test_a_work_folder_of_other_work_is_refused(tmp_path):
         ({"model": tiny_dense("qwen2", seed=1)}, "was made with other settings: it was another model"),
     ]:
         arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
-        with pytest.raises(InputError, match=message):
-            measure(arguments.pop("model"), work, **arguments)
+        refused(measure, arguments.pop("model"), work, says=message, **arguments)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_text("")
-    with pytest.raises(InputError, match="photos: exists and is not the folder of a deviation analysis"):
-        measure(model, tmp_path / "photos")
+    refused(measure, model, tmp_path / "photos", says="photos: exists and is not the folder of a deviation analysis")
 
 
 def test_too_little_text_names_every_such_language(tmp_path):
     texts = {"en": TEXTS["en"], "el": ["ψ"], "hu": ["abc", "de"]}
     # Bytes, and an end of text after each document.
     message = r"9 blocks .* of 12 tokens need 108 tokens of each language, but el has 3, hu has 7\."
-    with pytest.raises(InputError, match=message):
-        measure(tiny_dense("qwen2"), tmp_path / "work", texts)
+    refused(measure, tiny_dense("qwen2"), tmp_path / "work", texts, says=message)
     assert not (tmp_path / "work").exists()
 
 
@@ -283,16 +279,14 @@ def test_too_little_text_names_every_such_language(tmp_path):
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, changes, message):
-    with pytest.raises(InputError, match=message):
-        measure(tiny_dense("qwen2"), tmp_path / "work", **changes)
+    refused(measure, tiny_dense("qwen2"), tmp_path / "work", says=message, **changes)
     assert not (tmp_path / "work" / "language-en").exists()
 
 
 def test_ffns_that_do_not_train_are_refused(tmp_path):
     model = tiny_dense("qwen2")
     model.model.layers[1].mlp.requires_grad_(False)
-    with pytest.raises(InputError, match="'en' moved the FFN of layer 1 by 0"):
-        measure(model, tmp_path / "work")
+    refused(measure, model, tmp_path / "work", says="'en' moved the FFN of layer 1 by 0")
 
 
 def test_a_language_may_have_any_name(tmp_path):

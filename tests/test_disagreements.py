@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense, tiny_dense
+from conftest import byte_tokenizer, refused, save_dense, tiny_dense
 from encoder_decoders import PLAN as PAIR_PLAN
 from encoder_decoders import batch, tiny
 from safetensors.torch import load_file, save_file
@@ -160,8 +160,7 @@ def test_an_index_may_name_what_no_file_holds_unless_the_model_has_it(tmp_path):
 def test_what_the_files_lack_is_refused_before_anything_is_written(tmp_path, fields, message):
     base = edit(save_dense(tmp_path / "base", "qwen2", tie_word_embeddings=True), **fields)
     plan = Plan("moe-lpr", [2] * fields.get("num_hidden_layers", 3), old=["en"], new=["el"])
-    with pytest.raises(InputError, match=message):
-        expand_checkpoint(base, tmp_path / "out", plan)
+    refused(expand_checkpoint, base, tmp_path / "out", plan, says=message)
     assert not (tmp_path / "out").exists()
 
 

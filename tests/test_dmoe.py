@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMMON_BACKBONES, checkpointed, save_dense, write_texts
+from conftest import COMMON_BACKBONES, checkpointed, refused, save_dense, write_texts
 from datasets import Dataset
 
 from hf_moe_expand import (
@@ -236,8 +236,7 @@ def test_adaptation_streams_its_first_step_too(trained, text, tmp_path):
     (tmp_path / "hi" / "2.jsonl").write_text('{"other": 1}\n')
     source = LanguageText("hi", str(tmp_path / "hi"))
     config = AdaptConfig(block_size=16, max_steps=1, use_cpu=True, report_to="none", stream=True)
-    with pytest.raises(InputError, match="on_bad_shard: skip"):
-        adapt_language(trained, tmp_path / "out", source, config)
+    refused(adapt_language, trained, tmp_path / "out", source, config, says="on_bad_shard: skip")
     config.on_bad_shard = "skip"
     with patch.object(LanguageText, "load", side_effect=AssertionError):
         assert adapt_language(trained, tmp_path / "out", source, config).frozen
@@ -260,10 +259,7 @@ def test_wrong_input_is_named(expanded, text, tmp_path):
     out = tmp_path / "out"
     uniform = changed(PLAN, method="moe-lpr", groups=[], new=["el"])
     expand_checkpoint(expanded.with_name("dense"), tmp_path / "uniform", uniform)
-    with pytest.raises(InputError, match="has no language groups"):
-        adapt_language(tmp_path / "uniform", out, text["hi"])
-    with pytest.raises(InputError, match=r"layer 0 has no expert 7 to copy; give one of 0\.\.2"):
-        add_experts(expanded, out, {0: [7]}, {})
-    with pytest.raises(InputError, match="layer 1 has no router"):
-        add_experts(expanded, out, {1: [0]}, {})
+    refused(adapt_language, tmp_path / "uniform", out, text["hi"], says="has no language groups")
+    refused(add_experts, expanded, out, {0: [7]}, {}, says=r"layer 0 has no expert 7 to copy; give one of 0\.\.2")
+    refused(add_experts, expanded, out, {1: [0]}, {}, says="layer 1 has no router")
     assert not out.exists()

@@ -20,20 +20,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import DATA, byte_tokenizer, invoke, keywords, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
-from guides import (
-    DOCS,
-    EXTRA,
-    LAUNCH,
-    ROOT,
-    bash_lines,
-    blocks,
-    commands,
-    expanded,
-    parsed,
-    run,
-    small,
-    workplace_in,
-)
+from guides import DOCS, EXTRA, LAUNCH, ROOT, bash_lines, blocks, commands, expanded, parsed, run, small, workplace_in
 from test_peft_adapters import make
 from transformers import AutoModelForCausalLM
 from typer.core import TyperCommand

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, moved, save_dense
+from conftest import byte_tokenizer, invoke, moved, refused, save_dense
 from encoder_decoders import PLAN, batch, save_tiny, tiny
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -103,9 +103,6 @@ def test_random_experts_of_t5_are_drawn_as_t5_draws_its_ffn(made, tmp_path):
     assert weight.std().item() == pytest.approx(48**-0.5, rel=0.1)  # d_ff ** -0.5, not initializer_range
 
 
-# --- surgery --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("base") / "base")
@@ -122,9 +119,6 @@ def change(folder):
     """Training in a stroke: new experts, routers and classifiers change."""
     model = moved(AutoModelForSeq2SeqLM.from_pretrained(folder))
     model.save_pretrained(folder)
-
-
-# --- plans ----------------------------------------------------------------------------------------------------------
 
 
 def test_plans_name_layers_by_their_stack(base, tmp_path):
@@ -164,16 +158,12 @@ def test_a_plan_s_decoder_begins_within_the_list(encoder_layers):
     ],
 )
 def test_layers_that_the_model_has_not_are_refused(text, encoder, message):
-    with pytest.raises(InputError, match=message):
-        layers_in(text, 5, encoder_layers=encoder)
+    refused(layers_in, text, 5, says=message, encoder_layers=encoder)
 
 
 def test_every_second_layer():
     assert layers_in("encoder.1-11/2,decoder.1-11/2", 24, encoder_layers=12) == list(range(1, 24, 2))
     assert layers_in("1-4/3,0", 6) == [0, 1, 4]
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_the_wrong_auto_class_is_named(el, tmp_path):
@@ -183,8 +173,7 @@ def test_the_wrong_auto_class_is_named(el, tmp_path):
         LayerMoEForCausalLM.from_pretrained(el)
     with pytest.raises(ValueError, match=r"qwen2, is a decoder: load it with AutoModelForCausalLM"):
         LayerMoEForSeq2SeqLM.from_pretrained(tmp_path / "qwen")
-    with pytest.raises(ValueError, match="Unrecognized configuration class"):
-        AutoModelForCausalLM.from_pretrained(el)
+    refused(AutoModelForCausalLM.from_pretrained, el, says="Unrecognized configuration class", raises=ValueError)
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "qwen")
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
+from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_dense, write_texts
 from tokenizers import AddedToken
 
 from hf_moe_expand import evaluate_ensemble, evaluate_model
@@ -104,8 +104,7 @@ def test_folders_are_loaded_one_by_one(folders):
     tokenizer = byte_tokenizer()
     found = evaluate_ensemble([folders / "a", str(folders / "b")], tokenizer, TEXTS, 2, 64, 2)
     assert found == evaluate_ensemble(loaded, tokenizer, TEXTS, 2, 16, 2)  # windows as short as one member's
-    with pytest.raises(InputError, match="not a checkpoint"):
-        evaluate_ensemble([folders], tokenizer, TEXTS, 1)
+    refused(evaluate_ensemble, [folders], tokenizer, TEXTS, 1, says="not a checkpoint")
 
 
 def test_bad_input_is_refused(models, folders, tmp_path):
@@ -113,8 +112,7 @@ def test_bad_input_is_refused(models, folders, tmp_path):
     for top_m in (0, 4):
         with pytest.raises(InputError, match=f"top_m is {top_m}; an ensemble of 3 models mixes 1 to 3 of them"):
             evaluate_ensemble(models, tokenizer, TEXTS, top_m)
-    with pytest.raises(InputError, match="Language 'el': no text to score"):
-        evaluate_ensemble(models, tokenizer, {**TEXTS, "el": []})
+    refused(evaluate_ensemble, models, tokenizer, {**TEXTS, "el": []}, says="Language 'el': no text to score")
     save_dense(tmp_path / "other", vocab_size=258)
     other = byte_tokenizer()
     other.add_tokens([AddedToken("short")])

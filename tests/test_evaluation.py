@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_config, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_config, tiny_dense
 
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import perplexity
@@ -159,8 +159,7 @@ def test_table_and_json(tmp_path):
     result.to_json(tmp_path / "evaluation.json")
     assert Evaluation.from_json(tmp_path / "evaluation.json") == result
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(InputError, match="not an evaluation"):
-        Evaluation.from_json(tmp_path / "other.json")
+    refused(Evaluation.from_json, tmp_path / "other.json", says="not an evaluation")
 
 
 def test_several_expansions_are_groups_of_their_own(tmp_path):

@@ -5,14 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    byte_tokenizer,
-    invoke,
-    load,
-    save_dense,
-    tiny_config,
-    tiny_dense,
-)
+from conftest import byte_tokenizer, invoke, load, refused, save_dense, tiny_config, tiny_dense
 from datasets import Dataset
 from gated_models import THREE, gated_model, tokens
 from peft import PromptTuningConfig, get_peft_model
@@ -95,9 +88,6 @@ def test_with_several_experts_of_a_class_its_router_chooses_among_them():
     for layer, experts in own.items():
         allowed = routing.layers[layer].allowed
         assert [{*row.nonzero().flatten().tolist()} for row in allowed] == [experts[number] for number in of_tokens]
-
-
-# --- training ------------------------------------------------------------------------------------------------------
 
 
 def one_step(folder, model, ids, languages, classes=(0, 1), **options):
@@ -206,9 +196,6 @@ def test_virtual_tokens_have_their_rows_class(tmp_path):
     assert log["loss"] == pytest.approx(log["next_token_loss"], abs=1e-3)
 
 
-# --- growth, packs, averages ---------------------------------------------------------------------------------------
-
-
 def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(el, tmp_path):
     plan = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
     grow_checkpoint(el, tmp_path / "two", plan)
@@ -274,15 +261,10 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path
     changed = {name.split("experts.")[1][0] for name, one, other in pairs if not torch.equal(one, other)}
     assert changed == {"1"}  # Greek's, not those of the last pack
     untold = MoESFTTrainer(load(tmp_path / "joined"), train_dataset=rows.remove_columns("language"), **given)
-    with pytest.raises(InputError, match="joins packs, and a row's language says whose experts it takes: give text"):
-        untold.train()
+    refused(untold.train, says="joins packs, and a row's language says whose experts it takes: give text")
     packed = Dataset.from_dict({"input_ids": IDS.tolist()})
     stage = PostPretrainConfig(str(tmp_path / "stage"), max_steps=1, use_cpu=True, report_to="none")
-    with pytest.raises(InputError, match="joins packs"):
-        PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train()
-
-
-# --- export and refusals -------------------------------------------------------------------------------------------
+    refused(PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train, says="joins packs")
 
 
 def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
@@ -291,8 +273,7 @@ def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
         export_dense(tmp_path / "routed", tmp_path / "out", language="el")
     export_dense(tmp_path / "routed", tmp_path / "en", language="en")
     assert torch.equal(logits(tmp_path / "en"), logits(base))
-    with pytest.raises(InputError, match="the checkpoint does not know 'fr'"):
-        export_dense(el, tmp_path / "out", language="fr")
+    refused(export_dense, el, tmp_path / "out", says="the checkpoint does not know 'fr'", language="fr")
     with pytest.raises(InputError, match="Give one of --language CODE and --expert NUMBER"):
         invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
     assert not (tmp_path / "out").exists()
@@ -315,5 +296,4 @@ def test_there_is_no_routing_to_measure(el):
 
 def test_exclusive_and_routed_experts_are_not_averaged(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    with pytest.raises(InputError, match="exclusive"):
-        average_checkpoints([el, tmp_path / "routed"], tmp_path / "no")
+    refused(average_checkpoints, [el, tmp_path / "routed"], tmp_path / "no", says="exclusive")

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from conftest import run_fresh, tiny_config
+from conftest import refused, run_fresh, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, LayerMoEModel
@@ -88,8 +88,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name, saved):
         lambda: AutoModelForCausalLM.from_pretrained(saved, experts_implementation=name),
         lambda: build().set_experts_implementation(name),
     ):
-        with pytest.raises(ValueError, match=r"known: eager, grouped_mm, batched_mm"):
-            load()
+        refused(load, says=r"known: eager, grouped_mm, batched_mm", raises=ValueError)
 
 
 def test_a_checkpoint_without_the_package_takes_it(saved):

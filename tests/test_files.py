@@ -10,7 +10,7 @@ import zipfile
 
 import pyarrow
 import pytest
-from conftest import write_texts
+from conftest import refused, write_texts
 from pyarrow import parquet
 
 from hf_moe_expand import cli
@@ -59,19 +59,16 @@ def test_a_damaged_compressed_file_is_named(tmp_path, suffix, harm):
     file = tmp_path / f"a.jsonl{suffix}"
     whole = COMPRESSIONS[suffix](BODY * 99)
     file.write_bytes(whole[: len(whole) // 2] if harm == "torn" else BODY)
-    with pytest.raises(InputError, match=rf"a\.jsonl\{suffix}: cannot be read"):
-        load(file)
+    refused(load, file, says=rf"a\.jsonl\{suffix}: cannot be read")
 
 
 def test_an_archive_of_one_file_is_read_and_one_of_several_refused(tmp_path):
     zipped(tmp_path / "one.jsonl.zip", **{"el.jsonl": BODY})
     assert load(tmp_path / "one.jsonl.zip") == TEXTS
     zipped(tmp_path / "two.jsonl.zip", **{"a.jsonl": BODY, "b.jsonl": BODY})
-    with pytest.raises(InputError, match=r"two\.jsonl\.zip: holds 2 files"):
-        load(tmp_path / "two.jsonl.zip")
+    refused(load, tmp_path / "two.jsonl.zip", says=r"two\.jsonl\.zip: holds 2 files")
     (tmp_path / "wrong.txt.zip").write_bytes(b"no archive")
-    with pytest.raises(InputError, match=r"wrong\.txt\.zip: cannot be read"):
-        load(tmp_path / "wrong.txt.zip")
+    refused(load, tmp_path / "wrong.txt.zip", says=r"wrong\.txt\.zip: cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +111,7 @@ def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):
 
 def test_a_folder_of_readmes_alone_holds_no_text(tmp_path):
     (tmp_path / "README.txt").write_text("This data is free.")
-    with pytest.raises(InputError, match=r"no file of a known kind.*README\.txt \(about the data, by its name\)"):
-        load(tmp_path)
+    refused(load, tmp_path, says=r"no file of a known kind.*README\.txt \(about the data, by its name\)")
     assert load(tmp_path / "README.txt") == ["This data is free."]  # asked for by its name
 
 
@@ -137,8 +133,7 @@ def test_bytes_that_are_no_utf8_are_told_by_their_line(tmp_path, kind, suffix):
 )
 def test_what_a_file_may_be_that_is_no_utf8(tmp_path, content, said):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(InputError, match=rf"a\.txt:1: not UTF-8 text .*; {said}"):
-        load(tmp_path / "a.txt")
+    refused(load, tmp_path / "a.txt", says=rf"a\.txt:1: not UTF-8 text .*; {said}")
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
@@ -224,8 +219,7 @@ def test_a_zip_of_an_unknown_compression_is_named(tmp_path):
     entry = content.index(b"PK\x01\x02")
     content[entry + 10] = 99  # the method's number
     file.write_bytes(content)
-    with pytest.raises(InputError, match=r"a\.jsonl\.zip: cannot be read \(.*compression method"):
-        load(file)
+    refused(load, file, says=r"a\.jsonl\.zip: cannot be read \(.*compression method")
 
 
 @pytest.mark.parametrize("as_pairs", [False, True])
@@ -242,8 +236,7 @@ def test_a_zip_of_an_unknown_compression_is_named(tmp_path):
 def test_a_row_whose_text_is_none_is_refused_whatever_stands_beside_it(tmp_path, row, as_pairs):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(InputError, match=r"a\.jsonl:1: (needs an object|not Unicode)"):
-        LanguageText("el", str(file)).load(as_pairs)
+    refused(LanguageText("el", str(file)).load, as_pairs, says=r"a\.jsonl:1: (needs an object|not Unicode)")
 
 
 @pytest.mark.parametrize("name", ["text", "language"])
@@ -251,8 +244,7 @@ def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path, name):
     names = ["text", name, "language"][: 2 if name == "text" else 3]
     table = pyarrow.Table.from_arrays([pyarrow.array(["el"])] * len(names), names=names)
     parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=f"two columns are named `{name}`"):
-        load(tmp_path / "a.parquet")
+    refused(load, tmp_path / "a.parquet", says=f"two columns are named `{name}`")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
@@ -262,8 +254,7 @@ def test_names_that_are_not_unicode_are_refused_or_counted(tmp_path, monkeypatch
     odd.write_bytes(BODY)
     assert load(tmp_path) == TEXTS
     assert "not Unicode" in LanguageText("el", str(tmp_path)).files_left_out()
-    with pytest.raises(InputError, match="not Unicode"):
-        load(odd)
+    refused(load, odd, says="not Unicode")
     monkeypatch.setattr(sys, "argv", ["hf-moe-expand", "inspect", str(odd)])
     with pytest.raises(SystemExit, match="2"):
         cli.main()

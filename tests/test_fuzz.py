@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import save_dense
+from conftest import refused, save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
@@ -51,11 +51,9 @@ def test_the_record_of_a_run_is_checked(tmp_path, step):
     file = tmp_path / "steps.json"
     assert read_steps(file) == ({}, None)
     file.write_text(json.dumps({"plan": step}))
-    with pytest.raises(InputError, match=r"steps\.json: plan"):
-        read_steps(file)
+    refused(read_steps, file, says=r"steps\.json: plan")
     file.write_text(json.dumps({"begun": step}))
-    with pytest.raises(InputError, match=r"steps\.json: begun"):
-        read_steps(file)
+    refused(read_steps, file, says=r"steps\.json: begun")
 
 
 @pytest.mark.parametrize(
@@ -73,8 +71,7 @@ def test_an_evaluation_is_checked(tmp_path, key, value, reason):
     whole.to_json(file)
     assert Evaluation.from_json(file) == whole
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    with pytest.raises(InputError, match=reason):
-        Evaluation.from_json(file)
+    refused(Evaluation.from_json, file, says=reason)
 
 
 def test_a_dense_checkpoint_with_fields_of_expanded_ones_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from conftest import load_offloaded
+from conftest import load_offloaded, refused
 from gated_models import (
     CODES,
     GREEDY,
@@ -146,8 +146,7 @@ def test_prefix_tuning_is_told():
     texts = clear_texts(model, 2, 9)
     ids, codes = torch.tensor(texts), [CODES[number] for number in numbers_of(model, texts)]
     tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    with pytest.raises(ValueError, match="a pass on a filled cache judges no text"):
-        tuned(ids)
+    refused(tuned, ids, says="a pass on a filled cache judges no text", raises=ValueError)
     with tuned.judged(ids):
         found = tuned(ids).logits
     assert torch.equal(found, tuned(ids, languages=codes).logits)
@@ -168,9 +167,6 @@ def test_in_training_nothing_is_judged():
     with model.eval().routing_control.asking(as_in_training=True), torch.no_grad():
         model(ids)
     assert calls == []
-
-
-# --- graphs --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -210,9 +206,6 @@ def test_a_compiled_pass_is_judged_before():
 def test_a_graph_judges_no_text():
     with pytest.raises(Exception, match="a graph judges no text: tell its language"):
         torch.export.export(gated_model(), (tokens(2, 8),), strict=False)
-
-
-# --- copies, files, devices ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

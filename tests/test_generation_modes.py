@@ -21,14 +21,7 @@ from gated_models import (
     slow_sums,
     tokens,
 )
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    GenerationConfig,
-    StaticCache,
-    TextIteratorStreamer,
-    pipeline,
-)
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, TextIteratorStreamer, pipeline
 
 from hf_moe_expand.modeling.judging import Answers
 from hf_moe_expand.modeling.language_gate import GateRule
@@ -57,8 +50,6 @@ def judgings(model):
     yield found
     del model._sums
 
-
-# --- prompts -------------------------------------------------------------------------------------------------------
 
 WAYS = {
     "greedy": {},
@@ -171,9 +162,6 @@ def test_continuous_batching_is_refused():
         model.generate(tokens(1, 3), cache_implementation="paged", **GREEDY)
 
 
-# --- answers -------------------------------------------------------------------------------------------------------
-
-
 def test_an_answer_is_judged_at_its_marks_by_two_thresholds():
     """Each answer once, however many rows have it; a told row keeps its class."""
     asked, nats = [], {16: [-1.0, 1.0, -30.0], 32: [-1.0, -30.0, 1.0], 64: [2.0, -9.0, -11.0], 128: [-9.0] * 3,
@@ -232,8 +220,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"),
-    [*((way, "exclusive") for way in ANSWERS), ("beams", "copies"), ("sampled", "adapters")],
+    ("way", "kind"), [*((way, "exclusive") for way in ANSWERS), ("beams", "copies"), ("sampled", "adapters")]
 )
 def test_each_row_has_the_class_that_its_ids_say(way, kind):
     """Against a loop that judges each row's whole answer again before each token."""
@@ -314,9 +301,6 @@ def test_compiled_there_is_one_graph_for_each_class_and_one_for_several(kind):
         found = model.generate(ids, past_key_values=cache, compile_config=compiling, **options)
         assert torch.equal(found, model.generate(ids, **options))
     assert 2 <= len(graphs) <= 3
-
-
-# --- the library's own ---------------------------------------------------------------------------------------------
 
 
 def test_a_thread_generates_while_another_ones_prompt_is_judged():

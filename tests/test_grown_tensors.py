@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense
+from conftest import byte_tokenizer, refused, save_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,6 @@ from hf_moe_expand.checkpoint.expand import versions
 from hf_moe_expand.checkpoint.grow import add_experts
 from hf_moe_expand.checkpoint.new_experts import new_weight
 from hf_moe_expand.checkpoint.records import ExpansionRecord
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed, read
 
 FIRST = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"])
@@ -161,8 +160,7 @@ def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, t
 def test_it_writes_shards_and_replaces_a_folder_where_it_is_told(made, tmp_path):
     out = grow_checkpoint(made(), tmp_path / "out", SECOND, max_shard_size="40KB", seed=SEED)
     assert len(list(out.glob("*.safetensors"))) > 3
-    with pytest.raises(InputError, match="exists"):
-        grow_checkpoint(made(), out, SECOND)
+    refused(grow_checkpoint, made(), out, SECOND, says="exists")
     grow_checkpoint(made(), out, SECOND, overwrite=True, seed=SEED)
     check_equal(weights(out), defined(weights(made()), SECOND, {}, 2))
 
@@ -175,12 +173,10 @@ def test_an_incomplete_checkpoint_or_an_expert_that_is_not_there_is_refused(made
         ({3: [0]}, "layer 3 has no router"),
         ({1: [0]}, "layer 1 has no router"),
     ):
-        with pytest.raises(InputError, match=message):
-            add_experts(made(), tmp_path / "out", sources, record)
+        refused(add_experts, made(), tmp_path / "out", sources, record, says=message)
     lacking = shutil.copytree(made(), tmp_path / "lacking")
     tensors = weights(lacking)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight"):
-        grow_checkpoint(lacking, tmp_path / "out", SECOND)
+    refused(grow_checkpoint, lacking, tmp_path / "out", SECOND, says=r"layers\.1\.mlp\.up_proj\.weight")
     assert not (tmp_path / "out").exists()

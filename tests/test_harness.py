@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from conftest import byte_tokenizer, invoke, refused, save_dense, write_texts
 from gated_models import gated_model
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -208,10 +208,7 @@ def test_the_command_loads_each_checkpoint_once_and_the_card_says_what_came_out(
 
 
 def test_a_task_list_gives_means_over_old_new_and_unnamed_languages(root, tmp_path):
-    listed = {
-        "pick": {"el": "pick_el@1", "hu": "pick_hu", "tr": "pick_tr"},
-        "again": {"en": "own_en", "fr": "own_fr"},
-    }
+    listed = {"pick": {"el": "pick_el@1", "hu": "pick_hu", "tr": "pick_tr"}, "again": {"en": "own_en", "fr": "own_fr"}}
     for code, like in (("en", "el"), ("fr", "hu")):
         task = yaml.safe_load((root / "tasks" / f"{like}.yaml").read_text()) | {"task": f"own_{code}"}
         (tmp_path / f"{code}.yaml").write_text(yaml.safe_dump(task))
@@ -276,8 +273,7 @@ def test_a_mean_is_over_languages_then_over_benchmarks():
 def test_a_wrong_task_list_is_refused(root, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.yaml").write_text("arc: {xyzzy: arc_x}")
-    with pytest.raises(InputError, match=message):
-        invoke("evaluate", root / "moe", *options, "--out", tmp_path / "out.json")
+    refused(invoke, "evaluate", root / "moe", *options, "--out", tmp_path / "out.json", says=message)
 
 
 def test_each_paper_has_its_benchmarks():
@@ -318,17 +314,14 @@ def test_bad_input(root, tmp_path):
         (["pick_el"], {**here, "num_fewshot": -1}, "must be at least 0 and 1"),
         (["pick_el"], {"include_path": tmp_path / "none"}, "none: no such folder"),
     ]:
-        with pytest.raises(InputError, match=message):
-            HarnessTasks(arguments, **options)
+        refused(HarnessTasks, arguments, says=message, **options)
     lost = yaml.safe_load((root / "tasks" / "el.yaml").read_text()) | {
         "task": "lost", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "lost.jsonl")}}
     }  # fmt: skip
     (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
-    with pytest.raises(InputError, match="lost: its data cannot be loaded"):
-        HarnessTasks(["lost"], include_path=tmp_path)
+    refused(HarnessTasks, ["lost"], says="lost: its data cannot be loaded", include_path=tmp_path)
     out = ["--out", tmp_path / "out.json"]
-    with pytest.raises(InputError, match="give text with --data, tasks with --tasks"):
-        invoke("evaluate", root / "moe", *out)
+    refused(invoke, "evaluate", root / "moe", *out, says="give text with --data, tasks with --tasks")
     with pytest.raises(InputError, match="belong to --tasks, which is not given"):
         invoke("evaluate", root / "moe", "--data", f"en={root / 'el.test.jsonl'}", "--limit", 3, *out)
     with pytest.raises(InputError, match="--ensemble scores text"):

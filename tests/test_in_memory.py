@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, refused, save_dense, tiny_config, tiny_dense, write_texts
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -184,13 +184,10 @@ def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, tmp_path
     config = config_class.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2], **groups)
     with pytest.raises(ValueError, match=r"holds a qwen2 model.*expand_model\(.*expand_checkpoint\("):
         model_class.from_pretrained(base, config=config)
-    with pytest.raises(ValueError, match=r"expand_model.*expand_checkpoint"):
-        model_class.from_pretrained(base)
+    refused(model_class.from_pretrained, base, says=r"expand_model.*expand_checkpoint", raises=ValueError)
     model_class(config).save_pretrained(tmp_path / "expanded")
     assert isinstance(model_class.from_pretrained(tmp_path / "expanded", config=config), model_class)
 
-
-# --- gates and averages of loaded models -----------------------------------------------------------------------------
 
 TEXTS = {"en": ["the cat sat on the mat again"] * 60, "el": ["η γάτα κάθισε ξανά στο χαλί"] * 60}
 QUICK = GateSettings(tokens=300, anchor_tokens=200, unseen_share=0.99)  # a tiny model with random weights knows nothing

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import invoke, load, save_dense
+from conftest import invoke, load, refused, save_dense
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions
@@ -173,8 +173,7 @@ def test_a_run_names_its_pack_and_a_name_may_be_given(packs, tmp_path):
         (["--name", "a", "--name", "a"], "a: two packs have this name"),
         (["--name", "a\nb", "--name", "c"], "no name of a pack"),
     ):
-        with pytest.raises(InputError, match=wrong):
-            invoke("join", tmp_path / "no", el, hu, *arguments)
+        refused(invoke, "join", tmp_path / "no", el, hu, *arguments, says=wrong)
     with pytest.raises(InputError, match="joins packs already, which keep their names"):
         join_expansions([f"both={tmp_path / 'out'}", packs["tr"]], tmp_path / "no")
     shutil.move(tmp_path / "named", tmp_path / "a=b")

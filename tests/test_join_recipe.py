@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import yaml
-from conftest import save_dense, write_texts
+from conftest import refused, save_dense, write_texts
 from test_join import EL, HU, make_pack, same_files
 from test_packs_in_use import WORDS
 
@@ -104,8 +104,7 @@ def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
     ],
 )
 def test_what_a_recipe_cannot_say(home, tmp_path, changes, message):
-    with pytest.raises(InputError, match=message):
-        recipe(home, tmp_path, **changes)
+    refused(recipe, home, tmp_path, says=message, **changes)
 
 
 def test_what_validation_refuses(home, tmp_path):
@@ -130,16 +129,14 @@ def test_a_base_with_other_bytes_is_refused_when_it_runs(home, tmp_path):
     other = save_dense(tmp_path / "other", seed=3)
     loaded = recipe(home, tmp_path, base=str(other))
     validate_recipe(loaded)
-    with pytest.raises(InputError, match=r"join\.packs: qwen-el: is no expansion of `base`"):
-        run_recipe(loaded, lambda line: None)
+    refused(run_recipe, loaded, lambda line: None, says=r"join\.packs: qwen-el: is no expansion of `base`")
 
 
 def test_offline_and_variables(home, tmp_path, monkeypatch):
     file = tmp_path / "recipe.yaml"
     packs = {"packs": ["$PACKS/qwen-el", "me/qwen-hu"]}
     file.write_text(yaml.safe_dump(fields(home, tmp_path, join=packs)))
-    with pytest.raises(InputError, match=r"join\.packs\[0\]: the environment variable \$PACKS is not set"):
-        Recipe.load(file)
+    refused(Recipe.load, file, says=r"join\.packs\[0\]: the environment variable \$PACKS is not set")
     found = validate_recipe(Recipe.load(file, unset_ok=True), offline=True)
     assert "skipped: join: base and packs are not whole on this machine" in found
     monkeypatch.setenv("PACKS", str(home))

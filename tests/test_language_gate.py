@@ -6,17 +6,8 @@ import pickle
 
 import pytest
 import torch
-from conftest import tiny_dense
-from gated_models import (
-    CODES,
-    TWO,
-    clear_texts,
-    gated_model,
-    padded,
-    slow_class,
-    slow_sums,
-    tokens,
-)
+from conftest import refused, tiny_dense
+from gated_models import CODES, TWO, clear_texts, gated_model, padded, slow_class, slow_sums, tokens
 from peft import PromptTuningConfig, get_peft_model
 
 from hf_moe_expand import DMoEConfig, LayerMoEConfig, LayerMoEForCausalLM
@@ -33,9 +24,6 @@ from hf_moe_expand.modeling.language_gate import (
 RULE = {"layer": 1, "languages": [["en"], ["el"]], "bound": 2.0, "window": 5}
 # Kinds of FFN calls, learned positions, scaled embeddings, a window of attention; convolutions, and a recurrence.
 BACKBONES = ("bloom", "gemma3_text", "gpt2", "gpt_neox", "lfm2", "opt", "qwen2", "qwen3_5_text")
-
-
-# --- evidence and sums ---------------------------------------------------------------------------------------------
 
 
 def test_evidence_is_the_bounded_log_odds_of_classes_in_whole_numbers():
@@ -70,9 +58,6 @@ def test_a_class_is_the_largest_sum_or_the_one_before_between_the_thresholds():
     assert classes_of_sums(sums).tolist() == [0, 0, 1, 2, 2, 1, 0, 0]
     before = torch.tensor([2, 1, 2, 1, 1, 0, 2, 2])
     assert classes_of_sums(sums, before, -2.0).tolist() == [2, 1, 1, 2, 2, 1, 0, 2]
-
-
-# --- where texts lie -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,9 +109,6 @@ def test_the_ends_of_texts_stand_on_the_left(begin):
     for row, text in zip(rows.tolist(), own, strict=True):
         assert row[: len(front) + min(128, len(text))] == front + text[-128:]
         assert not any(row[len(front) + min(128, len(text)) :])
-
-
-# --- judge ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -208,11 +190,7 @@ def test_without_a_gate_and_in_training_nothing_is_judged():
     config = LayerMoEConfig.from_dense(tiny_dense("qwen2").config, num_experts_per_layer=[1, 2, 2])
     with pytest.raises(ValueError, match="the model has no language gate"):
         LayerMoEForCausalLM(config).eval().judge(tokens(1, 4))
-    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
-        gated_model().train().judge(tokens(1, 4))
-
-
-# --- the rule ------------------------------------------------------------------------------------------------------
+    refused(gated_model().train().judge, tokens(1, 4), says=r"call model.eval\(\) first", raises=ValueError)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from conftest import save_dense, start_python, write_texts
+from conftest import refused, save_dense, start_python, write_texts
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.checkpoint.writer import new_folder
@@ -58,8 +58,7 @@ def test_a_folder_has_one_worker(tmp_path, held):
     other = held(tmp_path)
     lock = FolderLock(tmp_path, "works here")
     for take in (lock.acquire, lock.refuse_if_held):
-        with pytest.raises(InputError, match=rf"process {other.pid} on \S+ works here already.*`kill {other.pid}`"):
-            take()
+        refused(take, says=rf"process {other.pid} on \S+ works here already.*`kill {other.pid}`")
     other.kill()  # as if it died
     other.wait()
     lock.refuse_if_held()
@@ -73,8 +72,7 @@ def test_a_stage_is_trained_by_one_process(root, tmp_path, held):
     work = work_folder(tmp_path / "out.training")
     (work / "checkpoint-1").mkdir()
     other = held(work)
-    with pytest.raises(InputError, match=rf"out\.training: process {other.pid} on \S+ trains out already"):
-        train(root, tmp_path / "out")
+    refused(train, root, tmp_path / "out", says=rf"out\.training: process {other.pid} on \S+ trains out already")
     assert (work / "checkpoint-1").is_dir()  # the other's
     other.kill()
     other.wait()
@@ -105,7 +103,6 @@ def test_an_output_that_another_process_made_meanwhile_is_not_replaced(root, tmp
     (making.__enter__() / "config.json").touch()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("theirs")
-    with pytest.raises(InputError, match="exists already"):
-        making.__exit__(None, None, None)
+    refused(making.__exit__, None, None, None, says="exists already")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "config.json").read_text() == "theirs"

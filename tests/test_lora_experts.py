@@ -4,25 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    BACKBONE_NAMES,
-    byte_tokenizer,
-    invoke,
-    load_offloaded,
-    save_dense,
-    tensors,
-    tiny_config,
-)
+from conftest import BACKBONE_NAMES, byte_tokenizer, invoke, load_offloaded, refused, save_dense, tensors, tiny_config
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import (
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    Plan,
-    expand_checkpoint,
-)
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraFactor, LoraLinear, lora_expert
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -89,8 +76,7 @@ def test_a_weight_outside_of_linear_layers_is_refused():
             super().__init__()
             self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
 
-    with pytest.raises(ValueError, match="Scaled has a weight outside linear layers, scale"):
-        lora_expert(Scaled(), 2, 4)
+    refused(lora_expert, Scaled(), 2, 4, says="Scaled has a weight outside linear layers, scale", raises=ValueError)
 
 
 def test_the_seed_decides_and_updates_differ(saved, tmp_path):

@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_moe_expand.trainers import (
-    classifier_loss,
-    expert_selections,
-    language_prior_routing_loss,
-    load_balance_loss,
-)
+from hf_moe_expand.trainers import classifier_loss, expert_selections, language_prior_routing_loss, load_balance_loss
 from hf_moe_expand.trainers.losses.balance import tokens_of_experts
 
 
