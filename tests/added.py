@@ -1,14 +1,9 @@
 """Models with added experts for tests, on a dense base and on bases that are mixtures of experts."""
 
 import torch
-from conftest import ADDED, byte_tokenizer, load, save_dense, tiny_config
+from conftest import ADDED, move, moved, save_dense, tiny_config
 
-from hf_moe_expand import (
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    Plan,
-    expand_checkpoint,
-)
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 
 WIDTH = ADDED["expert_width"]
 COUNTS = [3, 1, 4]
@@ -32,24 +27,17 @@ def fields(base):
     return MIXTURES.get(base, {})
 
 
-def moved(model):
-    """The model after something like training: new experts and routers are far from their start."""
-    torch.manual_seed(4)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            for module in filter(None, (*list(ffn.experts)[1:], ffn.router)):
-                for parameter in module.parameters():
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
 def build(base="olmoe", top_k=2, num_experts_per_layer=COUNTS, **more):
     torch.manual_seed(0)
     config = LayerMoEConfig.from_dense(
         tiny_config(base, **fields(base) | more), num_experts_per_layer=num_experts_per_layer, classifier_layers=[2],
         router_top_k=top_k, **ADDED,
     )  # fmt: skip
-    return moved(LayerMoEForCausalLM(config).eval())
+    model = moved(LayerMoEForCausalLM(config).eval(), seed=4, scale=0.2)
+    for ffn in model.expanded_ffns().values():
+        if ffn.classifier is not None:
+            torch.nn.init.zeros_(ffn.classifier.weight)
+    return model
 
 
 def saved_in(root):
@@ -60,8 +48,7 @@ def saved_in(root):
         if not folder.exists():
             save_dense(folder / "base", base, **fields(base))
             expand_checkpoint(folder / "base", folder / "new", PLAN, **ADDED)
-            moved(load(folder / "new")).save_pretrained(folder / "moved")
-            byte_tokenizer().save_pretrained(folder / "moved")
+            move(folder / "new", folder / "moved", seed=4)
         return folder
 
     return made

@@ -5,6 +5,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.anchors import shipped_anchors
+from hf_moe_expand.modeling import auto_class
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
@@ -150,14 +152,18 @@ def tiny_dense(backbone: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     return model
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes and an end-of-text token."""
+CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """256 bytes and an end-of-text token, with a chat template or none."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)} | {"<end>": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    given = {"chat_template": template} if template else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", **given)
 
 
 def beginning_tokenizer() -> PreTrainedTokenizerFast:
@@ -178,6 +184,12 @@ def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """The checkpoint of `save_dense`, which no test changes."""
+    return save_dense(tmp_path_factory.mktemp("session") / "base")
+
+
 def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
@@ -189,14 +201,21 @@ def tensors(folder) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def moved(model):
+def moved(model, seed=2, scale=0.3):
     """A copy whose new experts, routers, classifiers and gates have changed."""
-    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for ffn in model.expanded_ffns().values():
         for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
             for parameter in () if module is None else module.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     return model
+
+
+def move(folder: Path, out: Path | None = None, seed=2) -> Path:
+    """The checkpoint, or a copy of it, after something like training."""
+    out = shutil.copytree(folder, out) if out else folder
+    moved(auto_class(AutoConfig.from_pretrained(out)).from_pretrained(out, dtype="auto"), seed).save_pretrained(out)
+    return out
 
 
 class StopAt(TrainerCallback):

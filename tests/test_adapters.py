@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 from added import MIXTURES as MIXTURE_FIELDS
-from conftest import byte_tokenizer, load, refused, save_dense, tiny_config, tiny_dense
+from conftest import load, move, moved, refused, tiny_config, tiny_dense
 from gated_models import GREEDY, tokens
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
@@ -19,11 +18,9 @@ from hf_moe_expand import (
     expand_model,
     grow_checkpoint,
     join_expansions,
-    make_card,
 )
 from hf_moe_expand.checkpoint.adapter_maps import all_linear
 from hf_moe_expand.checkpoint.promises import tiny_twin
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.experts import LoraUpdate
 from hf_moe_expand.modeling.routing import TokenClasses
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -31,22 +28,11 @@ from hf_moe_expand.report.inspection import inspect_checkpoint
 RANK, ALPHA = 4, 6.0
 KIND = {"expert_kind": "adapter", "lora_rank": RANK, "lora_alpha": ALPHA}
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
-MORE = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
 # Gated; one matrix for q, k and v; Conv1D; a residual inside the FFN; an FFN of two layers in the layer; scaled
 # embeddings; attention and FFN side by side.
 BACKBONES = ("qwen2", "gpt_neox", "gpt2", "bloom", "opt", "gemma", "phi", "falcon")
 MIXTURES = ("qwen3_moe", "mixtral")
 IDS = tokens(2, 12)
-
-
-def moved(model, seed=0):
-    """The model with updates that are far from nothing, of its last expansion."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in model.expanded_ffns().values():
-            for parameter in layer.experts[layer.experts_after_expansion[-2] :].parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
-    return model
 
 
 def merged(model, dense, expert):
@@ -61,29 +47,11 @@ def merged(model, dense, expert):
     return merged.eval()
 
 
-def moved_file(folder, seed=0):
-    moved(AutoModelForCausalLM.from_pretrained(folder), seed).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_dense(tmp_path_factory.mktemp("adapters") / "base")
-
-
 @pytest.fixture(scope="module")
 def el(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packs") / "qwen-el"
     expand_checkpoint(base, folder, PLAN, **KIND)
-    return moved_file(folder)
-
-
-@pytest.fixture(scope="module")
-def grown(el, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
-    grow_checkpoint(el, folder, MORE)
-    return moved_file(folder, 1)
+    return move(folder)
 
 
 @torch.no_grad()
@@ -103,7 +71,7 @@ def test_told_it_is_the_merged_model_and_at_home_the_base_bit_for_bit(backbone):
     model = expand_model(copy.deepcopy(dense), plan, **KIND).eval()
     assert {name for name in model.state_dict() if ".adapters." not in name} == {*dense.state_dict()}
     assert torch.equal(logits(model), logits(dense))  # updates of zero
-    moved(model)
+    model = moved(model)
     updated = [module for module in model.modules() if isinstance(module, LoraUpdate)]
     assert len(updated) == len(all_linear(dense)) >= 4 * count
     expected = logits(merged(model, dense, 1))
@@ -120,18 +88,14 @@ def test_told_it_is_the_merged_model_and_at_home_the_base_bit_for_bit(backbone):
     close(mixed[1], expected[1])
 
 
-@pytest.mark.parametrize("backbone", MIXTURES)
-def test_of_a_mixture_attention_and_shared_parts_are_updated(backbone):
-    names = {name.rpartition(".")[2] for name in all_linear(tiny_dense(backbone))}
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_the_shared_expert_of_a_mixture_is_updated_and_its_gate_is_not():
-    names = {name.split(".", 3)[3] for name in all_linear(tiny_dense("qwen2_moe"))}
-    assert {name for name in names if "shared" in name} == {
-        f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
-    }
-    assert not any(".experts." in name or name == "mlp.gate" for name in names)
+@pytest.mark.parametrize(
+    ("backbone", "parts"),
+    [(name, set()) for name in MIXTURES]
+    + [("qwen2_moe", {f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")})],
+)
+def test_of_a_mixture_attention_and_shared_parts_are_updated(backbone, parts):
+    names = {name.split(".", 3)[3] for name in all_linear(tiny_dense(backbone))}
+    assert names == {f"self_attn.{part}_proj" for part in "qkvo"} | parts
 
 
 # Several streams of a token, before the batch or after the tokens; maps that read the cache.
@@ -215,58 +179,23 @@ def test_maps_whose_names_peft_takes_for_experts_are_left_out(name):
     close(logits(model, languages="el"), logits(merged(model, dense, 1)))
 
 
-def test_growth_by_two_adapters_is_refused(el, tmp_path):
-    plan = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
-    with pytest.raises(InputError, match="a language has one adapter, but the plan adds more experts to a layer"):
-        grow_checkpoint(el, tmp_path / "out", plan)
-    assert not (tmp_path / "out").exists()
-
-
-def test_copies_pickles_and_compiled_passes_have_their_own_hooks(grown):
-    import pickle
-
-    model = load(grown)
-    expected = logits(model, languages="tr")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(other, languages="tr"), expected)
-        with torch.no_grad():
-            for parameter in other.expanded_ffns()[0].parameters():
-                parameter.zero_()
-        assert not torch.equal(logits(other, languages="tr"), expected)
-        assert torch.equal(logits(model, languages="tr"), expected)
-    exported = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
-    close(exported(IDS, use_cache=False).logits, logits(model))
-
-
-@pytest.fixture(scope="module")
-def hu(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packs") / "qwen-hu"
+def test_packs_of_other_ranks_and_maps_join_and_are_shown(base, el, tmp_path):
     plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["hu"], exclusive=True)
-    expand_checkpoint(base, folder, plan, expert_kind="adapter", lora_rank=2, target_modules="q_proj,down_proj")
-    return moved_file(folder, 2)
-
-
-def test_packs_of_other_ranks_and_maps_join(el, hu, tmp_path):
-    join_expansions([el, hu], tmp_path / "out")
-    joined = load(tmp_path / "out")
+    hu = tmp_path / "qwen-hu"
+    expand_checkpoint(base, hu, plan, expert_kind="adapter", lora_rank=2, target_modules="q_proj,down_proj")
+    join_expansions([el, move(hu, seed=4)], tmp_path / "joined")
     for code, pack in (("el", el), ("hu", hu), ("en", el)):
-        assert torch.equal(logits(joined, languages=code), logits(pack, languages=code))
-
-
-def test_a_pack_is_shown_with_its_own_updates(el, hu, tmp_path):
-    join_expansions([el, hu], tmp_path / "joined")
-    shown = inspect_checkpoint(tmp_path / "joined").packs
-    for folder, pack in zip((el, hu), shown, strict=True):
-        assert pack.experts == load(folder).config.expert_kinds[0].words
-    assert shown[0].experts != shown[1].experts
-
-
-def test_adapters_join_adapters_alone(base, el, tmp_path):
+        assert torch.equal(logits(load(tmp_path / "joined"), languages=code), logits(pack, languages=code))
+    shown = [pack.experts for pack in inspect_checkpoint(tmp_path / "joined").packs]
+    assert shown == [load(folder).config.expert_kinds[0].words for folder in (el, hu)]
+    assert shown[0] != shown[1]
     expand_checkpoint(base, tmp_path / "fi", Plan("moe-lpr", [2] * 3, old=["en"], new=["fi"], exclusive=True))
     refused(join_expansions, [tmp_path / "fi", el], tmp_path / "out", says="adapters are joined with adapters alone")
+    two = Plan("moe-lpr", [4, 4, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
+    refused(grow_checkpoint, el, tmp_path / "out", two, says="a language has one adapter, but the plan adds more")
 
 
-def test_a_quantised_base_calls_its_adapters(el):
+def test_a_quantised_base_calls_its_adapters_and_so_does_a_graph(el):
     """Loading replaces the linear maps, to which the updates are added."""
     model = load(el)
     layer = model.model.layers[0]
@@ -277,6 +206,8 @@ def test_a_quantised_base_calls_its_adapters(el):
     model._attach_parts()
     model._attach_parts()
     assert torch.equal(logits(model, languages="el"), expected)
+    exported = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
+    close(exported(IDS, use_cache=False).logits, logits(model))
 
 
 @pytest.mark.parametrize(
@@ -326,22 +257,6 @@ def test_a_configuration_that_contradicts_itself_is_refused(fields, said):
 def test_only_some_maps_of_some_layers(base, tmp_path):
     pattern = r".*layers\.[02]\.(self_attn\.q_proj|mlp\.up_proj)"
     expand_checkpoint(base, tmp_path / "x", PLAN, **KIND, target_modules=pattern)
-    moved_file(tmp_path / "x")
-    model = load(tmp_path / "x")
+    model = load(move(tmp_path / "x"))
     assert [len(layer.updated) for layer in model.expanded_ffns().values()] == [2, 0, 2]
     close(logits(model, languages="el"), logits(merged(model, load(base), 1)))
-
-
-def test_the_card_speaks_of_adapters(el, grown):
-    card = str(make_card(el))
-    assert "- lora" in card
-    assert "[LoRA](https://arxiv.org/abs/2106.09685) adapters of base, for el" in card
-    assert "(updates of rank 4 on down_proj, gate_proj" in card
-    assert "without a language it takes the newest" in card
-    assert "| 2 | tr | moe-lpr | 1 1 1 | copies of expert 0 | none |" in str(make_card(grown))
-    assert "FFN" not in card.split("## Citation")[0]
-
-
-def test_a_new_adapter_may_be_a_copy(el, tmp_path):
-    grow_checkpoint(el, tmp_path / "copied", MORE, copy_from=dict.fromkeys(range(3), 1))
-    assert torch.equal(logits(tmp_path / "copied", languages="tr"), logits(el, languages="el"))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from added import COUNTS, EXPERTS, IDS, MIXTURES, PLAN, build, saved_in
-from conftest import ADDED, load, tensors, tiny_config, write_texts
+from added import IDS, MIXTURES, PLAN, build, saved_in
+from conftest import ADDED, load, tensors, write_texts
 from layers import ask
 from safetensors.torch import load_file, save_file
 
-from hf_moe_expand import DenseConfig, LanguageText, LayerMoEConfig, LayerMoEForCausalLM, expand_checkpoint, train_stage
+from hf_moe_expand import DenseConfig, LanguageText, expand_checkpoint, train_stage
 from hf_moe_expand.stages.kinds.dense import LoraSettings
 
 BASES = ("qwen2", "bloom", *MIXTURES)
@@ -21,7 +21,7 @@ def saved(tmp_path_factory):
     return saved_in(tmp_path_factory.mktemp("added"))
 
 
-def of_definition(ffn, x_Th, residual, activation):
+def of_definition(ffn, x_Th, residual):
     """`E_0(x) + sum_e w_e D_e(x)`, one token and expert after the other, in float64."""
     routing = ffn.route(ffn.control.request, x_Th, None, None, None)
     y = ffn.experts[0](x_Th[None], *(() if residual is None else (residual[None],)))
@@ -31,7 +31,7 @@ def of_definition(ffn, x_Th, residual, activation):
             if 0 < expert < len(ffn.experts):
                 gate, up, down = (p.double() for p in ffn.experts[expert].parameters())
                 x = x_Th[token].double()
-                y[token] += weight * (down @ (activation(gate @ x) * (up @ x)))
+                y[token] += weight * (down @ (F.silu(gate @ x) * (up @ x)))
     return y
 
 
@@ -39,23 +39,23 @@ def of_definition(ffn, x_Th, residual, activation):
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_it_is_its_definition(base, top_k):
     model = build(base, top_k)
-    activation = {"bloom": lambda x: F.silu(x)}.get(base, F.silu)  # BLOOM's configuration names none
     x_BSh = torch.randn(2, 7, 32)
     residual = torch.randn(2, 7, 32) if base == "bloom" else None
     flat = None if residual is None else residual.view(-1, 32)
     for ffn in model.expanded_ffns().values():
+        inputs = (x_BSh,) if residual is None else (x_BSh, residual)
         with torch.no_grad():
-            found = ffn(x_BSh, *(() if residual is None else (residual,)))
-            expected = of_definition(ffn, x_BSh.view(-1, 32), flat, activation)
+            found = ffn(*inputs)
+            expected = of_definition(ffn, x_BSh.view(-1, 32), flat)
             if base == "gpt_oss":
                 found, scores = found
                 assert torch.equal(scores, ffn.experts[0](x_BSh)[1])
             torch.testing.assert_close(found.view(-1, 32).double(), expected, rtol=1e-4, atol=1e-5)
             with_one = ffn.experts[1](x_BSh)
-            alone = ffn.experts[0](x_BSh, *(() if residual is None else (residual,)))
+            alone = ffn.experts[0](*inputs)
             alone = alone[0] if isinstance(alone, tuple) else alone
             ask(ffn, expert=1)
-            found = ffn(x_BSh, *(() if residual is None else (residual,)))
+            found = ffn(*inputs)
             ask(ffn, expert=None)
             assert torch.equal(found[0] if isinstance(found, tuple) else found, alone + with_one)
 
@@ -69,18 +69,6 @@ def test_a_mixture_runs_in_training_as_in_inference():
         for ffn in model.expanded_ffns().values():
             ffn.is_mixture = False
         assert not torch.equal(model.train()(IDS).logits, expected)
-
-
-def test_the_bases_auxiliary_loss_is_off_and_its_router_logits_are_still_to_be_had():
-    config = LayerMoEConfig.from_dense(
-        tiny_config("olmoe", **EXPERTS, output_router_logits=True), num_experts_per_layer=COUNTS, **ADDED
-    )
-    model = LayerMoEForCausalLM(config).eval()
-    with torch.no_grad():
-        assert model(IDS, labels=IDS).aux_loss is None
-        found = model(IDS, output_router_logits=True)
-    assert len(found.router_logits) == len(COUNTS)
-    assert found.router_logits[0].shape == (IDS.numel(), EXPERTS["num_experts"])
 
 
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])

@@ -69,18 +69,15 @@ def test_a_recipe_refuses_a_count_that_nothing_takes(home, path, value):
     refused.match(IS_TOO_LARGE if path[-1] != "copy_from" else "copy_from")
 
 
-def test_the_largest_count_overflows_nothing(home):
+def test_the_largest_count_and_the_smallest_share_overflow_nothing(home):
     validate_recipe(recipe(home))
+    validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
     for path in (("review", "new_per_old"), ("review", "old_documents")):
         with pytest.raises(InputError, match=r"has 40 documents, but the mix asks for \d+: give more text"):
             validate_recipe(recipe(home, *path, value=MOST))
     both = recipe(home, "review", value={"old_documents": MOST, "new_per_old": MOST, "block_size": 16})
     refused(validate_recipe, both, says="but the mix asks for")
     validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
-
-
-def test_the_smallest_share_of_the_steps_overflows_nothing(home):
-    validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
 
 
 @pytest.mark.parametrize("value", LARGE, ids=["27 digits", "1e27", "401 digits"])
@@ -102,17 +99,12 @@ def test_settings_in_python_refuse_it_too(make, value):
 @pytest.mark.parametrize("method", [name for name, cls in METHODS.items() if "total_experts" in cls.model_fields])
 def test_a_plan_of_more_experts_than_a_model_has_is_refused_before_it_is_made(method):
     settings = plan_settings(method, total_experts=MOST)
-    similarity = _similarity(4) if settings.needs else None
+    row = [0.5] * 4
+    result = SimilarityResult(["en"], ["el"], 9, {"en-el": row}, None, row, row)
+    similarity = result if settings.needs else None
     refused(make_plan, settings, 4, ["en"], ["el"], similarity, says="may have at most 65,536 experts")
     with pytest.raises(InputError, match="1000000000 layers are too many"):
         make_plan(plan_settings("moe-lpr", experts=2), 10**9, ["en"], ["el"])
-
-
-def _similarity(layers):
-    row = [0.5] * layers
-    return SimilarityResult(
-        old=["en"], new=["el"], tokens=9, pairs={"en-el": row}, new_new=None, new_old=row, similarity=row
-    )
 
 
 def test_a_product_of_the_largest_counts_overflows_nothing(home, tmp_path):
@@ -128,11 +120,8 @@ def test_a_product_of_the_largest_counts_overflows_nothing(home, tmp_path):
         (["curriculum", "counts", "--counts", "el=1", "--steps", DIGITS_27], "--steps is 1"),
         (["curriculum", "derive", "somewhere", "--bins", DIGITS_27], "--bins is 1"),
         (["plan", "moe-lpr", "--experts", 2, "--layers", DIGITS_27, "--new", "el"], "layers are too many"),
-        (["plan", "moe-lpr", "--experts", DIGITS_27, "--layers", 3, "--new", "el"], "experts is 1"),
         (["analyze", "similarity", "base", "--old", "a=b", "--new", "c=d", "--seed", DIGITS_27], "seed is 1"),
         (["analyze", "similarity", "base", "--old", "a=b", "--new", "c=d", "--seed", -1], "seed is -1"),
-        (["evaluate", "base", "--data", "el=el.jsonl", "--max-tokens", DIGITS_27], "max_tokens is 1"),
-        (["sample", "base", "--documents", DIGITS_27], "documents is 1"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else None,
 )  # fmt: skip

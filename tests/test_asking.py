@@ -3,10 +3,8 @@
 import io
 
 import pytest
-import torch
-from conftest import byte_tokenizer, invoke, refused, save_dense
+from conftest import CHAT, byte_tokenizer, invoke, load, move, refused
 from gated_models import gated_model
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
@@ -14,52 +12,36 @@ from hf_moe_expand.cli import chat as verb
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.asking import Answering, ChatModel
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 SHORT = Answering(max_new_tokens=6)
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(base, tmp_path_factory):
     home = tmp_path_factory.mktemp("asking")
-    save_dense(home / "base")
-    expand_checkpoint(home / "base", home / "el", Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"]))
-    model = AutoModelForCausalLM.from_pretrained(home / "el")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            for part in (*ffn.experts[1:].parameters(), ffn.router.weight):
-                part.normal_(std=0.5)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model.save_pretrained(home / "chat")
-    tokenizer.save_pretrained(home / "chat")
-    model.save_pretrained(home / "el")
+    expand_checkpoint(base, home / "el", Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"]))
+    move(move(home / "el", seed=0), home / "chat", seed=3)
+    byte_tokenizer(CHAT).save_pretrained(home / "chat")
     return home
 
 
 def generated(folder, text, **options):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), byte_tokenizer()
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad():
-        written = model.generate(**inputs, max_new_tokens=6, pad_token_id=256, **options)
-    return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    inputs = byte_tokenizer()(text, return_tensors="pt", return_token_type_ids=False)
+    written = load(folder).generate(**inputs, **GREEDY, **options)
+    return byte_tokenizer().decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_answers_are_those_of_generate(home):
+def test_answers_are_those_of_generate(base, home):
     asked = ChatModel.load(home / "el")
-    assert asked.answer("the cat", SHORT) == generated(home / "el", "the cat", do_sample=False)
+    assert asked.answer("the cat", SHORT) == generated(home / "el", "the cat")
     said = asked.answer("the cat", SHORT, "en")
-    assert said == generated(home / "el", "the cat", do_sample=False, languages="en")
-    assert said == generated(home / "base", "the cat", do_sample=False)
+    assert said == generated(home / "el", "the cat", languages="en") == generated(base, "the cat")
     assert said != asked.answer("the cat", SHORT, "el")
     assert asked.base_inside().answer("the cat", SHORT) == said
 
 
 def test_a_chat_is_judged_by_its_newest_message_without_the_template():
-    model, tokenizer = gated_model(exclusive=True, max_position_embeddings=512), byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    model, tokenizer = gated_model(exclusive=True, max_position_embeddings=512), byte_tokenizer(CHAT)
     asked, differing = ChatModel(model, tokenizer, "gated"), 0
     for number in range(24):
         newest = "".join(chr(33 + (7 * number * n + number) % 90) for n in range(20))
@@ -68,8 +50,7 @@ def test_a_chat_is_judged_by_its_newest_message_without_the_template():
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).input_ids
-        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
-        ids = [model.generate(prompt, languages=code, **options)[0, prompt.shape[1] :] for code in ("en", "el")]
+        ids = [model.generate(prompt, languages=code, **GREEDY)[0, prompt.shape[1] :] for code in ("en", "el")]
         told = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
         judged = int(model.judge(tokenizer(newest, return_tensors="pt").input_ids))
         assert asked.reply(messages, SHORT) == told[judged]
@@ -88,15 +69,11 @@ def test_the_checkpoints_own_generation_settings_do_not_count(home):
 
 
 def test_the_template_wraps_the_conversation(home):
-    chat, plain = ChatModel.load(home / "chat"), Answering(max_new_tokens=6)
-    talk = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "so"},
-    ]
+    chat = ChatModel.load(home / "chat")
+    talk = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"), ("user", "so"))]
     said = chat.reply(talk, Answering(max_new_tokens=6, system="be brief"))
-    assert said == chat.answer("<s>be brief<u>hi<a>yes<u>so<a>", plain)
-    assert chat.reply(talk[:1], plain) == chat.answer("<u>hi<a>", plain)
+    assert said == chat.answer("<s>be brief<u>hi<a>yes<u>so<a>", SHORT)
+    assert chat.reply(talk[:1], SHORT) == chat.answer("<u>hi<a>", SHORT)
 
 
 def test_drawn_answers_depend_on_the_seed_alone(home):
@@ -106,51 +83,51 @@ def test_drawn_answers_depend_on_the_seed_alone(home):
     assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))
 
 
-def test_what_cannot_be_asked_is_refused(home, tmp_path):
+def test_what_cannot_be_asked_is_refused(base, home, tmp_path):
     asked = ChatModel.load(home / "el")
-    refused(asked.reply, [{"role": "user", "content": "hi"}], SHORT, says="has no chat template, so it cannot chat")
+    talk = [{"role": "user", "content": "hi"}]
+    refused(asked.reply, talk, SHORT, says="has no chat template, so it cannot chat")
     refused(asked.answer, "hi", SHORT, "xx", says="does not know 'xx'; it knows en, el")
     refused(asked.answer, "x" * 64, SHORT, says="takes 64 positions")
     refused(asked.answer, "hi", Answering(system="be brief"), says="A system message belongs to a chat")
     refused(asked.answer, "", SHORT, says="The prompt is empty")
-    refused(ChatModel.load(home / "base").base_inside, says="is a dense model, which has no base inside")
-    groups = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
-    expand_checkpoint(home / "base", tmp_path / "dmoe", groups)
+    refused(ChatModel.load(base).base_inside, says="is a dense model, which has no base inside")
+    expand_checkpoint(base, tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
     refused(ChatModel.load(tmp_path / "dmoe").base_inside, says="its base is not inside")
     for wrong in ({"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}):
         refused(Answering, **wrong)
 
 
-def test_a_prompt_is_answered_once_beside_the_base_inside(home):
-    def said(*command):
-        found = CliRunner().invoke(cli.app, ["chat", *map(str, command), "--max-new-tokens", "6"])
-        assert found.exit_code == 0, found.output
-        return found.stdout
+def chatted(*command, **given):
+    return CliRunner().invoke(cli.app, ["chat", *map(str, command)], **given)
 
-    plain = ChatModel.load(home / "base").answer("the cat", SHORT)  # no template: it goes on from the prompt
-    found = said(home / "el", "--prompt", "the cat", "--languages", "en", "--base", "inside")
-    assert found == f"el:\n{plain}\nel: base inside:\n{plain}\n"
+
+def test_a_prompt_is_answered_once_beside_the_base_inside(base, home):
+    short = ("--max-new-tokens", 6)
+    plain = ChatModel.load(base).answer("the cat", SHORT)  # no template: it goes on from the prompt
+    found = chatted(home / "el", "--prompt", "the cat", "--languages", "en", "--base", "inside", *short)
+    assert found.stdout == f"el:\n{plain}\nel: base inside:\n{plain}\n"
     chat = ChatModel.load(home / "chat")
-    assert said(home / "chat", "--prompt", "hi") == chat.answer("<u>hi<a>", SHORT) + "\n"
-    assert said(home / "chat", "--prompt", "hi", "--plain") == chat.answer("hi", SHORT) + "\n"
+    for more, prompt in (((), "<u>hi<a>"), (("--plain",), "hi")):
+        said = chatted(home / "chat", "--prompt", "hi", *more, *short).stdout
+        assert said == chat.answer(prompt, SHORT) + "\n"
     refused(invoke, "chat", home / "chat", "--plain", says="--plain belongs to --prompt")
 
 
 def test_chat_on_the_command_line(home):
-    command = ["chat", str(home / "chat"), "--base", "inside", "--max-new-tokens", "4", "--languages", "el"]
     lines = "hi\nand\n/new\nhi\n/languages en\n/new\nhi\n/exit\nnever\n"
-    said = CliRunner().invoke(cli.app, command, input=lines).stdout
+    command = ("--base", "inside", "--max-new-tokens", 4, "--languages", "el")
+    said = chatted(home / "chat", *command, input=lines).stdout
     assert "never" not in said
     turns = said.split("> hi\n")[1:]
     assert len(turns) == 3
     assert turns[0].split("> and")[0] == turns[1].split("> /languages")[0]
     replies = turns[2].split("> /exit")[0].split("chat: base inside:\n")
     assert replies[0].removeprefix("chat:\n") == replies[1]  # in an old language
-    refused(invoke, "chat", home / "el", says="has no chat template")
 
 
 def test_an_input_that_is_not_utf_8_is_said(home, monkeypatch):
-    found = CliRunner().invoke(cli.app, ["chat", str(home / "chat")], input=b"hi\ncaf\xe9\nmore\n")
+    found = chatted(home / "chat", input=b"hi\ncaf\xe9\nmore\n")
     assert isinstance(found.exception, InputError)
     assert str(found.exception) == "The input is not UTF-8 (byte 0xe9)."
     # Where the locale is C, such bytes come as surrogates.
@@ -160,7 +137,7 @@ def test_an_input_that_is_not_utf_8_is_said(home, monkeypatch):
 
 @pytest.mark.parametrize(("line", "is_sent"), [("/foo", False), ("/help me", False), ("/", False), ("/etc/x ?", True)])
 def test_an_unknown_command_is_not_sent(home, line, is_sent):
-    found = CliRunner().invoke(cli.app, ["chat", str(home / "chat"), "--max-new-tokens", "2"], input=f"{line}\n")
+    found = chatted(home / "chat", "--max-new-tokens", 2, input=f"{line}\n")
     assert ("unknown command; known: /new, /languages el, /exit." in found.stderr) != is_sent
     assert (found.stdout == f"> {line}\n> \n") != is_sent
     assert found.exit_code == 0

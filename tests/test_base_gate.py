@@ -24,11 +24,6 @@ PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=NEW)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_dense(tmp_path_factory.mktemp("base") / "base")
-
-
-@pytest.fixture(scope="module")
 def file(base, tmp_path_factory):
     out = tmp_path_factory.mktemp("file") / "gate.safetensors"
     report = fit_base_gate(base, out, TEXTS, NEW, ANCHORS, SETTINGS)
@@ -120,10 +115,9 @@ def test_experts_may_stand_below_the_gate_and_need_not_stand_beside_it(base, tmp
         out = tmp_path / f"{number}"
         expand_checkpoint(base, out, Plan("moe-lpr", counts, old=["en"], new=NEW), gate=gate)
         assert the_gate(out).rule == gate.rule
-    with pytest.raises(InputError, match=r"gates: layer is 3, but the model has the layers 0\.\.2"):
-        fit_base_gate(
-            base, tmp_path / "no", TEXTS, NEW, ANCHORS, SETTINGS.model_copy(update={"layer": 3}), overwrite=True
-        )
+    beyond = SETTINGS.model_copy(update={"layer": 3})
+    said = r"gates: layer is 3, but the model has the layers 0\.\.2"
+    refused(fit_base_gate, base, tmp_path / "no", TEXTS, NEW, ANCHORS, beyond, overwrite=True, says=said)
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,8 @@ AS_IT_WAS = "All other tokens run the base model as it was."
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_dense(tmp_path_factory.mktemp("base") / "base", dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def model(base):
-    out = base.parent / "model"
+def model(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("model") / "model"
     expand_checkpoint(base, out, ADAPTERS, expert_kind="adapter")
     return out
 

@@ -91,28 +91,18 @@ def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
 def test_expert_speed_compares_the_same_function(script, mode):
     module = script("expert_speed")
     dense, found = module.build(32, 3, mode, "cpu", seed=0)
-    x = module.draw_tokens(20, 32, 3, mode, "cpu", seed=0)
-    ours = found["default"]
-    expected, gradients = [], {}
-    for token in x[0]:
-        chosen = token[:3].float().topk(2)
-        parts = [w * ours.experts[e](token).float() for w, e in zip(chosen.values.softmax(0), chosen.indices)]  # noqa: B905
-        expected.append(sum(parts))
-    expected = torch.stack(expected)[None]
-    largest = expected.abs().max()
+    x, most = module.draw_tokens(20, 32, 3, mode, "cpu", seed=0), module.TOLERANCE[mode]
     assert set(found) == set(module.COLUMNS)
-    for name, implementation in found.items():
-        y = module.forward_pass(implementation, x, mode)()
-        assert (y - expected).abs().max() <= module.TOLERANCE[mode] * largest, name
-        y, *gradients[name] = module.training_pass(implementation, x, mode, seed=0)()
-        assert (y - expected).abs().max() <= module.TOLERANCE[mode] * largest, name
-    module.check_agreement({name: g[0] for name, g in gradients.items()}, "gradient", module.TOLERANCE[mode])
-    assert sum(p.numel() for p in dense.parameters()) == 2 * sum(p.numel() for p in ours.experts[0].parameters())
+    for number, what in enumerate(("output", "gradient")):
+        of = {name: module.training_pass(one, x, mode, seed=0)()[number] for name, one in found.items()}
+        module.check_agreement(of, what, most)
+    one_expert = sum(p.numel() for p in found["default"].experts[0].parameters())
+    assert sum(p.numel() for p in dense.parameters()) == 2 * one_expert
     with torch.no_grad():
         found["loop"].experts[1].down_proj.weight.mul_(1.2)  # shared with ours, not with Mixtral's copies
     outputs = {name: module.forward_pass(implementation, x, mode)() for name, implementation in found.items()}
     with pytest.raises(RuntimeError, match="Mixtral eager: the output differs"):
-        module.check_agreement(outputs, "the output", module.TOLERANCE[mode])
+        module.check_agreement(outputs, "the output", most)
 
 
 FFN = {"ffn": None, "key_value_heads": None}  # as wide, and of as many heads, as the defaults
@@ -153,18 +143,9 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
     assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
     assert {row["of limit"] for row in rows if row["model"] == module.WIDE} == {"1.00"}
     options = SimpleNamespace(
-        hidden=32,
-        vocabulary=64,
-        layers=3,
-        experts=3,
-        classifiers=2,
-        seed=0,
-        prompt=4,
-        dtype="fp32",
-        device="cpu",
-        rows=names,
-        **FFN,
-    )
+        hidden=32, vocabulary=64, layers=3, experts=3, classifiers=2, seed=0, prompt=4, dtype="fp32", device="cpu",
+        rows=names, **FFN,
+    )  # fmt: skip
     models, prompts = module.make_models(options), module.make_prompts(options, 3)
     seen = dict.fromkeys(names, 0)
     for name in names[2:]:
@@ -244,28 +225,23 @@ def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
 
 
 def test_gpu_leaves_a_whole_page_when_its_time_is_up_or_a_part_fails(gpu, tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    gpu.main(["--device", "cpu", "--part", "decode", "ffn", "--minutes", "0", "--out", str(page)])
-    generation, ffn = page.read_text("utf-8").split("## ")[1:]
-    for section in (generation, ffn):
-        assert section.rstrip().endswith("The time of this part was used up here.")
-        assert "| " not in section
-    seen = []
-    rows = gpu.expert_speed.rows
+    page, rows, seen = tmp_path / "page.md", gpu.expert_speed.rows, []
+    gpu.main(["--device", "cpu", "--part", "decode", "--minutes", "0", "--out", str(page)])
+    assert page.read_text("utf-8").rstrip().endswith("The time of this part was used up here.")
 
     def failing(options):
-        for row in rows(options):
-            yield row
-            seen.append(page.read_text("utf-8"))
-            raise RuntimeError("the loop: the output differs")
+        yield next(iter(rows(options)))
+        seen.append(page.read_text("utf-8"))
+        raise RuntimeError("the loop: the output differs")
 
     monkeypatch.setattr(gpu.expert_speed, "rows", failing)
     with pytest.raises(SystemExit, match="A part failed"):
         gpu.main(["--device", "cpu", "--part", "ffn", "decode", "--out", str(page)])
+    said = page.read_text("utf-8")
     assert seen[0].count("| forward |") == 1  # written before the next row
-    assert page.read_text("utf-8").startswith(seen[0].rstrip())
-    assert "RuntimeError: the loop: the output differs" in page.read_text("utf-8")
-    assert "| static | 3 | expanded |" in page.read_text("utf-8")
+    assert said.startswith(seen[0].rstrip())
+    assert "RuntimeError: the loop: the output differs" in said
+    assert "| static | 3 | expanded |" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-import torch
-from conftest import byte_tokenizer, invoke, save_dense, write_texts
-from transformers import AutoModelForCausalLM
+from conftest import CHAT, byte_tokenizer, invoke, move, save_dense, write_texts
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
@@ -14,9 +12,6 @@ from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.report.page import make_page
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 ASKED = ["What is water?", "Who are you?"]
 
 
@@ -24,20 +19,11 @@ ASKED = ["What is water?", "Who are you?"]
 def home(tmp_path_factory):
     """A base with a chat template, an expansion of it whose new experts changed, and a base without a template."""
     home = tmp_path_factory.mktemp("chat")
-    save_dense(home / "plain")
-    save_dense(home / "base")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(home / "base")
+    for name in ("plain", "base"):
+        save_dense(home / name)
+    byte_tokenizer(CHAT).save_pretrained(home / "base")
     expand_checkpoint(home / "base", home / "same", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
-    model = AutoModelForCausalLM.from_pretrained(home / "same")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            for part in ffn.experts[1:].parameters():
-                part.normal_(std=0.5)
-    model.save_pretrained(home / "other")
-    tokenizer.save_pretrained(home / "other")
+    move(home / "same", home / "other")
     return home
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import invoke, run_fresh, save_dense, write_texts
+from conftest import invoke, run_fresh, write_texts
 from safetensors.torch import load_file
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, ReviewTrainer, expand_checkpoint, train_stage
@@ -20,13 +20,12 @@ CODES = ("en", "el")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(base, tmp_path_factory):
     root = tmp_path_factory.mktemp("placement")
     write_texts(root / "el.jsonl", [f"η γάτα {i} κάθεται" for i in range(30)])
     write_texts(root / "en.jsonl", [f"the cat {i} sits" for i in range(20)])
-    save_dense(root / "dense")
     for name, kinds in {"plain": {}, "classified": {"classifier_layers": [2]}, "told": {"exclusive": True}}.items():
-        expand_checkpoint(root / "dense", root / name, Plan("own", [2, 1, 2], old=["en"], new=["el"], **kinds))
+        expand_checkpoint(base, root / name, Plan("own", [2, 1, 2], old=["en"], new=["el"], **kinds))
     return root
 
 

@@ -5,18 +5,16 @@ import shutil
 import signal
 
 import pytest
-from conftest import refused, save_dense
+from conftest import refused
 from test_join import EL, HU, make_pack
 
 from hf_moe_expand import expand_checkpoint, graft_delta, join_expansions
 from hf_moe_expand.checkpoint.published import published_files
-from hf_moe_expand.core.errors import InputError
 
 
 @pytest.fixture(scope="module")
-def packs(tmp_path_factory):
+def packs(base, tmp_path_factory):
     home = tmp_path_factory.mktemp("companions")
-    base = save_dense(home / "base")
     return base, make_pack(home / "qwen-el", base, EL, 1), make_pack(home / "qwen-hu", base, HU, 2)
 
 
@@ -25,8 +23,8 @@ def test_a_link_out_of_the_folder_is_not_followed(packs, tmp_path):
     (tmp_path / "token").write_text("a secret of the user's")
     pack = shutil.copytree(el, tmp_path / "qwen-el")
     (pack / "chat_template.jinja").symlink_to(tmp_path / "token")
-    with pytest.raises(InputError, match=r"chat_template\.jinja: is a link that leads out of the folder"):
-        join_expansions([pack, hu], tmp_path / "out")
+    said = "is a link that leads out of the folder"
+    refused(join_expansions, [pack, hu], tmp_path / "out", says=rf"chat_template\.jinja: {said}")
     dense = shutil.copytree(base, tmp_path / "dense")
     (dense / "vocab.txt").symlink_to(tmp_path / "token")
     refused(expand_checkpoint, dense, tmp_path / "out", EL, says=r"vocab\.txt: is a link that leads out of the folder")

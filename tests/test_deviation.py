@@ -158,14 +158,17 @@ def test_a_bfloat16_model_is_trained_in_float32_and_given_back(tmp_path):
     assert found == measure(model.float(), tmp_path / "float32", learning_rate=1e-6)
 
 
-def test_each_language_starts_from_the_same_weights(tmp_path):
+def test_each_language_starts_from_the_same_weights_and_may_have_any_name(tmp_path):
     model = tiny_dense("qwen2", tie_word_embeddings=True)
     found = measure(model, tmp_path / "there")
+    odd = measure(model, tmp_path / "odd", {"zh/TW": TEXTS["en"], "..": TEXTS["el"]})
+    assert [*odd.by_language.values()] == [found.by_language[code] for code in ("en", "el")]
     backwards = measure(model, tmp_path / "back", dict(reversed(TEXTS.items())))
     alone = measure(model, tmp_path / "alone", {"hu": TEXTS["hu"]})
     assert found.by_language == backwards.by_language
     assert found.by_language["hu"] == alone.by_language["hu"]
     assert alone.similarity == [[pytest.approx(1.0)]]
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "back", "alone", "odd"}
 
 
 def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one():
@@ -287,9 +290,3 @@ def test_ffns_that_do_not_train_are_refused(tmp_path):
     model = tiny_dense("qwen2")
     model.model.layers[1].mlp.requires_grad_(False)
     refused(measure, model, tmp_path / "work", says="'en' moved the FFN of layer 1 by 0")
-
-
-def test_a_language_may_have_any_name(tmp_path):
-    found = measure(tiny_dense("qwen2"), tmp_path / "work", {"zh/TW": TEXTS["en"], "..": TEXTS["el"]})
-    assert found.languages == ["zh/TW", ".."]
-    assert [path.name for path in tmp_path.iterdir()] == ["work"]

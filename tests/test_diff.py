@@ -62,9 +62,6 @@ def test_what_changed_by_part_and_by_name(pair):
     assert parts["classifiers"] == {"identical": 0, "changed": 0, "removed": 1, "added": 0}
     assert parts["other"] == {"identical": 0, "changed": 0, "removed": 0, "added": 1}
     assert sum(sum(counts.values()) for counts in parts.values()) == len(found["identical"]) + 5
-
-
-def test_names_are_told_when_asked_for(pair):
     short, long = diff(pair / "a", pair / "b"), diff(pair / "a", pair / "b", "--all")
     assert short.exit_code == long.exit_code == 1
     assert "routers" in short.output

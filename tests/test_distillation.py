@@ -98,30 +98,6 @@ def test_the_base_runs_without_gradients_on_old_rows_alone(tmp_path):
     assert all(value.isfinite().all() for value in found.values())
 
 
-def test_without_an_old_token_the_loss_is_0_and_the_base_does_not_run(tmp_path):
-    logs = {}
-
-    class NoOld(DistillationLoss):
-        def __call__(self, batch):
-            nothing = torch.zeros_like(batch.tokens.old_T)
-            loss = super().__call__(_replaced(batch, nothing))
-            assert loss == 0
-            assert loss.requires_grad
-            return loss
-
-    model = far_from_the_base()
-    with forward_passes(model) as passes:
-        train(tmp_path, model=model, losses=[NoOld(1.0)], logs=logs)
-    assert passes == [(8, None, True)]
-    assert "distillation_loss" not in logs
-
-
-def _replaced(batch, old_T):
-    from dataclasses import replace
-
-    return replace(batch, tokens=replace(batch.tokens, old_T=old_T))
-
-
 def test_the_base_has_no_dropout_and_no_adapter():
     plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
     dense = tiny_dense("gpt2").eval()

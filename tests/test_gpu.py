@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import DEVICES, tiny_dense
+from conftest import DEVICES, moved, tiny_dense
 from layers import assert_is_the_definition, build, drawn
-from test_adapters import KIND, PLAN, merged, moved
+from test_adapters import KIND, PLAN, merged
 from test_dispatch import WAYS
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, expand_model
@@ -57,7 +57,7 @@ def adapted(device, dtype, judge=None):
         judged = LayerMoEForCausalLM._from_config(config, dtype=dtype)
         judged.load_state_dict(model.state_dict(), strict=False)
         model = judged
-    return dense.to(device), moved(model).to(device).eval()
+    return dense.to(device), moved(model, scale=0.2).to(device).eval()
 
 
 def text(device, rows, length, seed=0):
