@@ -43,7 +43,7 @@ from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
-from hf_moe_expand.inference.memory import has_bfloat16
+from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 LONGEST = 512  # tokens of a text that is scored

@@ -31,6 +31,7 @@ trainer = MoESFTTrainer(
         learning_rate=1e-5,
         trust_remote_code=True,  # the checkpoint contains the model's code
         use_cpu=not torch.accelerator.is_available(),
+        bf16=torch.accelerator.is_available(),
         report_to="none",
     ),
     train_dataset=load_dataset("json", data_files=asked.data, split="train"),

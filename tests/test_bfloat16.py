@@ -10,9 +10,9 @@ from datasets import Dataset
 
 from hf_moe_expand import PostPretrainConfig
 from hf_moe_expand.demo import base
-from hf_moe_expand.inference.memory import has_bfloat16
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.stages import config
+from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
 
 def test_a_cpu_has_it_by_its_instructions(monkeypatch):

@@ -9,7 +9,6 @@ import torch
 from conftest import byte_tokenizer, invoke, refused, run_fresh, save_dense, write_texts
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
-from tqdm.auto import tqdm
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, fit_gates, grow_checkpoint
 from hf_moe_expand.analysis.gate_fit import (
@@ -501,7 +500,7 @@ def test_the_fit_cuts_and_reads_texts_as_the_model_judges_them(expanded, tmp_pat
     model, _ = load_for_inference(with_gate)
     assert torch.equal(model.language_gate.weight, made.weight_Rh)
     examples = gate_examples({"el": TEXTS["el"]}, tokenizer, 400, 64)["el"]
-    states = _read(model, examples, gate.begin, [report.layer], tqdm(disable=True))[report.layer]
+    states = _read(model, examples, gate.begin, [report.layer])[report.layer]
     scored = Scored(states.float() @ gate.weight_Rh.T + gate.bias_R, torch.tensor([[len(e.ids), 0] for e in examples]))
     sums = Texts.of({"el": scored}, gate, classes, SETTINGS).sums(report.bias)
     for example, found in zip(examples, sums, strict=True):

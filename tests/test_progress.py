@@ -1,17 +1,21 @@
 """What a training says of its progress."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
+from tqdm.auto import tqdm
 
-from hf_moe_expand.stages.recording import LogTable, Progress, _shares
+from hf_moe_expand.core import progress
+from hf_moe_expand.stages.recording import Progress, _shares
+from hf_moe_expand.trainers.progress import LogTable
 
 LOGS = {"loss": 5.43219, "grad_norm": 0.5, "learning_rate": 0.01, "balance_loss": 1.25, "epoch": 0.1}
 
 
 @pytest.fixture(autouse=True)
 def a_terminal(monkeypatch):
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setenv("TQDM_DISABLE", "")
 
 
 def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=None, shows=True, ends=None):
@@ -42,18 +46,95 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_log_tells_of_it_in_the_first_half_minute_and_then_seldom(capsys):
+def test_a_log_tells_of_it_in_each_quarter_of_a_minute(capsys):
     lines = said(capsys, 4.0, True)
     assert lines[0] == "step 3 of 1,000, 25 tokens a second, about 1 h 6 min left"
-    assert lines[1] == "step 153 of 1,000, 25 tokens a second, about 56 min left"
-    assert len(lines) == 7
+    assert lines[1] == "step 6 of 1,000, 25 tokens a second, about 1 h 6 min left"
+    assert len(lines) == 333
     assert said(capsys, 60.0, True)[0].startswith("step 1 of 1,000, 2 tokens a second, about 16 h 39 min")
 
 
 def test_beside_a_progress_bar_once(capsys, monkeypatch):
     assert len(said(capsys, 4.0, False)) == 1
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    assert len(said(capsys, 4.0, False)) == 7
+    assert len(said(capsys, 4.0, False)) == 333
+
+
+class Beat:
+    """In place of a heart: it beats when it is told to."""
+
+    def __init__(self, say):
+        self.beat, self.stops = say, 0
+
+    def said(self): ...
+
+    def stop(self):
+        self.stops += 1
+
+
+def test_a_long_step_is_told_of_before_it_ends(capsys, monkeypatch):
+    monkeypatch.setattr("hf_moe_expand.trainers.progress.Heartbeat", Beat)
+    now, state = [0.0], SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
+    table = LogTable(lambda: now[0])
+    with table.beating():
+        table.heart.beat()  # before the training
+        table.on_train_begin(SimpleNamespace(disable_tqdm=True), state, None)
+        now[0] = 15.0
+        table.heart.beat()
+        state.global_step, now[0] = 1, 31.0
+        table.heart.beat()
+    assert capsys.readouterr().out.splitlines() == ["step 0 of 9, 15 s so far", "step 1 of 9, about 4 min left"]
+    assert table.heart.stops == 1
+
+
+def test_an_evaluation_shares_the_trainings_bar(capsys):
+    table, state = LogTable(lambda: 0.0), SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
+    arguments = SimpleNamespace(disable_tqdm=False)
+    table.on_train_begin(arguments, state, None)
+    table.on_prediction_step(arguments, state, None, eval_dataloader=[1, 2])
+    assert table.training_bar.postfix == "evaluation: 1 of 2"
+    assert table.prediction_bar is None
+    table.on_evaluate(arguments, state, None)
+    assert not table.training_bar.postfix
+    table.on_train_end(arguments, state, None)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_where_there_is_no_terminal_a_bar_is_lines(capsys, monkeypatch, ours):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    now = [100.0]
+    monkeypatch.setattr(progress, "Heartbeat", Beat)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.all_in_lines():
+        bar = (progress.Bar if ours else tqdm)(total=1000, desc="work", miniters=1, mininterval=0)
+        bar._time, bar.start_t, bar.last_print_t = (lambda: now[0]), now[0], now[0]
+        for seconds in (4, 4, 4, 4):
+            now[0] += seconds
+            bar.update(100)
+        now[0] += 16
+        if ours:
+            bar._heart.beat()  # between two updates
+        bar.close()
+    lines = ["work: 300 of 1,000 after 12 s, about 28 s left", "work: 400 of 1,000 after 32 s, about 48 s left"]
+    assert capsys.readouterr().err.splitlines() == lines[: 1 + ours]
+    assert not ours or bar._heart.stops == 1
+
+
+def test_a_heart_beats_until_its_object_is_gone(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    come = threading.Event()
+
+    class Work:
+        def say(self):
+            come.set()
+
+    work = Work()
+    progress.Heartbeat(work.say)
+    assert come.wait(60)
+    (thread,) = [one for one in threading.enumerate() if one.name.endswith("(_beat)") and one.is_alive()]
+    del work
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_each_logging_step_is_a_row_on_a_terminal(capsys):
@@ -85,12 +166,12 @@ def test_a_table_has_a_new_head_where_the_names_change(capsys):
 
 
 def test_a_log_has_the_step_and_the_time_left_on_every_line(capsys):
-    lines = said(capsys, 4.0, True, every=100, begin=500)
-    assert all(line.startswith("step ") and line.partition(":")[0].endswith(" left") for line in lines[1:])
-    assert lines[1] == (
+    lines = said(capsys, 4.0, True, every=2, begin=500)
+    assert all(line.startswith("step ") and line.partition(":")[0].endswith(" left") for line in lines)
+    assert lines[50] == (
         "step 600 of 1,000, 27 min left: loss 5.432, grad_norm 0.5, learning_rate 0.01, balance_loss 1.25"
     )
-    assert len(lines) == 6  # a row every 400 seconds: nothing more need be said
+    assert len(lines) == 251  # a row every 8 seconds: nothing more need be said, but the tokens a second
 
 
 def test_a_loss_without_others_beside_it_is_shown_once(capsys):

@@ -39,6 +39,7 @@ from .losses import (
     checked_losses,
     expert_selections,
 )
+from .progress import LogTable, took_away_usual
 from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
 from .watching import WatchingMixin, check_full_evaluation
@@ -99,11 +100,17 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
         freeze_gate(self.accelerator.unwrap_model(self.model))
+        self._shown = self.table(took_away_usual(self))
+        self.add_callback(self._shown)
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         if self._is_encoder_decoder and self.compute_loss_func is None:
             self.compute_loss_func = partial(target_loss, label_smoothing=self.args.label_smoothing_factor)
         self._check_arguments()
+
+    def table(self, shows: bool) -> LogTable:
+        """The callback that shows the training, in place of the library's unless another one shows it."""
+        return LogTable(shows=shows)
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.ddp_find_unused_parameters is None:
@@ -221,7 +228,8 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         if self.accelerator.distributed_type.startswith("MULTI_"):
             # After `evaluate` accelerate takes the model as prepared, without DDP: each rank would train by itself.
             self.model._is_accelerate_prepared = False
-        return super().train(*args, **kwargs)
+        with self._shown.beating():
+            return super().train(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # To the end of the backward pass, in which checkpointing runs the forward pass again.

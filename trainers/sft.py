@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from ..core.errors import InputError, errors_at, first_line
 from ..core.saying import say_once
 from ..core.schema import check_types, shown_value, unknown_key
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
+from .bfloat16 import NO_BFLOAT16, has_bfloat16
 from .encoder_decoder import target_loss
 from .losses import LayerLoss
 from .router_losses import RouterLossMixin, classes_matter
@@ -113,6 +115,8 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self._class_of_code = {**class_of_code, None: UNKNOWN}
         self._classes_matter = classes_matter(_config_of(model, args))
         super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
+        if self.args.bf16 and not has_bfloat16():
+            warnings.warn(f"{NO_BFLOAT16}give SFTConfig bf16=False, since TRL's default is True.", stacklevel=2)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
         ffns = self.accelerator.unwrap_model(self.model).expanded_ffns().values() if self._active_losses() else ()
         of_layers = [loss.name for loss in self._active_losses() if isinstance(loss, LayerLoss)]

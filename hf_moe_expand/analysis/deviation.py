@@ -17,13 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_linear_schedule_with_warmup
 
 from ..checkpoint.writer import new_folder
 from ..core.errors import InputError, goes_on
 from ..core.jsonfile import read_json, write_json
 from ..core.languages import check_named_once
+from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.tokens import begin_tokens, encode_documents
 from ..inference.models import check_decoder, longest_block, model_name
@@ -95,15 +95,17 @@ def measure_deviation(
     blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
     work_dir = Path(work_dir)
     folders = {language: work_dir / f"language-{quote(language, safe='')}" for language in texts}
-    with _in_float32(model) as start:
+    with _in_float32(model) as start, ExitStack() as stack:
         claimed = {**numbers, "layers": chosen, "seed": seed, "model": _digest(start)}
         _claim(work_dir, {**claimed, "at_steps": at_steps} if at_steps else claimed)
         unfinished = [language for language in texts if not _finished(folders[language], language, blocks[language])]
-        for language in tqdm(unfinished, desc="deviation", unit="language"):
+        bar = stack.enter_context(Bar(total=len(unfinished) * steps, desc="deviation", unit="step"))
+        for language in unfinished:
             torch.manual_seed(seed)
             text = _digest({"tokens": blocks[language]})
             with goes_on(lambda language=language: f"with language {language!r}"):  # type: ignore[misc]
                 for step in _fine_tune(model, blocks[language], settings):
+                    bar.update()
                     if step in at_steps:
                         shutil.rmtree(
                             _at_step(folders[language], step), ignore_errors=True

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
 from ..core.errors import InputError
+from ..core.progress import Bar
 from ..modeling.language_gate import TEMPLATE, UNIT, classes_of_sums, last_sums, token_evidence
 from .gate_text import Example
 from .reading import padded_batches, read_inputs
@@ -248,12 +248,12 @@ def fit_gate(
     codes = ([TEMPLATE] if any(example.has_template for _, example in shown) else []) + order
     classes = {**dict.fromkeys(codes, 0), **classes}
     tried: list[tuple[FittedGate, GateReport]] = []
-    with tqdm(desc="fit the gate", unit="step") as bar:
-        states = _read(model, [example for _, example in shown], begin, layers, bar)
+    states = _read(model, [example for _, example in shown], begin, layers)
+    # A fit that begins at another one takes half of its steps.
+    with Bar(total=len(layers) * (2 + FOLDS), desc="fit the gate", unit="fit") as bar:
         for layer in layers:
-            gate = _fitted(layer, begin, codes, shown, states.pop(layer), anchors)
+            gate = _fitted(layer, begin, codes, shown, states.pop(layer), anchors, bar)
             tried.append((gate, report_of(gate, classes, settings)))
-            bar.update()
     best = max(tried, key=lambda of: (of[1].holds, of[1].passing, of[1].margin))
     if not best[1].holds:
         report = best[1]
@@ -279,7 +279,7 @@ def candidates(count: int) -> list[int]:
 
 def _fitted(
     layer: int, begin: int | None, codes: list[str], shown: Sequence[tuple[str, Example]], states_Th: torch.Tensor,
-    anchors: Sequence[str],
+    anchors: Sequence[str], bar: Bar,
 ) -> FittedGate:  # fmt: skip
     lengths = [len(example.ids) for _, example in shown]
     row_T = torch.cat([_rows(example, codes.index(code), codes[0] == TEMPLATE) for code, example in shown])
@@ -289,12 +289,14 @@ def _fitted(
     mean_h, scale_h = _moments(states_Th[fits_T].float(), row_T[fits_T])
     x_Th = (states_Th.float() - mean_h) / scale_h
     weight_Rh, bias_R = softmax_regression(x_Th[fits_T], row_T[fits_T], len(codes))
+    bar.update(2)
     logits_TR = x_Th.new_full((len(x_Th), len(codes)), float("-inf"))
     for fold in range(FOLDS):
         kept_T, out_T = fits_T & (fold_T != fold), (fold_T == fold).nonzero()
         rows, row_K = row_T[kept_T].unique(return_inverse=True)
         start = weight_Rh[rows], bias_R[rows]
         logits_TR[out_T, rows] = F.linear(x_Th[out_T[:, 0]], *softmax_regression(x_Th[kept_T], row_K, len(rows), start))
+        bar.update()
     taken_T = F.linear(x_Th, weight_Rh, bias_R).argmax(-1).cpu()
     doubts, scored = {}, {}
     of_texts = list(zip(shown, logits_TR.cpu().split(lengths), taken_T.split(lengths), strict=True))
@@ -435,9 +437,7 @@ class _Enough(Exception):
     """Ends a forward pass once the last layer that is read has been read."""
 
 
-def _read(
-    model: Any, examples: Sequence[Example], begin: int | None, layers: Sequence[int], bar: Any
-) -> dict[int, torch.Tensor]:
+def _read(model: Any, examples: Sequence[Example], begin: int | None, layers: Sequence[int]) -> dict[int, torch.Tensor]:
     """By layer, the inputs of the FFN at the tokens of all examples, `[T, h]`, as the base alone computes them."""
     by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
@@ -456,11 +456,11 @@ def _read(
         if not batches or (len(batches[-1]) + 1) * len(row) > _BATCH:
             batches.append([])
         batches[-1].append(row)
-    bar.total = len(batches) + len(layers)
-    for batch in batches:
-        with suppress(_Enough), model.use_expert(0) if hasattr(model, "use_expert") else nullcontext():
-            read_inputs(model, padded_batches(batch, len(batch)), receive)
-        bar.update()
+    with Bar(total=sum(map(len, rows)), desc="read text for the gate", unit="token", unit_scale=True) as bar:
+        for batch in batches:
+            with suppress(_Enough), model.use_expert(0) if hasattr(model, "use_expert") else nullcontext():
+                read_inputs(model, padded_batches(batch, len(batch)), receive)
+            bar.update(sum(map(len, batch)))
     back = sorted(range(len(order)), key=order.__getitem__)
     states = {layer: torch.cat(parts).split([len(row) for row in rows]) for layer, parts in by_layer.items()}
     return {layer: torch.cat([of[number][len(before) :] for number in back]) for layer, of in states.items()}

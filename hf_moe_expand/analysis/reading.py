@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..core.errors import InputError
 from ..core.languages import names_language
+from ..core.progress import Bar
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.sources import Pair
 from ..data.tokens import begin_tokens
@@ -52,9 +52,9 @@ class TextBatch:
         return TextBatch(inputs, tuple(mask.to(device) for mask in self.measured), self.targets.to(device))
 
 
-def progress(model: Any, languages: int, tokens: int) -> tqdm:
+def progress(model: Any, languages: int, tokens: int) -> Bar:
     """A bar over the measured tokens of all languages."""
-    return tqdm(total=len(stack_sizes(model.config)) * tokens * languages, unit="token", unit_scale=True)
+    return Bar(total=len(stack_sizes(model.config)) * tokens * languages, unit="token", unit_scale=True)
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) ->
 
 
 def read_inputs(
-    model: Any, batches: Iterable[TextBatch], receive: Callable[[int, torch.Tensor], None], bar: tqdm | None = None
+    model: Any, batches: Iterable[TextBatch], receive: Callable[[int, torch.Tensor], None], bar: Bar | None = None
 ) -> None:
     """Passes each layer's FFN inputs at the measured tokens, `[tokens, h]`, to `receive`, batch after batch."""
     base = getattr(model, "base_model", model)

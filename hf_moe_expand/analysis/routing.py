@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.records import History
 from ..core.errors import InputError
 from ..core.languages import check_old_and_new
+from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
 from ..data.sources import Pair
@@ -321,7 +321,7 @@ def _bounded_batches(
 
 
 def _perplexity(
-    model: Any, batches: Iterable[TextBatch], receive: Callable[[Routing, TextBatch], None] | None, bar: tqdm
+    model: Any, batches: Iterable[TextBatch], receive: Callable[[Routing, TextBatch], None] | None, bar: Bar
 ) -> float:
     """Perplexity over the batches' targets; `receive` gets each pass's routing; `bar` counts the measured tokens."""
     nats, count = 0.0, 0

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..core.errors import InputError, errors_at
+from ..core.progress import Bar
 from ..core.schema import checked
 from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
 from ..inference.models import check_decoder, load_for_inference, longest_block
@@ -73,7 +73,9 @@ def evaluate_ensemble(
     texts = {language: list(documents) for language, documents in texts.items()}
     streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}
     log_probs: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
-    for model in tqdm(models, desc="ensemble", unit="model"):
+    windows = sum(stream.count_windows(block_size) for stream in streams.values())
+    bar = Bar(total=windows * len(models), desc="ensemble", unit="window")
+    for model in models:
         loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
         loaded.eval()
         for language, stream in streams.items():
@@ -83,8 +85,13 @@ def evaluate_ensemble(
                     f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
                     "ensemble must share one tokenizer."
                 )
-            log_probs[language].append(-torch.cat(list(target_nats(loaded, stream, block_size, batch_size))))
+            nats = []
+            for part in target_nats(loaded, stream, block_size, batch_size):
+                nats.append(part)
+                bar.update(len(part))
+            log_probs[language].append(-torch.cat(nats))
         del loaded
+    bar.close()
     scores = {}
     for language, stream in streams.items():
         nats = -mix_models(torch.stack(log_probs[language]), top_m).sum().item()

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..core.errors import InputError
+from ..core.progress import Bar
 from .reader import CheckpointReader, StoredTensor
 from .stored import load_any_config, network_of, stored_tensors
 
@@ -75,7 +76,7 @@ def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> 
     if ours.keys() != theirs.keys():
         ours, theirs = _by_own_names(a), _by_own_names(b)
     result = Comparison(removed=sorted(set(ours) - set(theirs)), added=sorted(set(theirs) - set(ours)))
-    for name in sorted(set(ours) & set(theirs)):
+    for name in Bar(sorted(set(ours) & set(theirs)), desc="compare", unit="tensor", leave=False):
         (result.identical if _same(ours[name], theirs[name]) else result.changed).append(name)
     return result
 

@@ -14,6 +14,7 @@ from transformers.core_model_loading import dot_natural_key
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json
 from ..core.private import library_errors_at
+from ..core.progress import Bar
 from ..core.schema import checked
 from ..modeling.expansion_only import ADDED, RECORD
 from .graft import COMPUTATION
@@ -160,7 +161,8 @@ def _compare(
     """Returns, for each tensor that is byte-identical in the base, its name there and its hash; then all other tensors;
     then those of the others that the base has with other values."""
     record, others, changed = {}, [], []
-    for key in sorted(expanded.tensors, key=dot_natural_key):
+    ordered = sorted(expanded.tensors, key=dot_natural_key)
+    for key in Bar(ordered, desc="compare with the base", unit="tensor", leave=False):
         place = expanded.places[key]
         own = expanded.in_files(key)
         homes = dense.in_files(place.dense) if place.dense and place.dense in dense and not place.expert else []

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig
-from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError
 from ..core.jsonfile import write_json
+from ..core.progress import Bar
 from ..core.schema import checked
 from .adapter_maps import Maps, adapter_of, entry_of, layer_modules
 from .base_tensors import moved_tensors
@@ -205,7 +205,7 @@ def export_peft(
         fields = one.fields()
         with new_folder(folders[one.name], overwrite, sum(tensor.nbytes for tensor in tensors)) as partial:
             write_json(partial / ADAPTER, fields)
-            with tqdm(total=len(tensors), desc="export", unit="tensor") as bar:
+            with Bar(total=len(tensors), desc="export", unit="tensor") as bar:
                 write_tensors(partial / WEIGHTS, tensors, bar)
     ranks = {one.name: max(update.rank for update in one.updates.values()) for one in adapters}
     return ExportedAdapters(History.of(source.config).first.base_model, folders, ranks)

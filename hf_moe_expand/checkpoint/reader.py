@@ -17,6 +17,7 @@ from safetensors.torch import load as load_safetensors
 from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
+from ..core.progress import Bar
 from ..modeling.expansion_only import ADDED, RECORD
 from .source import lies_inside, resolve_checkpoint
 
@@ -198,7 +199,7 @@ class CheckpointReader:
 
     def check_finite(self) -> None:
         """Reads every tensor and refuses NaN and infinite values."""
-        for tensor in self.tensors.values():
+        for tensor in Bar(self.tensors.values(), desc="check the weights", unit="tensor", leave=False):
             deque(tensor.finite_chunks(), maxlen=0)
 
     def tensor(self, name: str) -> torch.Tensor:

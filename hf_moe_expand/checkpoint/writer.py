@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
-from tqdm.auto import tqdm
 from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -22,6 +21,7 @@ from ..core.disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
 from ..core.disk import check_room, readable_size
 from ..core.errors import InputError, first_line, is_full_disk, named_as
 from ..core.jsonfile import read_json, write_json
+from ..core.progress import Bar
 from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD
@@ -102,8 +102,7 @@ def _write_weights(
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_shard_size,
     )
-    hidden = {"disable": True} if what is None else {}  # `disable=False` would show a bar in logs, too
-    with tqdm(total=len(tensors), desc=what, unit="tensor", **hidden) as bar:
+    with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None) as bar:
         for filename, names in split.filename_to_tensors.items():
             write_tensors(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:

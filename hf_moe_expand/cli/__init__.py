@@ -14,13 +14,11 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partialmethod
 from pathlib import Path
 from types import FrameType
 
-from tqdm import tqdm
-
 from ..core.errors import InputError, first_line, is_full_disk, is_unicode
+from ..core.progress import all_in_lines, shows_bars
 
 # In the order of `--help`.
 from . import analyze, chat, evaluate, gates, plan, run, surgery, train  # noqa: F401
@@ -61,26 +59,21 @@ def main() -> None:
 
 @contextmanager
 def _lines_for_logs() -> Iterator[None]:
-    """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does.
-
-    tqdm makes the bars of every library here. It reads its variable when it is imported, as the processes do that this
-    one starts; an empty one keeps bars.
-    """
+    """Where the output is a file or a pipe, whole lines appear as they are printed, and lines in place of progress
+    bars. The processes that this one starts show neither."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
         with suppress(OSError):  # where a pipe took the place of the file that it was opened on
             # Names of files may be no Unicode, and a terminal's encoding may lack letters of the text.
             sys.stdout.reconfigure(errors="backslashreplace")
-    if "TQDM_DISABLE" in os.environ or (sys.stderr is not None and sys.stderr.isatty()):
+    if "TQDM_DISABLE" in os.environ or shows_bars():
         yield
         return
-    with_bars = tqdm.__init__
-    os.environ["TQDM_DISABLE"] = "1"
-    tqdm.__init__ = partialmethod(with_bars, disable=True)  # type: ignore[assignment, method-assign]
+    os.environ["TQDM_DISABLE"] = "1"  # tqdm read it when it was imported
     try:
-        yield
+        with all_in_lines():
+            yield
     finally:
-        tqdm.__init__ = with_bars  # type: ignore[method-assign]
         os.environ.pop("TQDM_DISABLE", None)
 
 

@@ -66,13 +66,14 @@ def evaluate_models(
         languages: the old languages, then the languages of each expansion.
         tasks: tasks of lm-evaluation-harness to run as well.
     """
-    from ..evaluation.report import check_decoders, score_models
+    from ..evaluation.report import check_decoders, in_time, score_models
 
     labels: dict[str, tuple[str, str | None]] = {}
     for name in models:
         labels[model_label(name, labels)] = (name, None)
     if ensemble is not None:
         check_decoders(labels, "ensembles")
+    settings = in_time(settings, labels, sources)
     result = score_models(labels, sources, languages, settings, tasks)
     if ensemble is not None:
         from ..baselines.ensemble import evaluate_ensemble

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from ..core.errors import InputError
+from ..core.progress import Bar
 from .sources import LanguageText, counted
 
 # The share of a text's bytes from which a score on it says nothing of held-out text.
@@ -36,7 +37,8 @@ def check_held_out(
     lines: list[str] = []
     for other, source in training.items() if wanted else ():
         seen, read = set[int](), 0
-        for content, size in _contents(source, as_pairs):
+        shown = Bar(_contents(source, as_pairs), desc=f"compare {other} with held-out text", leave=False)
+        for content, size in shown:
             if content in wanted:
                 seen.add(content)
             read += size

@@ -22,8 +22,8 @@ from transformers import (
 
 from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
-from ..inference.memory import has_bfloat16
-from ..stages.recording import LogTable, took_away_usual
+from ..trainers.bfloat16 import has_bfloat16
+from ..trainers.progress import LogTable, took_away_usual
 
 END = "<|endoftext|>"
 

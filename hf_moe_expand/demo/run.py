@@ -13,10 +13,10 @@ from ..core.errors import InputError
 from ..core.jsonfile import write_text
 from ..core.yamlfile import parse_yaml
 from ..data.sources import LanguageText
-from ..inference.memory import has_bfloat16
 from ..report.page import make_page
 from ..runs.pipeline import run_recipe
 from ..runs.recipe import Recipe
+from ..trainers.bfloat16 import has_bfloat16
 from .base import BaseSettings, make_base
 
 MINUTES, MEGABYTES = 3, 25

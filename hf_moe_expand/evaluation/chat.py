@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError
+from ..core.progress import Bar
 from ..inference.asking import Answering, ChatModel
 from ..modeling.routing_control import classes_of
 
@@ -85,7 +86,8 @@ def check_chat(
     how = Answering(max_new_tokens=_TOKENS)
 
     def answers(model: ChatModel, told: str | None = None) -> list[str]:
-        asked = ([{"role": "user", "content": question}] for question in questions)
+        shown = Bar(questions, desc=f"ask {model.name} in {language}", unit="question", leave=False)
+        asked = ([{"role": "user", "content": question}] for question in shown)
         return [" ".join(model.reply(messages, how, told).split()) for messages in asked]
 
     first = ChatModel.load(base, revision)

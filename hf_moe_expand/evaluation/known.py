@@ -9,9 +9,10 @@ import torch
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import network_of
 from ..data.sources import LanguageText
-from ..inference.memory import device_memory, has_bfloat16
+from ..inference.memory import device_memory
 from ..inference.models import load_for_inference
-from .perplexity import evaluate_model
+from ..trainers.bfloat16 import has_bfloat16
+from .perplexity import beginning, evaluate_model
 
 _TOKENS, _DOCUMENTS = 256, 50  # of each language
 # Weights, for each text, beyond which a base is not asked without a GPU: about a minute on two cores. The work in
@@ -39,7 +40,9 @@ def swapped(
     if takes_long or network.num_parameters() * dtype.itemsize > memory / 2:
         return ["skipped: whether old and new are swapped: the base takes too long here"]
     model, tokenizer = load_for_inference(base, revision)
-    scores = evaluate_model(model, tokenizer, texts, _TOKENS, 1, _TOKENS)
+    # The first document is cut here, where it is no setting of the user's that cuts it.
+    cut = {code: [beginning(of[0], tokenizer, _TOKENS)[0], *of[1:]] for code, of in texts.items()}
+    scores = evaluate_model(model, tokenizer, cut, _TOKENS, 1, _TOKENS)
     bits = {code: score.bits_per_byte for code, score in scores.items()}
     of_a_character = {code: bits[code] * len("".join(of).encode()) / len("".join(of)) for code, of in texts.items()}
     times = [min(of[code] for code in old) / max(of[code] for code in new) for of in (bits, of_a_character)]

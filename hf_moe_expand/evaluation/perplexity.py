@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
+from ..core.progress import Bar
 from ..core.saying import say_once
 from ..core.schema import checked, shown_value
 from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
-from ..inference.models import longest_block
+from ..inference.models import longest_block, model_name
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 from .settings import EvaluationSettings
 
@@ -97,6 +97,10 @@ class TextStream:
     def tokens(self) -> int:
         """Number of scored tokens."""
         return sum(self.scored)
+
+    def count_windows(self, block_size: int) -> int:
+        """Number of windows."""
+        return sum(1 for _ in self._windows(block_size))
 
     def _windows(self, block_size: int) -> Iterator[tuple[list[int], list[int]]]:
         """The inputs and the targets of each window, padded."""
@@ -239,8 +243,9 @@ def pair_stream(
 
 
 @torch.no_grad()
-def _pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[float]:
-    """The negative log-likelihood of each batch's translations, in nats. Pairs of like length share a batch."""
+def _pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[tuple[float, int]]:
+    """The negative log-likelihood of each batch's translations, in nats, and the number of their tokens. Pairs of like
+    length share a batch."""
     pairs = sorted(stream.pairs, key=lambda pair: -len(pair[0]))
     for first in range(0, len(pairs), batch_size):
         inputs, targets, codes = zip(*pairs[first : first + batch_size], strict=True)
@@ -249,7 +254,7 @@ def _pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[floa
         for row, target, code in zip(labels, targets, codes, strict=True):
             if code is not None:
                 row[code % len(target)] = IGNORED
-        yield target_loss(model(**batch, use_cache=False), labels, 1).item()
+        yield target_loss(model(**batch, use_cache=False), labels, 1).item(), int((labels != IGNORED).sum())
 
 
 def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[int]]) -> dict[str, torch.Tensor]:
@@ -271,13 +276,25 @@ def stream_for(
     return language_stream(language, texts, tokenizer, max_tokens)
 
 
-def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, batch_size: int) -> LanguageScore:
-    """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer."""
+def score_stream(
+    model: Any, stream: TextStream | PairStream, block_size: int, batch_size: int,
+    update: Callable[[int], Any] = lambda tokens: None,
+) -> LanguageScore:  # fmt: skip
+    """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer.
+
+    Args:
+        update: is told of the tokens that were scored.
+    """
+    nats = 0.0
     if isinstance(stream, PairStream):
-        nats = sum(_pair_nats(model, stream, batch_size))
+        for of_batch, tokens in _pair_nats(model, stream, batch_size):
+            nats += of_batch
+            update(tokens)
     else:
         block_size = min(block_size, longest_block(model.config) or block_size)
-        nats = sum(part.sum().item() for part in target_nats(model, stream, block_size, batch_size))
+        for part in target_nats(model, stream, block_size, batch_size):
+            nats += part.sum().item()
+            update(int(part.count_nonzero()))
     return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost)
 
 
@@ -320,9 +337,11 @@ def evaluate_model(
     model.eval()
     kind = SentencePair if getattr(model.config, "is_encoder_decoder", False) else str
     texts = {language: _documents(language, given, kind) for language, given in texts.items()}
-    scores = {}
-    for language in tqdm(list(texts), desc="evaluate", unit="language"):
-        stream = stream_for(model.config, language, texts, tokenizer, max_tokens)
-        with errors_at(f"language {language!r}"), model.use_languages(language) if told else nullcontext():  # type: ignore[operator]
-            scores[language] = score_stream(model, stream, block_size, batch_size)
+    config: Any = model.config
+    streams = {language: stream_for(config, language, texts, tokenizer, max_tokens) for language in texts}
+    tokens, scores = sum(stream.tokens for stream in streams.values()), {}
+    with Bar(total=tokens, desc=f"evaluate {model_name(model)}", unit="token", unit_scale=True) as bar:
+        for language, stream in streams.items():
+            with errors_at(f"language {language!r}"), model.use_languages(language) if told else nullcontext():  # type: ignore[operator]
+                scores[language] = score_stream(model, stream, block_size, batch_size, bar.update)
     return scores

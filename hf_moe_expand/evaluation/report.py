@@ -6,10 +6,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.source import load_config, resolve_checkpoint
+from ..checkpoint.stored import network_of
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json, write_json
-from ..core.schema import checked, keys_of, read
+from ..core.saying import say_once
+from ..core.schema import changed, checked, keys_of, read
 from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
@@ -23,6 +27,8 @@ from .samples import Sample, begin_samples, continue_samples
 from .settings import EvaluationSettings
 
 THIS = "this model"
+# Weights times tokens that two cores of a CPU score in less than two minutes; the least tokens of each language.
+_WORK, _LEAST = 4_000_000_000_000, 1000
 _NO_BOUND = "*"  # behind a score of text that the tokenizer loses
 
 
@@ -239,7 +245,7 @@ def score_models(
     result.unnamed = list(dict.fromkeys([*(code for code in sources if code not in (*old, *result.new)), *named]))
     if tasks is not None:
         result.benchmarks = tasks.benchmarks
-    sizes = settings.model_dump(exclude={"questions"})
+    sizes = in_time(settings, models, sources).model_dump(exclude={"questions"})
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():
         model, tokenizer = load_for_inference(path, revision)
@@ -255,6 +261,23 @@ def score_models(
             result.tasks[name] = tasks.evaluate(model, tokenizer, settings.batch_size)
         del model  # before the next one is loaded
     return result
+
+
+def in_time(
+    settings: EvaluationSettings, models: Mapping[str, tuple[str, str | None]], sources: Mapping[str, Any]
+) -> EvaluationSettings:
+    """The settings with the tokens of each language that two cores score in less than two minutes, by the first model's
+    parameters, if they name none and there is no GPU; says how many."""
+    if settings.max_tokens is not None or torch.accelerator.is_available() or not sources:
+        return settings
+    path, revision = next(iter(models.values()))
+    parameters = network_of(load_config(resolve_checkpoint(path, revision, weights=False))).num_parameters()
+    most = max(_LEAST, _WORK // parameters // len(sources) // 100 * 100)
+    say_once(
+        f"scores up to {most:,} tokens of each language, at most two minutes a model on two cores; max_tokens "
+        "(--max-tokens) takes another number"
+    )
+    return changed(settings, max_tokens=most)
 
 
 def check_decoders(models: Mapping[str, tuple[str, str | None]], what: str) -> None:

@@ -15,8 +15,8 @@ class EvaluationSettings(Schema):
     batch_size: Count = Field(8, description="windows in a forward pass")
     max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
         None,
-        description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
-        "default",
+        description="tokens of each language, in whole documents (a longer first one is cut); by default all of its "
+        "text on a GPU, and on a CPU as many as two cores score in less than two minutes",
     )
     questions: dict[Text, Place] | None = Field(
         None,

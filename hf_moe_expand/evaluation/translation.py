@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from ..core.errors import InputError
 from ..core.extra import import_extra
 from ..core.jsonfile import write_json, write_text
+from ..core.progress import Bar
 from ..data.files import count_lines
 from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
@@ -217,7 +217,7 @@ def _generated(
     # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
     model.eval()
-    with generating(model, config), tqdm(total=len(order), desc="translate", unit="sentence") as progress:
+    with generating(model, config), Bar(total=len(order), desc="translate", unit="sentence") as progress:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
             rows = [encoded[place] for place in batch]

@@ -1,4 +1,4 @@
-"""The device that trains: its memory, what a training takes of it and of the disk, and whether it has bfloat16."""
+"""The memory of the device that trains, and what a training takes of it and of the disk."""
 
 import math
 from typing import Any
@@ -26,16 +26,6 @@ def memory_of_all() -> int | None:
     if torch.accelerator.is_available() and not torch.cuda.is_available():
         return None
     return device_memory() * max(torch.cuda.device_count(), 1)
-
-
-def has_bfloat16() -> bool:
-    """Whether the device that trains here has instructions for bfloat16. Others (a CPU with AVX2 alone, GPUs before
-    NVIDIA's Ampere) emulate it; a CPU then takes up to thirty times as long as in float32."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.accelerator.is_available():
-        return True
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def least_memory(network: Any, config: Any, kept: int = 1) -> int:

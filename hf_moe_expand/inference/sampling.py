@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from ..checkpoint.expand import versions
@@ -16,6 +15,7 @@ from ..checkpoint.records import History
 from ..checkpoint.source import resolve_checkpoint
 from ..core.errors import InputError
 from ..core.jsonfile import write_text
+from ..core.progress import Bar
 from ..data.files import kind_of, read_rows
 from ..data.sources import LanguageText
 from ..data.tokens import begin_tokens, prompt_tokens
@@ -72,7 +72,7 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
         eos_token_id=tokenizer.eos_token_id if ends is None else ends, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     base = model.use_expert(0) if expanded else nullcontext()
-    bar = tqdm(total=chosen.documents, desc="sample", unit="document")
+    bar = Bar(total=chosen.documents, desc="sample", unit="document")
     devices = [model.device] if model.device.type == "cuda" else []
     with bar, base, generating(model, plain), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)

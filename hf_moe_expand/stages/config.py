@@ -46,8 +46,8 @@ from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
 from ..data.stream_reader import OnBadShard
 from ..evaluation.validation import VALIDATION, ValidationCallback
-from ..inference.memory import has_bfloat16
 from ..modeling.configuration_layer_moe import joins_packs
+from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
@@ -71,10 +71,6 @@ from .keywords import (
     strict,
 )
 
-NO_BFLOAT16 = (
-    "bf16: this machine has no instructions for bfloat16 and emulates it, up to thirty times slower than float32: "
-    "leave `bf16: true` out here, or give `fp16: true` on a GPU."
-)
 # Bytes of text, as the files have them, from which a stage streams: to pack so much takes 20 s (docs/distributed.md).
 STREAMED = 32 << 20
 BlockSize = Annotated[Whole, Field(ge=2)]
@@ -189,7 +185,7 @@ class StageConfig(TrainingArguments, Stage):
             super().__post_init__()
             self.get_process_log_level()
         if self.bf16 and not has_bfloat16():
-            warnings.warn(NO_BFLOAT16, stacklevel=3)
+            warnings.warn(f"{NO_BFLOAT16}leave `bf16: true` out here, or give `fp16: true` on a GPU.", stacklevel=3)
         self.is_built = True
 
     def _settle(self) -> None:

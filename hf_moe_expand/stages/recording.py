@@ -1,127 +1,32 @@
 """What a stage's Trainer says and counts while it trains: its progress, and the text that it has seen."""
 
-import math
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.trainer_callback import ExportableState
 
+from ..core.progress import EARLY
 from ..data.lost import lost_lines
 from ..data.packing import small_shares
-
-# Seconds to the first word of progress, and between later ones in a log.
-_FIRST, _LATER = 10, 600
-# What the Trainer logs besides losses and metrics: the step's number says it, or the end of a training.
-_NOT_SHOWN = ("epoch", "total_flos", "num_input_tokens_seen")
-
-
-class LogTable(ProgressCallback):
-    """Shows what a Trainer logs, with the step and the time that is left: beside a progress bar as a row of a table, in
-    a log as a line with names.
-
-    Args:
-        clock: seconds.
-        shows: False where another callback shows it, such as a notebook's.
-    """
-
-    not_shown: tuple[str, ...] = _NOT_SHOWN
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, shows: bool = True) -> None:
-        super().__init__()
-        self.shows = shows
-        self.clock, self.begun, self.first = clock, 0.0, 0
-        self.headed: list[str] = []  # the names at the table's head
-        self.has_bar = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun, self.first, self.headed = self.clock(), state.global_step, []
-        self.has_bar = self.shows and not (args.disable_tqdm or os.environ.get("TQDM_DISABLE"))
-        if self.has_bar:
-            super().on_train_begin(args, state, control, **kwargs)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.has_bar:
-            super().on_step_end(args, state, control, **kwargs)
-
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        if self.has_bar:
-            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.has_bar:
-            super().on_train_end(args, state, control, **kwargs)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not (self.shows and state.is_world_process_zero):
-            return
-        if "train_runtime" in logs:
-            took, loss = duration(logs["train_runtime"]), logs.get("train_loss", math.nan)
-            self.say(f"trained {state.global_step - self.first:,} steps in {took}, mean loss {loss:.4g}")
-            return
-        shown = {name: value for name, value in logs.items() if name not in self.not_shown}
-        values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in shown.values()]
-        step, left = f"{state.global_step:,} of {state.max_steps:,}", self.left(state)
-        if not self.has_bar:
-            said = ", ".join(f"{name} {value}" for name, value in zip(shown, values, strict=True))
-            self.say(f"step {step}, {left} left: {said}" if state.max_steps else said)
-            return
-        stacks = [name.split("_") for name in shown]
-        widths = [len(f"{state.max_steps:,}") * 2 + 4, 11, *(max(8, *map(len, stack)) for stack in stacks)]
-        if self.headed != list(shown):
-            self.headed, height = list(shown), max(map(len, stacks), default=1)
-            lines = [["" if n < height - 1 else "step", "" if n < height - 1 else "left"] for n in range(height)]
-            for stack in stacks:
-                for line, word in zip(lines, [""] * (height - len(stack)) + stack, strict=True):
-                    line.append(word)
-            self.say("\n".join(_aligned(line, widths) for line in lines))
-        self.say(_aligned([step, left, *values], widths))
-
-    def left(self, state: Any) -> str:
-        """The time that is left, by the speed of this attempt."""
-        done = state.global_step - self.first
-        return duration((state.max_steps - state.global_step) * (self.clock() - self.begun) / done) if done else "?"
-
-    def say(self, line: str) -> None:
-        """Prints a line above the progress bar."""
-        tqdm.write(line)
-        sys.stdout.flush()
-
-
-def took_away_usual(trainer: Any) -> bool:
-    """Removes the library's callbacks that show what is logged; False where a notebook's or a user's own do, which
-    stay."""
-    usual = [one for one in trainer.callback_handler.callbacks if type(one) in (PrinterCallback, ProgressCallback)]
-    for callback in usual:
-        trainer.remove_callback(callback)
-    return bool(usual)
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+from ..trainers.progress import NOT_SHOWN, LogTable
 
 
 class Progress(LogTable):
-    """Says how long the training is, and from which step an interrupted one goes on. Then shows what is logged; and
-    says within half a minute, and in a log at least every ten minutes, how far it is: steps, tokens a second of this
-    attempt, and the time that is left."""
+    """Says how long the training is, and from which step an interrupted one goes on. Then shows what is logged, and
+    where it is: steps, tokens a second of this attempt, and the time that is left."""
 
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic, shows: bool = True) -> None:
         super().__init__(clock, shows)
-        self.trainer, self.wait = trainer, math.inf  # until a training begins
+        self.trainer, self.has_said_speed = trainer, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.printed, self.wait = 0.0, float(_FIRST)
+        self.has_said_speed = False
         trainer = self.trainer
         if not getattr(trainer, "router_losses", ()):
-            self.not_shown = (*_NOT_SHOWN, "next_token_loss")  # it is the loss
+            self.not_shown = (*NOT_SHOWN, "next_token_loss")  # it is the loss
         rows, size = trainer.get_total_train_batch_size(args), trainer.row_tokens
         pairs = trainer._is_encoder_decoder  # whose lengths differ
         self.amount: int = rows if pairs else rows * (size or 1)  # of a step
@@ -140,21 +45,19 @@ class Progress(LogTable):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_end(args, state, control, **kwargs)
+        # A bar has no tokens; where another callback shows the training, they are said once, too.
         now = self.clock() - self.begun
-        # The first step is slower than the others: one alone says little, unless nothing else comes for long.
-        if not state.is_world_process_zero or now - self.printed < self.wait or state.global_step >= state.max_steps:
-            return
-        speed = (state.global_step - self.first) * self.amount / now
-        self.say(
-            f"step {state.global_step:,} of {state.max_steps:,}, {speed:,.0f} {self.unit} a second, "
-            f"about {self.left(state)} left"
-        )
-        self.printed, self.wait = now, math.inf if self.has_bar or not self.shows else _LATER
+        is_new = not self.has_said_speed and now >= EARLY and state.global_step < state.max_steps
+        if is_new and state.is_world_process_zero:
+            self.say(self.where(state))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        super().on_log(args, state, control, logs, **kwargs)
-        if self.wait == _LATER:
-            self.printed = self.clock() - self.begun
+    def where(self, state: Any) -> str:
+        if state.global_step == self.first:
+            return super().where(state)
+        self.has_said_speed = True
+        speed = (state.global_step - self.first) * self.amount / (self.clock() - self.begun)
+        step = f"step {state.global_step:,} of {state.max_steps:,}"
+        return f"{step}, {speed:,.0f} {self.unit} a second, about {self.left(state)} left"
 
 
 def _shares(tokens: Mapping[str, int]) -> list[str]:
@@ -165,14 +68,6 @@ def _shares(tokens: Mapping[str, int]) -> list[str]:
         named = ", ".join(f"{code} ({share:.1%})" for code, share in little.items())
         lines.append(f"warning: little of the text is {named}: give more text of it, or less of the others")
     return lines
-
-
-def duration(seconds: float) -> str:
-    """A time in words, such as `3 h 20 min`."""
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
 class SeenText(TrainerCallback, ExportableState):

@@ -26,12 +26,13 @@ from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_
 from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, check_masking, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
+from ..trainers.progress import LogTable
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
 from ..trainers.watching import without_compiler
 from .config import StageConfig
 from .own_data import OwnDataMixin
-from .recording import Progress, SeenText, took_away_usual
+from .recording import Progress, SeenText
 from .stopping import Stops
 from .streaming import StreamMixin
 
@@ -150,7 +151,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         )  # fmt: skip
         self._set_steps()
         self.stops = Stops(self)
-        for callback in (Progress(self, shows=took_away_usual(self)), SeenText(), self.stops):
+        for callback in (SeenText(), self.stops):
             self.add_callback(callback)
         if train_dataset is not None and not is_of_stage:
             languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
@@ -158,6 +159,9 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
                 self.add_callback(scoring)
         if self.is_world_process_zero() and self.freeze_report is not None:
             print(self.freeze_report)
+
+    def table(self, shows: bool) -> LogTable:
+        return Progress(self, shows=shows)
 
     def _config(self, args: Any) -> StageConfig:
         """The stage's configuration, a copy, so that the caller's stays unchanged."""

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from accelerate.utils import broadcast_object_list
 from pydantic import Field
-from tqdm.auto import tqdm
 
 from ...checkpoint.expand import versions
 from ...checkpoint.grow import add_experts
@@ -90,7 +89,7 @@ def expert_perplexities(
 ) -> list[float]:
     """Perplexity of a language's text through each expert alone (hard routing, DMoE section 3.3)."""
     perplexities = []
-    for expert in tqdm(range(len(model.config.language_groups)), desc="nearest expert", unit="expert"):
+    for expert in range(len(model.config.language_groups)):
         with model.use_expert(expert):
             score = evaluate_model(model, tokenizer, {language: texts}, block_size, max_tokens=max_tokens)
         perplexities.append(score[language].perplexity)
