@@ -210,23 +210,35 @@ def test_the_memory_of_many_rows(rows, gigabytes):
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "said"),
+    ("stage", "settings", "said", "warned"),
     [
-        (DenseConfig, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, "about 33 steps of 96 .*text: 2;"),
-        (DenseConfig, {"max_steps": 7}, "about 7 steps of 32 tokens; passes over the text: 0.14;"),
-        (DenseConfig, {"tokens_per_language": 400, "num_train_epochs": 1}, "about 25 steps of 32 .*text: 1;"),
-        (ReviewConfig, {"num_train_epochs": 1}, "about 37 steps of 32 .*text: 1;"),  # as much old text as new
-        (ReviewConfig, {"old_documents": 5}, "^tokens at hand"),
+        (
+            DenseConfig,
+            {"num_train_epochs": 2, "gradient_accumulation_steps": 3},
+            "about 33 steps of 96 .*text: 2;",
+            "f",
+        ),
+        (DenseConfig, {"max_steps": 7}, "about 7 steps of 32 tokens; passes over the text: 0.14;", "f"),
+        (DenseConfig, {"max_steps": 49}, "about 49 steps", "f"),
+        (DenseConfig, {"max_steps": 50}, "about 50 steps", ""),
+        (DenseConfig, {"tokens": 6400}, "about 200 steps .*text: 4;", ""),
+        (DenseConfig, {"tokens": 6432}, "about 201 steps .*text: 4.02;", "m"),
+        (DenseConfig, {"tokens": 6432, "gradient_accumulation_steps": 5}, "about 40 steps .*text: 4.02;", "fm"),
+        (DenseConfig, {"tokens_per_language": 400, "num_train_epochs": 1}, "about 25 steps of 32 .*text: 1;", "f"),
+        (ReviewConfig, {"num_train_epochs": 1}, "about 37 steps of 32 .*text: 1;", "f"),  # as much old text as new
+        (ReviewConfig, {"old_documents": 5}, "^x: tokens at hand", ""),
     ],
 )
-def test_steps_and_passes(root, monkeypatch, stage, settings, said):
+def test_steps_and_passes(root, monkeypatch, stage, settings, said, warned):
     counts = {"en": 600, "el": 1000}
     monkeypatch.setattr(prepare, "tokens_at_hand", lambda text, tokenizer: counts[text.language])
     texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
     model = load_config(root / ("base" if stage is DenseConfig else "expanded"))
-    found = prepare.prepare(stage(**settings, **QUICK), model, texts).length(byte_tokenizer())
+    found, *warnings = prepare.prepare(stage(**settings, **QUICK), model, texts).length("x", byte_tokenizer())
     assert re.search(said, found), found
     assert found.endswith("tokens at hand, about: en 600, el 1,000")
+    of = {"f": "warning: x: fewer than 50 steps", "m": "warning: x: after more than 4 passes"}
+    assert [line[: len(of[kind])] for line, kind in zip(warnings, warned, strict=True)] == [of[kind] for kind in warned]
 
 
 def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
@@ -234,13 +246,13 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
         return tokens_at_hand(LanguageText("el", str(path)), byte_tokenizer())
 
     texts = [f"number {number} of many texts, {'long ' * (number % 7)}" for number in range(30_000)]
-    assert tokens(write_texts(tmp_path / "el.jsonl", texts)) == pytest.approx(sum(map(len, texts)), rel=0.02)
-    assert tokens(write_texts(tmp_path / "few.jsonl", ["abc", "defg"])) == 7
+    assert tokens(write_texts(tmp_path / "el.jsonl", texts)) == pytest.approx(sum(map(len, texts)) + 30_000, rel=0.02)
+    assert tokens(write_texts(tmp_path / "few.jsonl", ["abc", "defg"])) == 9  # each document with its end
     Dataset.from_dict({"text": ["abc", "defg"] * 3000}).to_parquet(tmp_path / "x.parquet")
-    assert tokens(tmp_path / "x.parquet") == 21_000
+    assert tokens(tmp_path / "x.parquet") == 27_000
     packed = gzip.compress((tmp_path / "el.jsonl").read_bytes())
     (tmp_path / "el.jsonl.gz").write_bytes(packed)
-    assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)), rel=0.2)
+    assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)) + 30_000, rel=0.2)
     (tmp_path / "wrong.jsonl").write_text('{"text": "one"}\n{"words": "two"}\n')
     with pytest.raises(InputError, match=r"wrong\.jsonl:2: needs an object"):
         tokens(tmp_path / "wrong.jsonl")

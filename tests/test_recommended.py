@@ -58,13 +58,30 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     for name in ("lr_scheduler_type", "warmup_steps"):
         assert ours.given[name] == theirs.given[name]
     # The byte tokenizer: a byte is a token, and one more ends each document.
-    tokens = sum(len(doc.encode()) for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents())
+    tokens = sum(
+        len(doc.encode()) + 1 for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents()
+    )
     steps = max(tokens // 512, 1)
     assert f"about {steps} steps, of {tokens:,} tokens" in text
     assert recipe.post_pretrain.given["num_train_epochs"] == 1
     assert recipe.post_pretrain.given["per_device_train_batch_size"] == 1
     assert re.search(r"post_pretrain: about \d+ steps.* text: 1; tokens at hand, about: hu [\d,]+", said)
     assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
+
+
+def test_a_schedule_for_a_number_of_tokens(base, texts, tmp_path):
+    recipe, said, _ = written(base, texts, tmp_path, "--tokens", "819200")
+    training = recipe.post_pretrain
+    assert training.given["tokens"] == 819_200
+    assert "num_train_epochs" not in training.given
+    rows = training.given["per_device_train_batch_size"] * training.given["gradient_accumulation_steps"]
+    assert (rows, training.given["learning_rate"]) == (16, 2e-3)
+    assert "post_pretrain: about 100 steps of 8,192 tokens" in said
+    assert "warning: post_pretrain: after more than 4 passes" in said
+    few, *_ = written(base, texts, tmp_path, "--tokens", "51200", "--overwrite")
+    assert few.post_pretrain.given["learning_rate"] == 1e-3  # steps of 512 tokens
+    with pytest.raises(InputError, match="--tokens is 0: must be at least 1"):
+        new_recipe(str(base), {}, {"hu": str(texts["hu"])}, {}, tokens=0)
 
 
 def test_steps_follow_from_the_text():

@@ -196,6 +196,9 @@ def recipes_new(
     output: Annotated[
         str | None, typer.Option(help="Folder of the run; by default runs/, the base and the new languages.")
     ] = None,
+    tokens: Annotated[
+        int | None, opt.whole_number("Tokens to train on, for which batch and rate are chosen; by default one epoch.")
+    ] = None,
     gpu: Annotated[
         bool | None,
         typer.Option("--gpu/--no-gpu", help="Whether it will train on a GPU; by default, whether there is one here."),
@@ -205,7 +208,8 @@ def recipes_new(
     overwrite: opt.Overwrite = False,
     allow_lost_text: opt.AllowLostText = False,
 ) -> None:
-    """Write the recommended recipe for a base and your text, with the steps of one epoch, and check it.
+    """Write the recommended recipe for a base and your text, with the steps of one epoch or for some tokens, and check
+    it.
 
     Example: hf-moe-expand recipes new --base Qwen/Qwen2.5-0.5B --new hu=hu.jsonl --old en=en.jsonl --out recipe.yaml
     """
@@ -221,8 +225,9 @@ def recipes_new(
     from ..runs.recommended import new_recipe
 
     text = new_recipe(
-        base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text, gpu=gpu
-    )
+        base, **sources, output=output, revision=revision, seed=seed, allow_lost_text=allow_lost_text, gpu=gpu,
+        tokens=tokens,
+    )  # fmt: skip
     lines = validate_recipe(Recipe.of_text(text, out), here=False)
     write_text(out, text)
     for line in lines:

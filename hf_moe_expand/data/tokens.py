@@ -98,12 +98,13 @@ def say_special(name: str, counts: Mapping[str, int]) -> None:
 
 
 def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
-    """About how many tokens a language's text has, by the first megabyte of each file; None on the hub."""
+    """About how many tokens a language's text has as a training reads it, by the first megabyte of each file; None on
+    the hub."""
     if not source.files():
         return None
     total = 0.0
     for beginning in source.beginnings():
         if beginning.rows:
-            ids = tokenizer([row["text"] for row in beginning.rows], add_special_tokens=False)["input_ids"]
+            ids = encode_documents([row["text"] for row in beginning.rows], tokenizer)
             total += sum(map(len, ids)) / beginning.read
     return int(total)

@@ -103,9 +103,11 @@ def validate_recipe(recipe: Recipe, offline: bool = False, here: bool = True) ->
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
     """
-    lines = _checked(recipe, offline, here)[0]
+    lines, written = _checked(recipe, offline, here)
     if offline:
         return lines
+    if here:
+        check_room(Path(recipe.output), peak(written), _WRITTEN)
     given = dict(recipe.keyed_sources())
     old, new = ({t.language: t for key, t in given.items() if kind in key.split(".")[:-1]} for kind in ("old", "new"))
     config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
@@ -224,7 +226,7 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     lock = FolderLock(root, "runs this recipe or another one there")
     if state.is_main_process:
         lock.refuse_if_held()
-    _, written = _checked(recipe)
+    lines, written = _checked(recipe)
     steps, final = steps_of(recipe)
     base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
     start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}  # the inputs of every step
@@ -239,7 +241,7 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
             # Variables are not filled in, so that no local path is published.
             write_text(root / RECIPE, recipe.text)
             write_json(root / SETTINGS, recipe.values)
-        for line in recipe.unread():
+        for line in (*(line for line in lines if line.startswith("warning: ")), *recipe.unread()):
             say(line)
         _run_steps(steps, record, state, say)
     if recipe.test:

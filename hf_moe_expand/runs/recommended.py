@@ -23,11 +23,12 @@ from ..core.rendering import render
 from ..core.yamlfile import parse_yaml
 from ..data.sources import LanguageText
 from ..data.tokens import tokens_at_hand
-from ..inference.memory import device_memory, has_bfloat16, least_memory
+from ..inference.memory import device_memory, least_memory
 from ..inference.models import load_tokenizer, longest_block
 from ..modeling import count_layers
 from ..planning.plan import Plan
 from ..stages import all_stages
+from ..trainers.bfloat16 import has_bfloat16
 from ..trainers.router_losses import CHECKPOINTING
 from .recipe import Recipe
 
@@ -80,6 +81,7 @@ def new_recipe(
     seed: int = 0,
     allow_lost_text: bool = False,
     gpu: bool | None = None,
+    tokens: int | None = None,
 ) -> str:
     """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
 
@@ -88,7 +90,10 @@ def new_recipe(
         allow_lost_text: the recipe's `allow_lost_text`.
         output: folder of the run; by default `runs/`, the base's name and the new languages.
         gpu: whether it will train on a GPU; by default, whether this machine has one.
+        tokens: tokens to train on; by default one epoch of the text.
     """
+    if tokens is not None and tokens < 1:
+        raise InputError(f"--tokens is {tokens}: must be at least 1.")
     if not new:
         raise InputError("No new language is given: name its text with --new LANGUAGE=FILE.")
     check_old_and_new(list(old), list(new))
@@ -109,7 +114,7 @@ def new_recipe(
     tokenizer = load_tokenizer(folder, base)
     counts = {code: tokens_at_hand(text, tokenizer) for (option, code), text in texts.items() if option == "--new"}
     known = [count for count in counts.values() if count is not None]
-    tokens = sum(known) if len(known) == len(counts) else None
+    asked, tokens = tokens, tokens or (sum(known) if len(known) == len(counts) else None)
     blocks = blocks_a_step(tokens)
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
     rates = rates_for(network_of(dense).num_parameters(), blocks * BLOCK)
@@ -117,7 +122,7 @@ def new_recipe(
         "base": base, "revision": revision, "seed": seed, "lossy": allow_lost_text,
         "old": old, "new": new, "test": test,
         "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
-        "blocks": blocks, "steps": steps, "tokens": tokens,
+        "blocks": blocks, "steps": steps, "tokens": tokens, "asked": asked,
         **_on_the_device(dense, old, new, blocks, gpu),
     }  # fmt: skip
     text = render("new_recipe.yaml", facts, {"yaml": _value, "count": "{:,}".format}) + "\n"

@@ -40,6 +40,8 @@ _CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")
 _OF_BEGINNINGS, _SHORT = 10_000, 50
 # Settings by which a review takes documents, whose tokens are not counted before.
 _BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
+# Fewer steps hardly teach anything; more passes over the text teach it by heart.
+_TOO_FEW_STEPS, _MOST_PASSES = 50, 4
 # Steps that are done again without much loss.
 _FEW_STEPS = 100
 
@@ -108,9 +110,9 @@ class Prepared:
             vars(config)["tokens_per_language"] = min(wanted, _OF_BEGINNINGS)
         config.pack({code: Dataset.from_list(of) for code, of in rows.items()}, tokenizer, self.model)
 
-    def length(self, tokenizer: Any = None) -> str:
-        """About how many steps it has, passes over the text and tokens by language, as far as that is known; without a
-        tokenizer, the text is not counted."""
+    def length(self, name: str, tokenizer: Any = None) -> list[str]:
+        """About how many steps it has, passes over the text and tokens by language, as far as that is known; and a
+        warning of few steps or many passes. Without a tokenizer, the text is not counted."""
         config, words, taken = self.config, list[str](), 0
         texts = {} if tokenizer is None else self.texts
         counts = {code: tokens_at_hand(text, tokenizer) for code, text in texts.items()}
@@ -120,12 +122,24 @@ class Prepared:
             taken = sum(amounts_of(known, **config.amounts(self.texts, self.model)).values())
         of_step = config.per_device_train_batch_size * config.block_size * config.gradient_accumulation_steps
         steps = config.max_steps if self.curriculum is None else self.curriculum.steps
+        warnings = list[str]()
         if wanted := steps * of_step if steps > 0 else config.tokens or int(taken * config.num_train_epochs):
-            words.append(f"about {max(wanted // of_step, 1):,} steps of {of_step:,} tokens")
+            steps = max(wanted // of_step, 1)
+            words.append(f"about {steps:,} steps of {of_step:,} tokens")
             words += [f"passes over the text: {wanted / taken:.3g}"] if taken else []
+            if steps < _TOO_FEW_STEPS:
+                warnings.append(
+                    f"warning: {name}: fewer than {_TOO_FEW_STEPS} steps hardly teach anything: take smaller ones "
+                    "(gradient_accumulation_steps), or more tokens; `recipes new --tokens` chooses a batch and a rate"
+                )
+            if taken and wanted > _MOST_PASSES * taken:
+                warnings.append(
+                    f"warning: {name}: after more than {_MOST_PASSES} passes it learns the text by heart: give "
+                    "more text, or train on fewer tokens"
+                )
         if known:
             words.append(f"tokens at hand, about: {', '.join(f'{code} {count:,}' for code, count in known.items())}")
-        return "; ".join(words)
+        return [*([f"{name}: {'; '.join(words)}"] if words else []), *warnings]
 
 
 def prepare(

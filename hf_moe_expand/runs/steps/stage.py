@@ -21,6 +21,7 @@ from ...stages.outlook import Found, Outlook, StepResult
 from ...stages.prepare import prepare
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
+from ...trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from .base import RunStep, digest_of
 
 
@@ -90,8 +91,9 @@ class TrainStep(StageStep):
                     "lower per_device_train_batch_size or block_size, or take a smaller base. To check a recipe for "
                     "another machine: validate --offline."
                 )
-            if length := prepared.length(outlook.tokenizer):
-                lines.append(f"{self.name}: {length}")
+            lines += prepared.length(self.name, outlook.tokenizer)
+        if outlook.here and settings.bf16 and not has_bfloat16():
+            lines.append(f"warning: {key}: {NO_BFLOAT16}leave it out.")
         return self._found(outlook, lines, training_disk(network, settings))
 
     def _unknown_model(self) -> Any:
