@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, invoke, load, refused, save_dense, tiny_con
 from datasets import Dataset
 from gated_models import THREE, gated_model, tokens
 from peft import PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
 
 from hf_moe_expand import (
@@ -27,6 +27,7 @@ from hf_moe_expand import (
     join_expansions,
     measure_routing,
 )
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
@@ -232,8 +233,14 @@ def test_a_later_language_leaves_the_choice_of_an_earlier_one(base, tmp_path, co
 
 def test_growth_is_as_exclusive_as_the_model(base, el, tmp_path):
     plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
-    with pytest.raises(InputError, match="its experts are exclusive, but the plan's are not: plan with"):
-        grow_checkpoint(el, tmp_path / "out", Plan("moe-lpr", [3, 3, 3], **plan))
+    for exclusive in (False, True):
+        grow_checkpoint(el, tmp_path / f"{exclusive}", Plan("moe-lpr", [3, 3, 3], exclusive=exclusive, **plan))
+    assert compare_checkpoints(tmp_path / "False", tmp_path / "True").same
+    assert AutoConfig.from_pretrained(tmp_path / "False").exclusive_experts
+    said = invoke("plan", "moe-lpr", "--from", el, "--experts", "2", "--new", "tr", "--out", tmp_path / "plan.json")
+    assert "new experts        6, beside the 6 of " in said
+    planned = Plan.load(tmp_path / "plan.json")
+    assert (planned.experts_per_layer, planned.exclusive) == ([4, 4, 4], True)
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
     with pytest.raises(InputError, match="the plan's experts are exclusive, but its own are not: plan without"):
         grow_checkpoint(tmp_path / "routed", tmp_path / "out", Plan("moe-lpr", [3, 3, 3], exclusive=True, **plan))

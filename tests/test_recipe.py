@@ -270,6 +270,16 @@ expansions:
 """
 
 
+def test_later_experts_are_exclusive_as_earlier_ones_unless_the_plan_says(tmp_path):
+    rounds = "".join(
+        f"  - {{new: {{{code}: x}}, plan: {{method: moe-lpr, experts: {experts}{more}}}}}\n"
+        for code, experts, more in (("el", 2, ", exclusive: true"), ("tr", 1, ""), ("hu", 1, ""))
+    )
+    found = Recipe.of_text(f"base: b\noutput: o\nold: {{en: x}}\nexpansions:\n{rounds}", "r").all_expansions
+    assert [expansion.plan.exclusive for expansion in found] == [True] * 3
+    assert not any(expansion.has("review") for expansion in found)
+
+
 def test_of_several_expansions_the_last_is_grafted(root):
     plan = "plan: {{total_experts: 9}}\n"
     loaded = recipe(root, LIFELONG + plan)

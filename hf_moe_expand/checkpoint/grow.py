@@ -34,6 +34,8 @@ def grow_checkpoint(
 ) -> Path:
     """Writes the further expansion of an expanded checkpoint (LayerMoE section 3.4, lifelong expansion).
 
+    New experts are of the last expansion's kind and size, and exclusive if those are.
+
     Earlier experts and router rows stay byte for byte. Classifiers get one more class: a layer that had a classifier
     keeps its rows, and the new class starts as a copy of the last one, so that its decisions do not change until
     review.
@@ -49,6 +51,7 @@ def grow_checkpoint(
     """
     folder = resolve_checkpoint(model)
     config = check_growth(folder, plan)
+    plan = changed(plan, exclusive=config.exclusive_experts)
     counts, history = config.num_experts_per_layer, History.of(config)
     if unknown := sorted({*(copy_from or {})} - {*range(len(counts))}):
         raise InputError(f"copy_from names layer {unknown[0]}, but {folder} has layers 0 to {len(counts) - 1}.")
@@ -104,10 +107,8 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     if config.has_kind("adapter") and max(added) > 1:
         raise InputError(
             f"{folder}: a language has one adapter, but the plan adds more experts to a layer: plan with 1 (`plan "
-            "moe-lpr --experts 1 --exclusive --from MODEL`)."
+            "moe-lpr --experts 1 --from MODEL`)."
         )
-    if config.exclusive_experts and not plan.exclusive:
-        raise InputError(f"{folder}: its experts are exclusive, but the plan's are not: plan with `exclusive`.")
     if plan.exclusive and not config.exclusive_experts:
         raise InputError(f"{folder}: the plan's experts are exclusive, but its own are not: plan without `exclusive`.")
     encoder = stack_sizes(config).get("encoder", 0)

@@ -219,12 +219,14 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
         )
 
 
-def grown_from(name: str) -> tuple[list[int], list[str], int]:
-    """Of an expanded checkpoint that can grow: experts of each layer, languages, and number of the encoder's layers."""
+def grown_from(name: str) -> tuple[list[int], list[str], int, bool]:
+    """Of an expanded checkpoint that can grow: experts of each layer, languages, number of the encoder's layers, and
+    whether its experts are exclusive."""
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
     if config.model_type == "dmoe":
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
-    return config.num_experts_per_layer, History.of(config).languages, stack_sizes(config).get("encoder", 0)
+    languages, encoder = History.of(config).languages, stack_sizes(config).get("encoder", 0)
+    return config.num_experts_per_layer, languages, encoder, config.exclusive_experts
 
 
 def check_fields(fields: Mapping[str, Any], folder: Path) -> None:

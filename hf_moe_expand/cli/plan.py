@@ -120,13 +120,14 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     if similarity is not None and not method.makes_groups:
         old, new = old or similarity.old, new or similarity.new
     counts: list[int] = []
+    exclusive = False
     encoder = similarity.encoder_layers if similarity is not None else 0
     if arguments.get("grows_from"):
         check_checkpoints(arguments["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
         from ..core.languages import check_named_once
 
-        counts, known, encoder = grown_from(arguments["grows_from"])
+        counts, known, encoder, exclusive = grown_from(arguments["grows_from"])
         old = old or known
         if again := [code for code in new if code in known]:
             raise InputError(
@@ -139,11 +140,16 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
         num_layers, encoder = _num_layers(arguments["layers"])
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
-    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, encoder)
+    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, encoder, exclusive)
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
     print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
+    if counts:
+        print(
+            f"new experts        {plan.total_experts - sum(counts)}, beside the {sum(counts)} of "
+            f"{arguments['grows_from']}: with --from, numbers of experts count new ones alone"
+        )
     if not plan.groups:
         without = "" if plan.classifier_layers else settings.without_classifiers
         print(f"classifier layers  {plan.classifiers_in_words}{without}")

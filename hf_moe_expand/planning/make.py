@@ -20,6 +20,7 @@ def make_plan(
     deviation: DeviationResult | None = None,
     grows_from: Sequence[int] = (),
     encoder_layers: int = 0,
+    exclusive: bool = False,
 ) -> Plan:
     """The plan that `settings` describe.
 
@@ -30,6 +31,7 @@ def make_plan(
         similarity, deviation: the analysis that `settings.needs` names.
         seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
+        exclusive: whether that model's experts are exclusive.
     """
     if grows_from and not settings.grows:
         growing = ", ".join(name for name, other in METHODS.items() if other.grows)
@@ -75,7 +77,7 @@ def make_plan(
     return Plan(
         settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
         settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from),
-        exclusive=by_layer.exclusive, encoder_layers=encoder_layers,
+        exclusive=by_layer.exclusive or exclusive, encoder_layers=encoder_layers,
     )  # fmt: skip
 
 

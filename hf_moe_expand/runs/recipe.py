@@ -375,12 +375,19 @@ def keeps_null(key: str) -> bool:
 
 
 def _shared(mapping: dict[str, Any]) -> list[Any]:
-    """The expansions, each with those of the recipe's own settings that it lacks; `graft` goes only to the last."""
+    """The expansions, each with those of the recipe's own settings that it lacks; `graft` goes only to the last. Where
+    the plan of a later one does not say whether its experts are exclusive, they are as those before it."""
     own = set(Expansion.model_fields) - {"new"}
     shared = {key: mapping[key] for key in own if key in mapping}
     graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
     last = len(mapping["expansions"]) - 1
-    return [
+    filled = [
         {**shared, **(graft if number == last else {}), **expansion} if isinstance(expansion, dict) else expansion
         for number, expansion in enumerate(mapping["expansions"])
     ]
+    exclusive = {}
+    for expansion in filled:
+        if isinstance(expansion, dict) and isinstance(plan := expansion.get("plan"), dict):
+            expansion["plan"] = plan = {**exclusive, **plan}
+            exclusive = {"exclusive": True} if plan.get("exclusive") is True else {}
+    return filled

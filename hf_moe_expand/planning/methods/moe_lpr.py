@@ -22,7 +22,9 @@ class MoELPRPlan(LayerPlan):
     fixed_counts = True
 
     method: Literal["moe-lpr"] = Field(description="MoE-LPR")
-    experts: Count = Field(description="Experts in each layer, the original counted.")
+    experts: Count = Field(
+        description="Experts in each layer, the original counted; in a model that grows, new ones alone."
+    )
 
     def allocate(self, target: Target) -> Allocation:
         if self.experts < target.least:

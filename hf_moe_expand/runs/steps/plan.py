@@ -46,6 +46,7 @@ class MakePlan(RunStep):
         plan = make_plan(
             settings, layers, list(recipe.old), codes, similarity, recipe.seed, deviation,
             grows_from=() if outlook.plan is None else outlook.plan.experts_per_layer, encoder_layers=encoder,
+            exclusive=outlook.plan is not None and outlook.plan.exclusive,
         )  # fmt: skip
         least = outlook.least
         if settings.fixed_counts:
@@ -80,7 +81,7 @@ class MakePlan(RunStep):
         plan = make_plan(
             planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
-            encoder_layers=_encoder_layers(config),
+            encoder_layers=_encoder_layers(config), exclusive=getattr(config, "exclusive_experts", False),
         )  # fmt: skip
         plan.save(self.output)
         summary = f"experts per layer {plan.counts_in_words}"
