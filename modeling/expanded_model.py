@@ -30,7 +30,7 @@ from .expanded_ffn import ExpandedFFN
 from .expanded_layer import ExpandedLayer
 from .expansion_only import HUB_OPTIONS, load_assembled
 from .experts import AddedExpert, LoraUpdate
-from .judging import Answers, begin_pass, catch, counted_in, end_pass, is_shared, sums_of
+from .judging import Answers, begin_pass, catch, counted_in, end_pass, inside, is_shared, sums_of
 from .language_gate import GateRule, LanguageGate, classes_of_sums
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import (
@@ -335,10 +335,19 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             )
         decoder, inputs = self._decoder(), input_ids if inputs_embeds is None else inputs_embeds
         pad = getattr(decoder.config, "pad_token_id", None) if pad is None else pad
-        counted_BS = counted_in(decoder, inputs, attention_mask, pad)
-        # A row with padding alone is an empty text of its own.
-        texts_BS = torch.arange(len(inputs), device=counted_BS.device).unsqueeze(-1).masked_fill(~counted_BS, -1)
-        sums_ME = sums_of(self.routing_control, rule, self if is_shared(self) else decoder, inputs, texts_BS)
+
+        def work(model: Any = decoder) -> torch.Tensor:
+            counted_BS = counted_in(decoder, inputs, attention_mask, pad)
+            # A row with padding alone is an empty text of its own.
+            texts_BS = torch.arange(len(inputs), device=counted_BS.device).unsqueeze(-1).masked_fill(~counted_BS, -1)
+            return sums_of(self.routing_control, rule, model, inputs, texts_BS)
+
+        if not is_shared(self):
+            sums_ME = work()
+        elif inputs.ndim == 2:
+            sums_ME = work(self)
+        else:
+            sums_ME = inside(self.routing_control, self, decoder, inputs.device, work)
         return torch.nn.functional.pad(sums_ME, (0, 0, 0, len(inputs) - len(sums_ME)))
 
     def generate(

@@ -82,6 +82,25 @@ def sums_of(
     return last_sums(evidence_MLE, lengths_M.to(evidence_MLE.device), rule.window).to(inputs.device)
 
 
+@torch.no_grad()
+def inside(control: RoutingControl, model: Any, decoder: Any, device: Any, work: Callable[[], torch.Tensor]) -> Any:
+    """What `work` makes in a pass of the whole model: where processes share its weights, there alone each of them has
+    the embeddings'."""
+    found = []
+
+    def run(*_: Any) -> None:
+        handle.remove()  # `work` runs the decoder too
+        found.append(work())
+
+    handle = decoder.register_forward_pre_hook(run)
+    try:
+        with control.asking(**vars(RoutingRequest(expert=0))):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+    finally:
+        handle.remove()
+    return found[0]
+
+
 def begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before a decoder runs: judges the texts whose language nobody tells, but in training."""
     asked, control.judged = control.request, None

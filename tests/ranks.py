@@ -211,7 +211,7 @@ def judging(folder):
     """Texts of a model with a gate, shared out in each way: classes, logits and answers, beside those of the whole
     model. Ranks read the same texts, or a half each."""
     found, ids = {}, tokens(8, 12, seed=3)
-    whole = gated_model(**KINDS["exclusive"], vocab_size=258)
+    whole = gated_model(**KINDS["exclusive"], vocab_size=258, rule={"begin": 255})
     if dist.get_rank() == 0:
         whole.save_pretrained(folder / "gated")
     dist.barrier()
@@ -235,22 +235,28 @@ def judging(folder):
         inner = getattr(model, "module", model)
         with torch.no_grad():
             told = whole(own, languages=[CODES[number] for number in whole.judge(own)]).logits
+            embeds = whole.get_input_embeddings()(own)
             found[way] = {
+                "of embeddings": (inner.judge(inputs_embeds=embeds), whole.judge(own)),
                 "classes": (inner.judge(own), whole.judge(own)),
                 "logits": (model(own).logits, told),
+                "logits of embeddings": (model(inputs_embeds=embeds).logits, told),
                 "answers": (inner.generate(own, **GREEDY), whole.generate(own, **GREEDY)),
             }
     return found
 
 
 class DifferentTokens(TrainerCallback):
-    """After training: single tokens, other ones on each rank, so that each rank uses other experts."""
+    """After training: single tokens, other ones on each rank, so that each rank uses other experts; then answers."""
 
     def on_train_end(self, args, state, control, model, **kwargs):
         model.eval()
         with torch.no_grad():
             mine = range(dist.get_rank(), 60, 2)
             self.logits = torch.cat([model(torch.tensor([[token]])).logits for token in mine])
+            ids = share(tokens(8, 12, seed=3))
+            self.answers = model.generate(ids, **GREEDY)
+            self.classes = model.judge(ids) if model.config.language_gate else None
 
 
 def stage(folder, name, config, callback=None, start="ffn"):
@@ -342,12 +348,12 @@ def stage_accelerate(folder):
     found = {}
     # Each training has a configuration of its own: DeepSpeed's part of it belongs to one training.
     config = partial(post_pretraining, 1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
-    for start in ("ffn", "lora"):
-        out, tokens = f"trained {start}", DifferentTokens()
+    for start in ("ffn", "lora", "gate", "adapters"):
+        out, used = f"trained {start}", DifferentTokens()
         stage(folder, out, config(), StopAt(3), start)
         left = sorted(os.listdir(folder / f"{out}.training"))
-        stage(folder, out, config(), tokens, start)
-        found[start] = {"left": left, "logits": tokens.logits}
+        stage(folder, out, config(), used, start)
+        found[start] = {"left": left, "logits": used.logits, "answers": used.answers, "classes": used.classes}
     for method in ("full", "lora"):
         dense(folder, f"dense {method}", method, 1, gradient_accumulation_steps=2, use_cpu=False)
     return found

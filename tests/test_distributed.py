@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import accelerates_environment, fork_ranks, save_dense, write_texts
+from conftest import accelerates_environment, byte_tokenizer, fork_ranks, save_dense, write_texts
+from gated_models import GREEDY, MAPS, gated_model, tokens
 from one_step import train
 from ranks import STEPS, adapt, dense, model_of, options, post_pretraining, stage
 from safetensors.torch import load_file
@@ -31,6 +32,10 @@ def prepared(folder):
     plan = Plan("moe-lpr", [2, 3, 2], [1], old=["en"], new=["el"])
     expand_checkpoint(base, folder / "ffn", plan)
     expand_checkpoint(base, folder / "lora", plan, expert_kind="lora", conditional_routing=True)
+    adapters = {"expert_kind": "adapter", "adapters": [{"maps": MAPS}]}
+    for name, counts, fields in (("gate", (1, 2, 2), {}), ("adapters", (2, 2, 2), adapters)):
+        gated_model(expansions=[counts], exclusive=True, vocab_size=258, fields=fields).save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
     expand_checkpoint(base, folder / "dmoe", Plan("dmoe", [2, 1, 2], new=["en", "tr"], groups=[["en"], ["tr"]]))
     return folder
 
@@ -172,17 +177,24 @@ def under_accelerate(request, root, tmp_path_factory):
     return folder, torch.load(folder / "stage_accelerate.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("start", ["ffn", "lora"])
+@pytest.mark.parametrize("start", ["ffn", "lora", "gate", "adapters"])
 def test_a_stage_under_the_packaged_configurations(under_accelerate, one_process, start):
     folder, found = under_accelerate
     out = folder / f"trained {start}"
     assert "checkpoint-2" in found[start]["left"]  # it went on from there, and ends as one process does
     same_checkpoint(out, one_process(start))
-    assert not any("q_proj" in name or "experts.0" in name for name in compare_checkpoints(folder / start, out).changed)
+    assert not any(
+        "self_attn.q_proj" in name or "experts.0" in name for name in compare_checkpoints(folder / start, out).changed
+    )
     model = LayerMoEForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([[token]])).logits for token in range(0, 60, 2)])
     torch.testing.assert_close(found[start]["logits"], logits, rtol=1e-4, atol=1e-4)
+    own = tokens(8, 12, seed=3)[:4]
+    assert torch.equal(found[start]["answers"], model.generate(own, **GREEDY))
+    if found[start]["classes"] is not None:
+        assert found[start]["classes"].tolist() == model.judge(own).tolist()
+        assert len(model.judge(tokens(8, 12, seed=3)).unique()) > 1
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

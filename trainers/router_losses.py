@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ..core.errors import InputError
 from ..core.schema import checked
+from ..modeling.adapters import AdaptedLayer
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.routing import TokenClasses
@@ -461,17 +462,18 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
 
 
 def _fetch_experts_together(model: Any) -> None:
-    """Makes ZeRO-3 fetch an expanded FFN in one piece: a rank that fetched only its tokens' experts would wait for ever
-    for ranks whose tokens chose other experts."""
+    """Makes ZeRO-3 fetch an expanded FFN, or a layer with adapters, in one piece: a rank that fetched only its tokens'
+    experts would wait for ever for ranks whose tokens chose other experts."""
     from deepspeed.utils import set_z3_leaf_module
 
-    if not hasattr(model, "expanded_ffns"):  # a dense one
+    def is_piece(module: Any) -> bool:
+        return isinstance(module, ExpandedFFN) or isinstance(getattr(module, "adapters", None), AdaptedLayer)
+
+    pieces = [module for module in model.modules() if is_piece(module)]
+    if not pieces:  # a dense model
         return
-    ffns = [ffn for ffn in model.expanded_ffns().values() if isinstance(ffn, ExpandedFFN)]
-    for ffn in ffns:
-        set_z3_leaf_module(ffn, True)
-    if not ffns:  # adapters, which all run in training
-        return
+    for piece in pieces:
+        set_z3_leaf_module(piece, True)
     # DeepSpeed ends the backward pass of such a piece when it has the gradient of the piece's input. With frozen
     # embeddings the first piece's input would have no gradient.
     model.enable_input_require_grads()
