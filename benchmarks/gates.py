@@ -17,8 +17,8 @@ from study import batches, in_template, texts_of
 from timing import parser, ratio, report, time_in_turn
 
 from hf_moe_expand.inference.models import load_for_inference
-from hf_moe_expand.modeling.judging import Answers
 from hf_moe_expand.modeling.language_gate import GateRule
+from hf_moe_expand.modeling.part_gate import Answers
 from hf_moe_expand.modeling.routing_control import RowClasses
 
 MARKS = (16, 32, 64, 128)

@@ -1,6 +1,8 @@
 """The code inside every checkpoint, except this file, which registers the installed package with the Auto classes, and
 chooses among them."""
 
+import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from transformers import (
@@ -16,15 +18,16 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from .backbone import DecoderFFN as DecoderFFN
+from .backbone import count_layers as count_layers
 from .backbone import decoder_ffns as decoder_ffns
+from .backbone import layer_names as layer_names
+from .backbone import stack_sizes as stack_sizes
 from .configuration_dmoe import DMoEConfig as DMoEConfig
 from .configuration_layer_moe import LayerMoEConfig as LayerMoEConfig
 from .expanded_config import LISTENERS, static_class
 from .expanded_config import ExpandedConfig as ExpandedConfig
-from .expanded_config import count_layers as count_layers
-from .expanded_config import layer_names as layer_names
-from .expanded_config import stack_sizes as stack_sizes
 from .expanded_ffn import ExpandedFFN as ExpandedFFN
+from .expanded_model import ExpandedModelMixin
 from .modeling_dmoe import DMoEForCausalLM as DMoEForCausalLM
 from .modeling_dmoe import DMoEModel as DMoEModel
 from .modeling_layer_moe import LayerMoEForCausalLM as LayerMoEForCausalLM
@@ -95,3 +98,20 @@ def _register(config_class: Any) -> None:
 for _config_class in MODEL_CLASSES:
     AutoConfig.register(_config_class.model_type, _config_class)
 LISTENERS.append(_register)
+
+_upload = ExpandedModelMixin._upload_modified_files
+
+
+def _upload_with_card(self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    """What `push_to_hub` uploads, with a card of this package."""
+    make_card = getattr(sys.modules.get("hf_moe_expand"), "make_card", None)
+    if make_card is not None and getattr(self.config, "expansions", None):
+        file = Path(working_dir) / "README.md"
+        card = make_card(working_dir, repo_id)
+        tags = type(card).load(file).data.tags if file.is_file() else None
+        card.data.tags = list(dict.fromkeys([*card.data.tags, *(tags or ())]))  # with those that a push names
+        card.save(file)
+    return _upload(self, working_dir, repo_id, *args, **kwargs)
+
+
+ExpandedModelMixin._upload_modified_files = _upload_with_card  # type: ignore[method-assign]

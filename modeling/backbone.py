@@ -4,16 +4,9 @@ An FFN is the one module of a layer that maps the hidden states alone, `[..., h]
 the hidden size. Attention and state-space modules take more than the hidden states (masks, caches). A layer may hold
 its parts in a list (T5): the FFN is then inside the one part that has one. Or its two linear layers stand one by one in
 the layer (OPT, XGLM, BART, M2M100): a `SeparateFFN` then holds them.
-
-Of an FFN that is a mixture, a checkpoint has the experts one by one, or fused, as the base has them. transformers fuses
-them when it loads them and takes them apart when it saves them, by rules for the names of its own architectures. In an
-expanded model the mixture is expert 0 of an `ExpandedFFN`: the same rules hold for its names there.
 """
 
-import copy
 import inspect
-import re
-from collections.abc import Iterator
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -21,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
-from .expanded_config import layer_names, stack_sizes
-from .expanded_ffn import ExpandedFFN
-from .expanded_layer import ExpandedLayer
+from .expanded_ffn import ExpandedFFN, ExpandedLayer
 
+# The names that configurations have for the decoder's layers; the encoder's are `num_hidden_layers` under any name.
+DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 _RESIDUAL = "residual"  # BLOOM's FFN takes it as a second argument
 
 
@@ -39,13 +30,41 @@ class DecoderFFN(NamedTuple):
         name: prefix of its tensors in the dense model.
         module: the FFN, or its `ExpandedFFN`.
         place: name of the module that the layer calls first; in an expanded model, of the `ExpandedFFN`.
-        is_mixture: whether it is a mixture of experts of the backbone's own, beside which only added experts can stand.
+        is_mixture: whether it is a mixture of experts of the backbone's own.
     """
 
     name: str
     module: nn.Module
     place: str
     is_mixture: bool = False
+
+
+def stack_sizes(config: Any) -> dict[str, int]:
+    """The number of layers of each stack: `{"": n}` for a decoder, `{"encoder": n, "decoder": m}` for an
+    encoder-decoder.
+
+    Raises:
+        ValueError: an encoder-decoder's configuration does not say how many layers its decoder has.
+    """
+    if not getattr(config, "is_encoder_decoder", False):
+        return {"": config.get_text_config(decoder=True).num_hidden_layers}  # of a model of several kinds of input
+    decoder = next((layers for name in DECODER_LAYERS if (layers := getattr(config, name, None)) is not None), None)
+    if decoder is None or not isinstance(config.num_hidden_layers, int):
+        raise ValueError(
+            f"a {config.model_type} configuration has none of {', '.join(DECODER_LAYERS)}, the decoder's layers."
+        )
+    return {"encoder": config.num_hidden_layers, "decoder": decoder}
+
+
+def count_layers(config: Any) -> int:
+    """The number of all layers."""
+    return sum(stack_sizes(config).values())
+
+
+def layer_names(config: Any) -> list[str]:
+    """The name of each layer: its number in a decoder; `encoder.0`, `decoder.0` and so on in an encoder-decoder."""
+    sizes = stack_sizes(config)
+    return [f"{stack}.{layer}" if stack else str(layer) for stack, size in sizes.items() for layer in range(size)]
 
 
 def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
@@ -100,7 +119,7 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
     for name, child in layer.named_children():
         if isinstance(child, ExpandedFFN):
             return name, child, child.is_mixture
-        if isinstance(child, ExpandedLayer):  # adapters, beside the FFN
+        if isinstance(child, ExpandedLayer):  # beside the FFN
             continue
         if inner := _ffn_of_parts(child, hidden_size):
             return f"{name}.{inner[0]}", *inner[1:]
@@ -172,44 +191,3 @@ def put_in_place(layer: Any, expanded: nn.Module) -> None:
     """Lets the layer call `expanded` where it called `fc1`, and nothing afterwards."""
     layer.fc1 = expanded
     layer.activation_fn, layer.fc2, layer.activation_dropout = nn.Identity(), nn.Identity(), 0.0
-
-
-def mixture_rules(model: Any, ffns: list[DecoderFFN]) -> list[WeightConverter]:
-    """The rules for the mixtures of an expanded model, layer by layer: an added expert's tensors have names that the
-    library's own rules would take for those of a mixture's experts."""
-    names = (model._dense_class.__name__, model.config.backbone_model_type)
-    known: list[Any] = next(
-        (rules for name in names if (rules := get_checkpoint_conversion_mapping(name)) is not None), []
-    )
-    converters = [rule for rule in known if isinstance(rule, WeightConverter)]
-    start = f"{model.base_model_prefix}."  # a file may have it where the model does not, and the reverse
-    mixtures = [ffn for ffn in ffns if ffn.is_mixture]
-    return [rule for ffn in mixtures for rule in _of_layer(converters, ffn.place.removeprefix(start), ffn.module)]
-
-
-def _of_layer(converters: list[WeightConverter], place: str, module: nn.Module) -> Iterator[WeightConverter]:
-    block = module
-    if isinstance(module, ExpandedFFN):
-        block, place = module.experts[0], f"{place}.experts.0"
-    inner = list(block.state_dict())
-    for rule in converters:
-        sources, targets = (
-            [pattern.replace("\\.", ".") for pattern in patterns]
-            for patterns in (rule._original_source_patterns, rule._original_target_patterns)
-        )
-        for name in inner:
-            head = targets[0].removesuffix(name)
-            if len(targets) == 1 and head != targets[0] and all(source.startswith(head) for source in sources):
-                moved = [f"{place}.{source.removeprefix(head)}" for source in sources]
-                yield WeightConverter(moved, f"{place}.{name}", operations=copy.deepcopy(rule.operations))
-
-
-def use_rules(model: Any, rules: list[WeightConverter], old_names: dict[str, str]) -> None:
-    """Lets the library load and save the model by these rules, and load tensors by old names too. It looks them up by
-    the name of the model's class, right after the model is built, and keeps them in the model."""
-    name = type(model).__name__
-    renamings = [WeightRenaming(re.escape(old), new) for old, new in old_names.items()]
-    if rules or renamings or get_checkpoint_conversion_mapping(name) is not None:
-        register_checkpoint_conversion_mapping(name, [*renamings, *rules], overwrite=True)
-    if rules or renamings:
-        model._weight_conversions = rules

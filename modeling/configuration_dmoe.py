@@ -1,8 +1,8 @@
 """DMoEConfig: the configuration in a DMoE checkpoint's config.json."""
 
-from .expanded_config import ExpandedConfig
+from typing import ClassVar
 
-REFUSED = {("dmoe", "conditional"): "conditional_routing shares expert 0, which in DMoE belongs to a group"}
+from .expanded_config import ExpandedConfig
 
 
 class DMoEConfig(ExpandedConfig):
@@ -19,21 +19,12 @@ class DMoEConfig(ExpandedConfig):
 
     model_type = "dmoe"
     language_groups: list[list[str]] | None = None
+    not_told: ClassVar[str] = "all experts of a DMoE train, so it keeps no language of its base model"
 
     def _check_expansion(self) -> None:
         super()._check_expansion()
-        if self.conditional_routing:
-            raise ValueError(f"{REFUSED['dmoe', 'conditional']}: leave it out.")
-        if self.is_encoder_decoder:
-            raise ValueError(
-                "A DMoE is made of a decoder: each of its experts learns the text of one language group, but a pair of "
-                "sentences has two languages, and so may have two groups. Expand an encoder-decoder by another method."
-            )
-        if self.language_gate is not None or self.exclusive_experts:
-            raise ValueError(
-                "language_gate and exclusive_experts: all experts of a DMoE train, so that nothing can be sent home: "
-                "leave them out."
-            )
+        if self.exclusive_experts:
+            raise ValueError("exclusive_experts: all experts of a DMoE train together: leave it out.")
         groups = self.language_groups or []
         for layer, count in enumerate(self.num_experts_per_layer or []):
             if groups and count not in (1, len(groups)):

@@ -144,8 +144,7 @@ class ExpertsImplementationMixin:
     `from_pretrained`, in the configuration and in `set_experts_implementation`.
 
     `"eager"` runs one expert after the other, and None, the default, chooses; `"grouped_mm"` and `"batched_mm"`, which
-    need experts whose weights are stacked, stand for the default. With added experts the switch is the library's own,
-    for the mixtures of the base; the added FFNs choose themselves.
+    need experts whose weights are stacked, stand for the default.
     """
 
     config: Any
@@ -161,10 +160,6 @@ class ExpertsImplementationMixin:
         Raises:
             ValueError: the name is unknown.
         """
-        if self.config.has_kind("added"):
-            if not self._dense_class._can_set_experts_implementation():
-                return requested_experts
-            return super().get_correct_experts_implementation(requested_experts)  # type: ignore[misc]
         if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
             raise ValueError(
                 f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
@@ -182,9 +177,6 @@ class ExpertsImplementationMixin:
         self._requested_experts = requested_experts
         return "eager"
 
-    def _use_requested_experts(self, has_mixtures: bool) -> None:
-        """Sets the request once the model is built; the backbone's own mixtures, if it has any, need a name."""
-        if self.config.has_kind("added"):
-            return
-        requested = vars(self).pop("_requested_experts", None)
-        self.config._experts_implementation_internal = "grouped_mm" if requested is None and has_mixtures else requested
+    def _use_requested_experts(self) -> None:
+        """Sets the request once the model is built."""
+        self.config._experts_implementation_internal = vars(self).pop("_requested_experts", None)

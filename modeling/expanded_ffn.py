@@ -1,29 +1,131 @@
-"""One expanded layer: routes each token, and runs the experts.
+"""One expanded layer: the class of each token, its routing, and the run of its experts.
 
 Shape suffixes as in `routing.py`.
 """
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from .dispatch import dispatch, run_expert
-from .expanded_layer import ExpandedLayer, chosen
-from .experts import AddedExpert, activation_of, copy_ffn, lora_expert
+from .dispatch import dispatch, is_traced, run_expert
 from .routing import (
     Choice,
     Classifier,
-    ConditionalGate,
     LayerRouting,
     Router,
     TokenClasses,
-    beside_shared,
+    expert_ranges,
     experts_allowed,
     select_experts,
-    with_shared_expert,
+    token_classes,
 )
 from .routing_control import RoutingControl, RoutingRequest
+
+
+class ExpandedLayer(nn.Module):
+    """A layer with N experts, of which expert 0 is the layer as it was.
+
+    Args:
+        config: the model's configuration.
+        layer_index: the layer's number in the model, by which the configuration knows it.
+        control: the model's `RoutingControl`.
+
+    Attributes:
+        experts: the N experts.
+        experts_after_expansion: number of experts before any expansion (1), and after each expansion.
+        expert_ranges: the experts that each class may use, as `(first, end)`, besides expert 0 or, with exclusive
+            experts, in its place.
+        router, classifier: None where the layer has none.
+    """
+
+    experts: nn.ModuleList
+    is_mixture, top_k = False, 1
+    shares_expert_0 = False  # whether all tokens take expert 0, outside the routed set
+
+    def __init__(self, config: Any, layer_index: int, control: RoutingControl) -> None:
+        super().__init__()
+        earlier = [counts[layer_index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
+        self.experts_after_expansion = (1, *earlier, config.num_experts_per_layer[layer_index])
+        self.exclusive = bool(getattr(config, "exclusive_experts", False))
+        self.expert_ranges = expert_ranges(self.experts_after_expansion, self.exclusive)
+        self.layer_index, self.control, self.model_config = layer_index, control, config
+        self.router: Any = None
+        self.classifier: Any = None
+
+    def _known(
+        self, request: RoutingRequest, hidden_states: torch.Tensor, logits_TC: torch.Tensor | None = None
+    ) -> TokenClasses | None:
+        """The tokens' classes before they are routed; None where nothing says them.
+
+        A class is the one that is told (by the user, a part that judges, or a batch), or else the layer's classifier's,
+        or else, with exclusive experts or beside sequences that are told, the newest expansion's.
+
+        Args:
+            hidden_states: `[..., h]`, an input of the layer's tokens.
+            logits_TC: those of the layer's classifier.
+        """
+        if request.change_logits is not None and not self.exclusive:  # whose classes are no choice of a router
+            return None
+        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows, known = request.classes, None
+        is_complete = rows is not None and rows.complete
+        if request.expert is None and not is_complete:
+            known = self._told(request, hidden_states)
+            if known is None and logits_TC is not None and not self.training and not request.as_in_training:
+                class_T = token_classes(logits_TC)
+                can_read = class_T.device.type == "cpu" and not is_traced(class_T)
+                known = TokenClasses(class_T, [0] if can_read and not class_T.any() else None)
+        if known is None and (rows is not None or self.exclusive):
+            newest = len(self.experts_after_expansion) - 1
+            known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
+        if rows is not None and known is not None:
+            known = rows.over(known)
+        if known is not None and self.exclusive and (most := request.expansion) is not None:
+            present = None if known.present is None else sorted({min(number, most) for number in known.present})
+            known = TokenClasses(known.class_T.clamp(max=most), present)
+        return known
+
+    def _told(self, request: RoutingRequest, hidden_states: torch.Tensor) -> TokenClasses | None:
+        """The classes of a pass's tokens that a part judged or, for exclusive experts in a Trainer, those of the
+        batch."""
+        if (judged := self.control.judged) is not None:
+            return judged.on(hidden_states.device)
+        if (given := request.token_classes) is None or not self.exclusive:
+            return None
+        missing = hidden_states.shape[:-1].numel() - len(given.class_T)
+        if not missing or missing < 0 or hidden_states.dim() != 3:
+            return None if missing else given
+        # Virtual tokens of prompt tuning, which stand before each row: they have its first token's class.
+        class_BS = given.class_T.view(len(hidden_states), -1)
+        virtual_BV = class_BS[:, :1].expand(-1, hidden_states.shape[1] - class_BS.shape[1])
+        return TokenClasses(torch.cat([virtual_BV, class_BS], 1).flatten(), given.present)
+
+    @property
+    def scorers(self) -> list[nn.Module]:
+        """Its modules beside the experts: the router, the classifier, and those of parts."""
+        return [module for module in self.children() if hasattr(module, "init_part")]
+
+    def expert_of(self, number: int) -> int | None:
+        """The expert that a class's tokens take alone; None if they have several."""
+        first, end = self.expert_ranges[number]
+        if end <= first:
+            return 0
+        return first if self.exclusive and end - first == 1 else None
+
+    def _single_expert(self, request: RoutingRequest, known: TokenClasses | None) -> int | None:
+        """The expert that runs alone for every token, as far as the host knows; None if several may run."""
+        if (forced := request.expert) is not None:
+            if forced >= len(self.experts):
+                raise ValueError(
+                    f"Layer {self.layer_index} has no expert {forced}; give one of 0..{len(self.experts) - 1}."
+                )
+            return forced
+        if request.expansion == 0 and not self.training:
+            return 0
+        return None if known is None or known.only is None else self.expert_of(known.only)
 
 
 class ExpandedFFN(ExpandedLayer):
@@ -32,32 +134,24 @@ class ExpandedFFN(ExpandedLayer):
 
     Args:
         ffn: the backbone's FFN, which becomes expert 0 and the template of the other experts.
-        config: the model's configuration.
-        layer_index: the layer's number in the model, by which the configuration knows it.
-        control: the model's `RoutingControl`.
         is_mixture: whether `ffn` is a mixture of experts of the backbone's own. It runs as in inference, without noise
             in its router, in training too.
 
     Attributes:
-        is_added: whether the new experts are added to expert 0's output (`experts.py`).
         top_k: K.
-        conditional_gate: where all tokens share expert 0, the gate that weighs the routed experts 1..N-1.
     """
 
     def __init__(
         self, ffn: nn.Module, config: Any, layer_index: int, control: RoutingControl, *, is_mixture: bool = False
     ) -> None:
         super().__init__(config, layer_index, control)
-        num_experts, hidden_size = config.num_experts_per_layer[layer_index], config.hidden_size
-        others = range(1, num_experts)
-        self.experts = nn.ModuleList([ffn, *(_new_expert(ffn, config, layer_index, number) for number in others)])
-        self.is_added, self.is_mixture = isinstance(self.experts[1], AddedExpert), is_mixture
+        count, classes = config.num_experts_per_layer[layer_index], len(self.experts_after_expansion)
+        self.experts = nn.ModuleList([ffn, *(config.make_expert(layer_index, n)(ffn) for n in range(1, count))])
+        self.is_mixture = is_mixture
         has_choice = not self.exclusive or any(end - first > 1 for first, end in self.expert_ranges)
-        self.router = Router(hidden_size, num_experts) if has_choice else None
-        classes = len(self.experts_after_expansion)
-        self.classifier = Classifier(hidden_size, classes) if layer_index in config.classifier_layers else None
-        self.conditional_gate = ConditionalGate(hidden_size, 1) if config.conditional_routing else None
-        self.top_k = min(config.router_top_k, num_experts - config.conditional_routing) if has_choice else 1
+        self.router = Router(config.hidden_size, count) if has_choice else None
+        self.classifier = Classifier(config.hidden_size, classes) if layer_index in config.classifier_layers else None
+        self.top_k = min(config.router_top_k, count - self.shares_expert_0) if has_choice else 1
 
     def train(self, mode: bool = True) -> "ExpandedFFN":
         super().train(mode)
@@ -66,33 +160,25 @@ class ExpandedFFN(ExpandedLayer):
         return self
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once. What a
-        mixture returns beside its output (its router's logits) comes with it.
+        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it counts once.
 
         Raises:
             ValueError: `use_expert` names an expert that the layer does not have.
         """
         request, x_Th = self.control.request, hidden_states.reshape(-1, hidden_states.shape[-1])
-        classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        known = self._known(request, hidden_states, classifier_logits_TC)
-        if request.change_logits is not None:
-            classifier_logits_TC = None
-        single_expert = self._single_expert(request, known)
-        routing = None
+        logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        known = self._known(request, hidden_states, logits_TC)
+        single, routing = self._single_expert(request, known), None
         # In training a recomputation, which nothing captures, must save what the first pass saved.
-        if self.router is not None and (single_expert is None or self.training or request.capture is not None):
-            routing = self.route(request, x_Th, known, classifier_logits_TC, single_expert)
+        if self.router is not None and (single is None or self.training or request.capture is not None):
+            routing = self.route(request, x_Th, known, None if request.change_logits else logits_TC, single)
             if request.capture is not None:
                 request.capture.layers[self.layer_index] = routing
-        if single_expert is not None:
-            return self._run_single(single_expert, hidden_states, residual, self.training)
+        if single is not None:
+            return self._run_single(single, hidden_states, residual, self.training)
         if routing is None:
-            y = self._run_classes(known, hidden_states, residual)  # type: ignore[arg-type]
-        elif self.is_added:
-            y = self._run_added(hidden_states, residual, routing)
-        else:
-            y = self._run_chosen(request, known, hidden_states, residual, routing)
-        return y
+            return self._run_classes(known, hidden_states, residual)  # type: ignore[arg-type]
+        return self._run_chosen(request, known, hidden_states, residual, routing)
 
     def _run_chosen(
         self, request: RoutingRequest, known: TokenClasses | None, hidden_states: torch.Tensor,
@@ -125,59 +211,47 @@ class ExpandedFFN(ExpandedLayer):
                 y = chosen(known.class_T == number, own, y)
         return y
 
-    def _run_added(self, hidden_states: torch.Tensor, residual: torch.Tensor | None, routing: LayerRouting) -> Any:
-        """The output of a layer with added experts. A token's weights sum to 1, hence `y = E_0(x) + sum_e w_e D_e(x)`:
-        the block runs once for all tokens, called as the dense layer calls it, and a token that takes expert 0 alone
-        gets its bits. Whatever expert 0 returns beside its output is passed on."""
-        added = list(self.experts)[1:]
-        # In the list without expert 0 the others are one number lower, and "no expert", at its end, is expert 0 too.
-        others_TK = torch.where(routing.experts == 0, len(added), routing.experts - 1)
-        y_Th = dispatch(added, hidden_states, routing.weights, others_TK, False, self.training)
-        return _plus(_run_whole(self.experts[0], hidden_states, residual), y_Th)
-
     def _run_single(
         self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
     ) -> Any:
         """One expert on all tokens, called as the dense layer calls its FFN, so that the output is the same bit for
         bit. The output includes the residual, if the FFN takes one."""
-        nothing_0h = hidden_states.flatten(0, -2)[:0]  # in training idle experts stay in the graph, as in `run_in_turn`
-        y = _run_whole(self.experts[0 if self.is_added else number], hidden_states, residual)
-        if self.is_added:
-            y = _plus(y, self.experts[number](hidden_states)) if number else y
-            return _plus(y, sum(other(nothing_0h).sum() for other in list(self.experts)[1:])) if training else y
-        if training:
+        y = run_whole(self.experts[number], hidden_states, residual)
+        if training:  # idle experts stay in the graph, as in `run_in_turn`
+            nothing_0h = hidden_states.flatten(0, -2)[:0]
             idle = [run_expert(other, nothing_0h, residual is not None) for other in self.experts]
             y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
         return y
 
+    def score(self, request: RoutingRequest, x_Th: torch.Tensor) -> torch.Tensor:
+        """The router's logits, `[T, N]`."""
+        logits_TN, first = self.router(x_Th), int(self.shares_expert_0)
+        if request.change_logits is None:
+            return logits_TN
+        return torch.cat([logits_TN[:, :first], request.change_logits(logits_TN[:, first:], self.top_k)], -1)
+
     def route(
-        self, request: RoutingRequest, x_Th: torch.Tensor, known: TokenClasses | None,
-        classifier_logits_TC: torch.Tensor | None, single_expert: int | None,
+        self, request: RoutingRequest, x_Th: torch.Tensor, known: TokenClasses | None, logits_TC: torch.Tensor | None,
+        single: int | None,
     ) -> LayerRouting:  # fmt: skip
-        """The routing of each token, from its hidden states `[T, h]` and what `_known` says of its language;
-        `single_expert` is the expert that all tokens take."""
-        logits_TN, class_T = self.router(x_Th), None if known is None else known.class_T  # type: ignore[misc]
-        conditional = self.conditional_gate is not None
-        if request.change_logits is not None:
-            shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
-            logits_TN = torch.cat([shared_TN, request.change_logits(routed_TN, self.top_k)], -1)
-        if self.conditional_gate is not None:
-            logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
+        """The routing of each token, from its hidden states `[T, h]` and what `_known` says of its language; `single`
+        is the expert that all tokens take."""
+        logits_TN, class_T = self.score(request, x_Th), None if known is None else known.class_T
         allowed_TN = None if request.expert is not None else self._allowed(request, logits_TN, class_T)
-        if single_expert is not None:
+        if single is not None:
             weights_TK = torch.ones_like(logits_TN[:, :1])
-            index_TK = torch.full_like(weights_TK, single_expert, dtype=torch.long)
+            index_TK = torch.full_like(weights_TK, single, dtype=torch.long)
         else:
             weights_TK, index_TK = self._choose(request, logits_TN, allowed_TN)
         given_T = class_T if self.classifier is None else None
+        most = max(end - first for first, end in self.expert_ranges) if self.exclusive else None
         return LayerRouting(
-            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, given_T,
-            max(end - first for first, end in self.expert_ranges) if self.exclusive else None,
-        )  # fmt: skip
+            logits_TN, logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, self.shares_expert_0, given_T, most
+        )
 
     def _home(self, request: RoutingRequest, known: TokenClasses | None) -> torch.Tensor | None:
-        """`[T]` bool, the tokens that the gate or the user sends to expert 0; None where there are none, or expert 0
-        has the dense layer's shapes anyway, as all experts run on all tokens."""
+        """`[T]` bool, the tokens that are sent to expert 0; None where there are none, or expert 0 has the dense
+        layer's shapes anyway, as all experts run on all tokens."""
         if known is None or self.training or (self.classifier is not None and request.classes is None):
             return None
         if len(self.experts) <= self.top_k or (known.present is not None and 0 not in known.present):
@@ -188,51 +262,57 @@ class ExpandedFFN(ExpandedLayer):
         self, request: RoutingRequest, logits_TN: torch.Tensor, class_T: torch.Tensor | None
     ) -> torch.Tensor | None:
         """`[T, N]` bool: the experts that each token may use; None for all."""
-        allowed_TN = None
-        if class_T is not None:
-            allowed_TN = experts_allowed(class_T, self.expert_ranges, self.exclusive)
+        allowed_TN = None if class_T is None else experts_allowed(class_T, self.expert_ranges, self.exclusive)
         if request.expansion is None or self.exclusive:
             return allowed_TN
-        earlier_N = (
-            torch.arange(logits_TN.shape[-1], device=logits_TN.device)
-            < (self.experts_after_expansion[request.expansion])
-        )
+        number_N = torch.arange(logits_TN.shape[-1], device=logits_TN.device)
+        earlier_N = number_N < self.experts_after_expansion[request.expansion]
         return earlier_N.expand_as(logits_TN) if allowed_TN is None else allowed_TN & earlier_N
 
     def _choose(
         self, request: RoutingRequest, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and expert indices of each token."""
-        conditional = self.conditional_gate is not None
-        routed_TN = logits_TN[:, int(conditional) :]
-        routed_allowed_TN, closed_T = allowed_TN, None
-        if conditional and allowed_TN is not None:
-            routed_allowed_TN = allowed_TN[:, 1:]
-            closed_T = ~routed_allowed_TN.any(-1)
-            routed_allowed_TN = routed_allowed_TN | closed_T.unsqueeze(-1)
-        choice = Choice(*select_experts(routed_TN, self.top_k, routed_allowed_TN), routed_TN.shape[-1], closed_T)
+        choice = self._choice(request, logits_TN, allowed_TN)
+        return choice.weights, choice.experts
+
+    def _choice(
+        self, request: RoutingRequest, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None,
+        closed_T: torch.Tensor | None = None,
+    ) -> Choice:  # fmt: skip
+        choice = Choice(*select_experts(logits_TN, self.top_k, allowed_TN), logits_TN.shape[-1], closed_T)
         if self.training and request.change_choice is not None:
             choice = request.change_choice(self.layer_index, choice)
-        if not conditional:
-            return choice.weights, choice.experts
-        return beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)
+        return choice
 
 
-def _run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+def run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    """An expert's output, called as the dense layer calls its FFN."""
     return expert(hidden_states, *(() if residual is None else (residual,)))
 
 
-def _plus(output: Any, change: Any) -> Any:
-    """Expert 0's output with a change of its hidden states, `[T, h]` or a number."""
-    if isinstance(output, tuple):
-        return _plus(output[0], change), *output[1:]
-    return output + (change.view(output.shape) if change.dim() else change).to(output.dtype)
+def chosen(mask_T: torch.Tensor, yes: Any, no: Any) -> Any:
+    """Of two outputs, the first one's hidden states for the tokens of a mask, `[T]` bool."""
+    if isinstance(yes, tuple):
+        return chosen(mask_T, yes[0], no[0]), *yes[1:]
+    return torch.where(mask_T.view(yes.shape[:-1]).unsqueeze(-1), yes, no)
 
 
-def _new_expert(ffn: nn.Module, config: Any, layer: int, number: int) -> nn.Module:
-    kind = config.kind_of(layer, number)
-    if kind.name == "lora":
-        return lora_expert(ffn, kind.rank, kind.alpha)
-    if kind.name == "added":
-        return AddedExpert(config.hidden_size, kind.width, activation_of(config))
-    return copy_ffn(ffn)
+def shared_config(ffn: nn.Module) -> dict[int, Any]:
+    """The second argument that makes `copy.deepcopy` of an FFN share its configuration: a later switch of the
+    attention implementation must reach all copies."""
+    return {id(value): value for value in vars(ffn).values() if isinstance(value, PreTrainedConfig)}
+
+
+def copy_ffn(ffn: nn.Module) -> nn.Module:
+    """A copy of a backbone's FFN that shares its configuration."""
+    memo = shared_config(ffn)
+    # While DeepSpeed's ZeRO-3 loads a model, a parameter is an empty shell (`ds_shape` is its shape), which
+    # `copy.deepcopy` cannot copy. Copies are made whole, to be loaded later, and are then passed to ZeRO-3.
+    shells: list[Any] = [parameter for parameter in ffn.parameters() if hasattr(parameter, "ds_shape")]
+    for shell in shells:
+        memo[id(shell)] = nn.Parameter(torch.empty(shell.ds_shape, dtype=shell.dtype, device=shell.device))
+    copied = copy.deepcopy(ffn, memo)
+    if shells:
+        shells[0].convert_to_zero_parameters(param_list=[memo[id(shell)] for shell in shells])
+    return copied

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import initialization as init
 
 from .routing import Scores
 
@@ -38,7 +39,7 @@ _FIELDS = ("layer", "languages", "bound", "window", "begin", "home")
 
 @dataclass(frozen=True)
 class GateRule:
-    """The field `language_gate` of a configuration.
+    """The settings of a model's gate.
 
     Args:
         layer: the layer that has the gate.
@@ -85,7 +86,7 @@ class GateRule:
         Raises:
             ValueError: the field has other keys, or a value is wrong.
         """
-        settings = getattr(config, "language_gate", None)
+        settings = (getattr(config, "parts", None) or {}).get("gate")
         if settings is None:
             return None
         if not isinstance(settings, dict) or set(settings) - set(_FIELDS) or not {"layer", "languages"} <= {*settings}:
@@ -96,11 +97,17 @@ class GateRule:
 class LanguageGate(Scores):
     """Each token's evidence for the later classes, `[T, h] -> [T, E]` whole numbers of 1/1024 nat."""
 
+    is_fitted = True  # no pass of a training computes it
+
     def __init__(self, hidden_size: int, rule: GateRule) -> None:
         self.sizes, self.bound = [len(codes) for codes in rule.languages], rule.bound
         self.has_template = rule.languages[0][0] == TEMPLATE
         super().__init__(hidden_size, sum(self.sizes))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
+
+    def init_part(self) -> None:
+        init.zeros_(self.weight)
+        init.zeros_(self.bias)
 
     def forward(self, x_Th: torch.Tensor) -> torch.Tensor:
         return token_evidence(super().forward(x_Th) + self.bias.float(), self.sizes, self.bound, self.has_template)

@@ -7,6 +7,7 @@ assignments of a token to an expert, C classes of the classifier (0 = old langua
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,9 @@ class LayerRouting:
         weights: `[T, K]`, each active expert's factor in the token's output.
         experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
         allowed: `[T, N]` bool, the experts that each token may use; None if all tokens may use all experts.
-        conditional: whether expert 0 is outside the routed set (see `with_shared_expert`): `top_k` then counts the
-            other experts, and `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
-        classes: `[T]`, the class that the language gate or the user gives each token; None where neither does.
+        shared: whether all tokens take expert 0, outside the routed set: `top_k` then counts the other experts, and
+            `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
+        classes: `[T]`, the class that each token is known to have; None where nothing but a classifier says it.
         most: with exclusive experts the most of one class, among which its tokens' router chooses; None without.
     """
 
@@ -37,7 +38,7 @@ class LayerRouting:
     weights: torch.Tensor
     experts: torch.Tensor
     allowed: torch.Tensor | None = None
-    conditional: bool = False
+    shared: bool = False
     classes: torch.Tensor | None = None
     most: int | None = None
 
@@ -60,11 +61,11 @@ class LayerRouting:
     @property
     def routed_logits(self) -> torch.Tensor:
         """Logits of the experts among which the router chooses."""
-        return self.router_logits[:, 1:] if self.conditional else self.scored_logits
+        return self.router_logits[:, 1:] if self.shared else self.scored_logits
 
     @property
     def token_classes(self) -> torch.Tensor | None:
-        """`[T]`, the class of each token, by the gate, the user or the layer's classifier; None without any."""
+        """`[T]`, the class of each token, told or by the layer's classifier; None without any."""
         if self.classes is not None or self.classifier_logits is None:
             return self.classes
         return token_classes(self.classifier_logits)
@@ -92,17 +93,21 @@ class TokenClasses:
         """The class of all tokens; None if they have several, or the host does not know."""
         return self.present[0] if self.present is not None and len(self.present) == 1 else None
 
+    def on(self, device: Any) -> "TokenClasses":
+        """These classes on a device. A compiled pass knows none but a single one, so that it has few graphs."""
+        several = self.only is None and torch.compiler.is_compiling()
+        return TokenClasses(self.class_T.to(device), None if several else self.present)
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer's choice among its routed experts, which are numbered from 0 here, without the shared expert of
-    conditional routing.
+    """A layer's choice among its routed experts, which are numbered from 0 here, without a shared expert.
 
     Attributes:
         weights: `[T, K]`.
         experts: `[T, K]`, indices; `num_experts` means that no expert runs.
         num_experts: routed experts of the layer.
-        closed: `[T]` bool, the tokens whose gate is closed; None if all gates are open or the layer has no gate.
+        closed: `[T]` bool, the tokens that take the shared expert alone; None if there are none.
     """
 
     weights: torch.Tensor
@@ -114,7 +119,7 @@ class Choice:
 class Scores(nn.Module):
     """A bias-free linear map that always computes in float32, under autocast too.
 
-    Not an `nn.Linear`, so that quantisation and "all linear layers" adapters leave it alone.
+    Not an `nn.Linear`, so that quantisation and PEFT's "all linear layers" leave it alone.
     """
 
     def __init__(self, hidden_size: int, outputs: int) -> None:
@@ -131,10 +136,16 @@ class Scores(nn.Module):
 class Router(Scores):
     """`x W_r`, `[T, h] -> [T, N]`."""
 
+    def init_part(self) -> None:
+        init_router(self.weight)
+
 
 class Classifier(Scores):
     """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: ties leave the choice to the router, so that an untrained classifier
     has no effect."""
+
+    def init_part(self) -> None:
+        init.zeros_(self.weight)
 
 
 def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -207,43 +218,3 @@ def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]], ex
         first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
     own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
     return own_TN | ((expert_N == 0) & ~own_TN.any(-1, keepdim=True))
-
-
-class ConditionalGate(Scores):
-    """Conditional routing (Elbayad et al. 2022): all tokens share expert 0, and the gate weighs the routed experts.
-
-    `w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output. Starts at zero: one
-    half.
-    """
-
-
-def with_shared_expert(logits_TN: torch.Tensor, gate_logits_T: torch.Tensor) -> torch.Tensor:
-    """Router logits of a layer with conditional routing, whose softmax is each expert's share: `1 - g` for expert 0,
-    the shared one, and `g G_i` for the others, with `g = sigmoid(gate_logits)` (Elbayad et al. Eq. 4) and the scores G
-    over the routed experts 1..N-1."""
-    shared_T1 = F.logsigmoid(-gate_logits_T).unsqueeze(-1)
-    routed_TN = F.logsigmoid(gate_logits_T).unsqueeze(-1) + logits_TN[:, 1:].log_softmax(-1)
-    return torch.cat([shared_T1, routed_TN], -1)
-
-
-def beside_shared(
-    logits_TN: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, closed_T: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Conditional routing (Elbayad et al. Eq. 5): `y = (1 - g) E_0(x) + g sum_k weight_k E_k(x)`.
-
-    Args:
-        logits_TN: see `with_shared_expert`.
-        weights_TK, index_TK: weights and indices of the routed experts, numbered from 0.
-        closed_T: bool, the tokens whose gate g is 0.
-
-    Returns:
-        weights `[T, 1 + K]` and expert indices `[T, 1 + K]`, expert 0 first; index N where no expert runs.
-    """
-    gate_T1 = 1 - logits_TN[:, :1].exp()
-    if closed_T is not None:
-        gate_T1 = gate_T1.masked_fill(closed_T.unsqueeze(-1), 0)
-    index_TK = (index_TK + 1).masked_fill(gate_T1 == 0, logits_TN.shape[-1])
-    return (
-        torch.cat([1 - gate_T1, gate_T1 * weights_TK], -1),
-        torch.cat([torch.zeros_like(index_TK[:, :1]), index_TK], -1),
-    )

@@ -18,13 +18,6 @@ import torch
 
 from .routing import Choice, LayerRouting, TokenClasses
 
-# Why a language cannot be told.
-REFUSED = {
-    ("dmoe", "told"): "all experts of a DMoE train, so it keeps no language of its base model",
-    ("encoder-decoder", "told"): "a sentence of an encoder-decoder and its translation have a language each, and its "
-    "routers and classifiers judge the tokens of both",
-}
-
 
 @dataclass
 class Routing:
@@ -66,6 +59,17 @@ class RowClasses:
         complete = None not in numbers
         return cls(tuple(numbers), class_B, present, complete, present[0] if complete and len(present) == 1 else None)
 
+    def over(self, known: TokenClasses) -> TokenClasses:
+        """These classes for a pass's tokens, and `known` ones where they say none; a row's beams follow one another."""
+        told_T = self.class_B.to(known.class_T.device).repeat_interleave(len(known.class_T) // len(self.class_B))
+        class_T = told_T if self.complete else torch.where(told_T < 0, known.class_T, told_T)
+        if self.only is not None:
+            return TokenClasses(class_T, [self.only])
+        if torch.compiler.is_compiling() or not (self.complete or known.present is not None):
+            return TokenClasses(class_T, None)
+        others = () if self.complete else known.present or ()
+        return TokenClasses(class_T, sorted({*self.present, *others}))
+
 
 @dataclass(frozen=True)
 class RoutingRequest:
@@ -77,11 +81,10 @@ class RoutingRequest:
         expansion: the expansion after which the model routes; 0 is the base model.
         classes: the class of each sequence's language, where it is told or was judged.
         sequences: the number of sequences that `classes` speaks of; None if any number is right.
-        reading: where a pass that judges leaves its evidence.
-        answers: judges what `generate` writes.
+        reading, answers: what a part keeps for a pass of its own, and for a call of `generate`.
         token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
         as_in_training: in a Trainer, whether a model in evaluation mode, such as DPO's reference, is routed as the one
-            that trains: by no gate and no classifier.
+            that trains: nothing judges.
         change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
             classifiers.
         change_choice: called only in training: takes a layer's index and its choice, returns the choice to use.
@@ -110,15 +113,15 @@ class RoutingControl:
 
     def __init__(self) -> None:
         # Thread-local, and no context variable: `torch.compile` traces the one and refuses the other.
-        self._own = threading.local()
+        self.own = threading.local()
         self._latest = RoutingRequest()  # of whichever thread asked last
-        self._of_caches: Any = weakref.WeakKeyDictionary()
+        self.notes: Any = weakref.WeakKeyDictionary()  # of a part, by object
 
     @property
     def request(self) -> RoutingRequest:
         """What this thread asks for. On a GPU autograd runs the forward pass again, under gradient checkpointing, in a
         thread of its own, for the one that asked last."""
-        own = getattr(self._own, "request", None)
+        own = getattr(self.own, "request", None)
         if own is not None:
             return own
         in_backward_pass = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -128,15 +131,15 @@ class RoutingControl:
     def asking(self, **changes: Any) -> Iterator[None]:
         """Inside, this thread's request has these values."""
         before = self.request
-        self._own.request = self._latest = replace(before, **changes)
+        self.own.request = self._latest = replace(before, **changes)
         try:
             yield
         finally:
-            self._own.request = self._latest = before
+            self.own.request = self._latest = before
 
     def change(self, **changes: Any) -> None:
         """From now on, until an `asking` ends, this thread's request has these values."""
-        self._own.request = self._latest = replace(self.request, **changes)
+        self.own.request = self._latest = replace(self.request, **changes)
 
     def checkpointed(self, checkpoint: Callable, function: Callable, *args: Any) -> Any:
         """Gradient checkpointing of a layer: the backward pass runs it again, perhaps in a thread of its own, for what
@@ -146,40 +149,18 @@ class RoutingControl:
         def run(*given: Any) -> Any:
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # the forward pass
                 return function(*given)
-            own, self._own.request = getattr(self._own, "request", None), replace(asked, capture=None)
+            own, self.own.request = getattr(self.own, "request", None), replace(asked, capture=None)
             try:
                 return function(*given)
             finally:
-                self._own.request = own
+                self.own.request = own
 
         return checkpoint(run, *args)
 
-    def remember(self, cache: Any, rows: RowClasses | None) -> None:
-        """Notes the classes of a cache's rows, for as long as the cache is in use."""
-        if rows is not None and cache is not None:
-            self._of_caches[cache] = rows
-
-    def remembered(self, cache: Any) -> RowClasses | None:
-        return self._of_caches.get(cache)
-
     @property
     def judged(self) -> TokenClasses | None:
-        """In this thread's forward pass, the classes of its tokens that the language gate judged."""
-        return getattr(self._own, "judged", None)
-
-    @judged.setter
-    def judged(self, value: TokenClasses | None) -> None:
-        self._own.judged = value
-
-    @property
-    def decided(self) -> Any:
-        """In this thread's forward pass, what an adapted layer has decided of its tokens: the expert of all, or None,
-        and their `TokenClasses`; None outside a layer."""
-        return getattr(self._own, "decided", None)
-
-    @decided.setter
-    def decided(self, value: Any) -> None:
-        self._own.decided = value
+        """In this thread's forward pass, the classes of its tokens that a part judged."""
+        return getattr(self.own, "judged", None)
 
     def __reduce__(self) -> tuple:  # copies and pickles have requests of their own
         return RoutingControl, ()
@@ -189,30 +170,28 @@ _NOTHING = RoutingRequest()
 
 
 def recorded_classes(expansions: Sequence[dict]) -> dict[str, int]:
-    """The class of each language in a model's history: 0 for the base model's, g for those that expansion g added."""
+    """The class of each language in a model's history: 0 for the base model's, g for those of expansion g."""
     old = [expansion["old_languages"] for expansion in expansions[:1]]
     by_expansion = [*old, *(expansion["new_languages"] for expansion in expansions)]
     return {code: number for number, codes in enumerate(by_expansion) for code in codes}
 
 
 def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int | None]:
-    """The class of each language: 0 for the base model's, g for those that expansion g added, None for None.
+    """The class of each language: 0 for the base model's, g for those of expansion g, None for None.
 
     Raises:
-        ValueError: the languages are no codes, or the checkpoint does not know one of them; it is a DMoE's, which keeps
-            no language of the base model, or an encoder-decoder's.
+        ValueError: the languages are no codes, or the checkpoint does not know one of them, or can be told none.
     """
-    if getattr(config, "language_groups", None) is not None or config.model_type == "dmoe":
-        raise ValueError(f"languages: {REFUSED['dmoe', 'told']}: leave languages out.")
-    if config.is_encoder_decoder:
-        raise ValueError(f"languages: {REFUSED['encoder-decoder', 'told']}: leave languages out.")
+    for reason in (config.not_told, *(part.not_told for part in config.used_parts)):
+        if reason is not None:
+            raise ValueError(f"languages: {reason}: leave languages out.")
     codes = [languages] if isinstance(languages, str) else languages
     if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
         raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
     known = recorded_classes(config.expansions or [])
     named = ", ".join(known) or "no language"
-    for number, of_class in enumerate((getattr(config, "language_gate", None) or {"languages": []})["languages"]):
-        known = dict.fromkeys(of_class, number) | known
+    for part in config.used_parts:
+        known = part.classes() | known
     for code in codes:
         if code is not None and code not in known:
             raise ValueError(
@@ -248,19 +227,6 @@ def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
         )
 
 
-def with_answers(prepare: Callable) -> Callable:
-    """A backbone's `prepare_inputs_for_generation`, before which the answers so far are judged."""
-
-    @wraps(prepare)
-    def prepare_with_answers(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        answers = self.routing_control.request.answers
-        if answers is not None and (rows := answers.rows(input_ids)) is not None:
-            self.routing_control.change(classes=rows)
-        return prepare(self, input_ids, *args, **kwargs)
-
-    return prepare_with_answers
-
-
 def with_languages(forward: Callable) -> Callable:
     """A backbone's `forward` with one more argument, `languages`: see `ExpandedModelMixin.use_languages`."""
 
@@ -276,7 +242,7 @@ def with_languages(forward: Callable) -> Callable:
     # accelerate unwinds a forward that it has wrapped along `__wrapped__`, and would unwind this one too.
     del forward_with_languages.__wrapped__  # type: ignore[attr-defined]
     signature = inspect.signature(forward)
-    added = inspect.Parameter("languages", inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters = sorted([*signature.parameters.values(), added], key=attrgetter("kind"))
+    own = inspect.Parameter("languages", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = sorted([*signature.parameters.values(), own], key=attrgetter("kind"))
     forward_with_languages.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward_with_languages

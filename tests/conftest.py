@@ -205,7 +205,7 @@ def moved(model, seed=2, scale=0.3):
     """A copy whose new experts, routers, classifiers and gates have changed."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for ffn in model.expanded_ffns().values():
-        for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
+        for module in (*ffn.experts[1:], *ffn.scorers):
             for parameter in () if module is None else module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     return model

@@ -110,4 +110,4 @@ def assert_is_the_definition(run, experts, x_Th, weights_TK, index_TK, autocast=
 
 def ask(layer, **changes) -> None:
     """From here on, forward passes of this thread through the layer have these values in their request."""
-    layer.control._own.request = replace(layer.control.request, **changes)
+    layer.control.own.request = replace(layer.control.request, **changes)

@@ -20,9 +20,10 @@ from hf_moe_expand import (
     join_expansions,
 )
 from hf_moe_expand.checkpoint.adapter_maps import all_linear
+from hf_moe_expand.checkpoint.kinds import kind_of
 from hf_moe_expand.checkpoint.promises import tiny_twin
-from hf_moe_expand.modeling.experts import LoraUpdate
 from hf_moe_expand.modeling.routing import TokenClasses
+from hf_moe_expand.modeling.updates import LoraUpdate
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
 RANK, ALPHA = 4, 6.0
@@ -187,7 +188,7 @@ def test_packs_of_other_ranks_and_maps_join_and_are_shown(base, el, tmp_path):
     for code, pack in (("el", el), ("hu", hu), ("en", el)):
         assert torch.equal(logits(load(tmp_path / "joined"), languages=code), logits(pack, languages=code))
     shown = [pack.experts for pack in inspect_checkpoint(tmp_path / "joined").packs]
-    assert shown == [load(folder).config.expert_kinds[0].words for folder in (el, hu)]
+    assert shown == [kind_of(load(folder).config).words for folder in (el, hu)]
     assert shown[0] != shown[1]
     expand_checkpoint(base, tmp_path / "fi", Plan("moe-lpr", [2] * 3, old=["en"], new=["fi"], exclusive=True))
     refused(join_expansions, [tmp_path / "fi", el], tmp_path / "out", says="adapters are joined with adapters alone")

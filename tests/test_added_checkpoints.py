@@ -28,7 +28,7 @@ def test_packs_of_any_width_are_joined(base, saved, tmp_path):
         packs.append(move(folder, seed=seed))
     join_expansions(packs, tmp_path / "joined")
     joined = load(tmp_path / "joined")
-    assert joined.config.updates_of_packs == [[16], [24], [16]]
+    assert joined.config.parts["added"] == {"each": [{"width": width} for width in (16, 24, 16)]}
     found, alone = iter(joined.expanded_ffns()[0].experts[1:]), map(load, packs)
     for number, (pack, plan) in enumerate(zip(alone, plans, strict=True), start=1):
         for theirs in pack.expanded_ffns()[0].experts[1:]:
@@ -37,7 +37,7 @@ def test_packs_of_any_width_are_joined(base, saved, tmp_path):
     with torch.no_grad(), joined.use_expert(0):
         assert torch.equal(joined(IDS).logits, load(dense)(IDS).logits)
     join_expansions([packs[0], packs[2]], tmp_path / "two")
-    assert load(tmp_path / "two").config.updates_of_packs is None
+    assert load(tmp_path / "two").config.parts["added"] == {"width": WIDTH}
     if base == "qwen2":
         copies = Plan("u", [2, 2, 2], old=["en"], new=["de"], exclusive=True)
         expand_checkpoint(dense, tmp_path / "copies", copies)
@@ -77,5 +77,5 @@ def test_refusals(saved, tmp_path):
     with pytest.raises(ValueError, match="expert_width is None: added experts need a width of at least 1"):
         LayerMoEConfig.from_dense(tiny_config("qwen2"), expert_kind="added")
     config = LayerMoEConfig.from_dense(tiny_config("olmoe", **EXPERTS), num_experts_per_layer=[2, 1, 1])
-    with pytest.raises(ValueError, match="mixtures of experts of the backbone's own, beside which only added experts"):
+    with pytest.raises(ValueError, match="of which no ffn experts are made"):
         LayerMoEForCausalLM(config)

@@ -57,7 +57,7 @@ def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):
     assert report.new == pytest.approx(later.gates.new, abs=0.05)
     assert report.old == later.gates.old
     config = json.loads((tmp_path / "one" / "config.json").read_text())
-    assert config["expansions"][-1]["language_gate"] == config["language_gate"]
+    assert config["expansions"][-1]["language_gate"] == config["parts"]["gate"]
     assert config["classifier_layers"] == []
 
 

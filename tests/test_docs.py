@@ -116,7 +116,7 @@ def test_the_tutorial(workplace, monkeypatch):
     assert [(where, how["dry_run"]) for where, how in pushed] == [(("runs/qwen-el", "me/qwen-el"), True)]
     assert "in layer 2, for it and all later layers" in said["gates"]
     config = json.loads(Path("qwen-el-1/config.json").read_text("utf-8"))
-    assert (config["language_gate"]["layer"], config["exclusive_experts"]) == (2, True)
+    assert (config["parts"]["gate"]["layer"], config["exclusive_experts"]) == (2, True)
     assert "el (new)" in said["evaluate"]
     Path("me").mkdir()
     Path("me/qwen-el").symlink_to(Path("runs/qwen-el/post_pretrain").resolve())

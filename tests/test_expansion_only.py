@@ -68,7 +68,7 @@ def test_it_loads_and_saves_as_the_whole_checkpoint_does(tmp_path, backbone, cha
         assert torch.equal(loaded.state_dict()[name], value), name
     assert loaded.generation_config.to_dict() == whole.generation_config.to_dict()
     assert loaded.config.name_or_path == str(tmp_path / "added")
-    assert not hasattr(loaded.config, "expansion_base")
+    assert "expansion_only" not in loaded.config.parts
     whole.save_pretrained(tmp_path / "whole-again")
     loaded.save_pretrained(tmp_path / "added-again")
     assert contents(tmp_path / "added-again") == contents(tmp_path / "whole-again")

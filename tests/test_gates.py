@@ -214,14 +214,14 @@ def test_all_but_the_gate_is_byte_for_byte_the_same(expanded, gated):
     config = json.loads((gated.out / "config.json").read_text())
     languages = [["en", *sorted(ANCHORS)], ["el", "hu"]]
     rule = {"layer": layer, "languages": languages, "bound": 4.0, "window": 64, "begin": None}
-    assert config["language_gate"] == {**rule, "home": gated.gates.home}
+    assert config["parts"]["gate"] == {**rule, "home": gated.gates.home}
     assert config["classifier_layers"] == []
     stage = config["expansions"][-1]["stages"][-1]
     assert stage["stage"] == "gates"
     assert stage["settings"]["unseen_share"] == 0.02
     assert stage["settings"]["layer"] == layer
     assert stage["settings"]["shares"]["el"] == {"end": round(gated.gates.new["el"], 4)}
-    assert config["expansions"][-1]["language_gate"] == config["language_gate"]
+    assert config["expansions"][-1]["language_gate"] == config["parts"]["gate"]
 
 
 def test_it_loads_without_the_package_and_saves_the_same_bytes(gated, tmp_path):

@@ -23,8 +23,8 @@ from gated_models import (
 )
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, TextIteratorStreamer, pipeline
 
-from hf_moe_expand.modeling.judging import Answers
 from hf_moe_expand.modeling.language_gate import GateRule
+from hf_moe_expand.modeling.part_gate import Answers
 from hf_moe_expand.modeling.routing_control import RowClasses
 
 LONG = {**GREEDY, "max_new_tokens": 210}

@@ -53,7 +53,7 @@ def adapted(device, dtype, judge=None):
     model = expand_model(tiny_dense("qwen2", dtype=dtype, num_hidden_layers=3), PLAN, **KIND)
     if judge == "gate":
         config = copy.deepcopy(model.config)
-        config.language_gate = {"layer": 0, "languages": [["en"], ["el"]]}
+        config.parts["gate"] = {"layer": 0, "languages": [["en"], ["el"]]}
         judged = LayerMoEForCausalLM._from_config(config, dtype=dtype)
         judged.load_state_dict(model.state_dict(), strict=False)
         model = judged

@@ -312,7 +312,7 @@ def test_the_base_can_be_named_after_training(server, client, of_a_folder):
     assert "value" in only, only
     fields = json.loads(server.files("me/named-only")["config.json"])
     assert fields["expansions"] == [record]
-    assert fields["expansion_base"] == {"base_model": "org/mine", "revision": record["base_revision"]}
+    assert fields["parts"]["expansion_only"] == {"base_model": "org/mine", "revision": record["base_revision"]}
 
 
 PACKS = """

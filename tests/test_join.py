@@ -80,7 +80,7 @@ def as_alone(folder, packs):
 def test_joined_models_and_expansion_only_packs_join(packs, base, tmp_path):
     save_expansion(packs["tr"], tmp_path / "small", base=base)
     fields = json.loads((tmp_path / "small" / "config.json").read_text())
-    fields["expansion_base"]["base_model"] = str(base)
+    fields["parts"]["expansion_only"]["base_model"] = str(base)
     (tmp_path / "small" / "config.json").write_text(json.dumps(fields))
     shutil.move(tmp_path / "small", tmp_path / "qwen-tr")
     join_expansions([packs["el"], packs["hu"]], tmp_path / "two")

@@ -69,7 +69,7 @@ def test_it_joins_fits_the_gate_and_evaluates_and_resumes(home, tmp_path, quick_
     assert list(evaluation["models"]) == ["base", "joined", "gated"]
     assert (evaluation["expansions"], evaluation["unnamed"]) == ([["el"], ["hu"]], ["tr"])
     config = json.loads((tmp_path / "run" / "gates" / "config.json").read_text())
-    assert config["language_gate"]["languages"][1:] == [["el"], ["hu"]]
+    assert config["parts"]["gate"]["languages"][1:] == [["el"], ["hu"]]
     page = make_page(tmp_path / "run")
     assert "New: el, then hu." in page
     assert "Packs: qwen-el, qwen-hu." in page

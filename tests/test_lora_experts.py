@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.modeling.experts import LoraFactor, LoraLinear, lora_expert
+from hf_moe_expand.modeling.part_lora import LoraLinear, lora_expert
+from hf_moe_expand.modeling.updates import LoraFactor
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.trainers import Masking, mask_routing
 
@@ -139,7 +140,7 @@ def test_from_the_command_line(saved, tmp_path):
     out = tmp_path / "out"
     invoke("expand", saved / "base", out, "--plan", plan, "--expert-kind", "lora", "--lora-rank", 2, "--lora-alpha", 3)
     config = json.loads((out / "config.json").read_text())
-    assert (config["expert_kind"], config["lora_rank"], config["lora_alpha"]) == ("lora", 2, 3.0)
+    assert config["parts"] == {"lora": {"rank": 2, "alpha": 3.0}}
     assert config["num_experts_per_layer"] == Plan.load(plan).experts_per_layer
 
 

@@ -62,7 +62,7 @@ def layers(conditional=False, seed=0):
     for classes in (torch.randn(11, 3, requires_grad=True), None, torch.randn(11, 3, requires_grad=True)):
         logits = torch.randn(11, 4, requires_grad=True)
         chosen = select_experts(logits[:, 1:] if conditional else logits, 2)
-        found.append(LayerRouting(logits, classes, 2, *chosen, conditional=conditional))
+        found.append(LayerRouting(logits, classes, 2, *chosen, shared=conditional))
     return found
 
 
@@ -92,7 +92,7 @@ def functions(loss, routing, tokens):
             yield classifier_loss(r.router_logits, tokens.class_T, tokens.tagged_T)
         elif isinstance(loss, LocalizedBalanceLoss):
             yield localized_balance_loss(r.router_logits, tokens.old_T, tokens.new_T, 0.2)
-        elif isinstance(loss, GateBudgetLoss) and r.conditional:
+        elif isinstance(loss, GateBudgetLoss) and r.shared:
             yield gate_budget_loss(r.router_logits, 0.6, tokens.counted_T)
         elif isinstance(loss, ClassifierLoss) and r.classifier_logits is not None:
             yield classifier_loss(r.classifier_logits, tokens.class_T, tokens.tagged_T)

@@ -22,6 +22,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.modeling import DMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.part_cmr import ConditionalFFN
 from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
 from hf_moe_expand.trainers import Masking, mask_routing, masking
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
@@ -33,7 +34,7 @@ class OneLayer(ExpandedFFN):
 
     @property
     def config(self):
-        return SimpleNamespace(conditional_routing=self.conditional_gate is not None)
+        return SimpleNamespace(conditional_routing=self.shares_expert_0)
 
     @property
     def routing_control(self):
@@ -43,10 +44,14 @@ class OneLayer(ExpandedFFN):
         return {0: self}
 
 
+class OneConditionalLayer(OneLayer, ConditionalFFN):
+    """One with conditional routing."""
+
+
 def build(num_experts=4, top_k=2, conditional=False, ffn=PlainFFN, classifier=False, earlier=()):
     torch.manual_seed(0)
     config = layer_config(HIDDEN, num_experts, top_k, classifier, conditional, earlier)
-    layer = OneLayer(ffn(), config, 0, RoutingControl())
+    layer = (OneConditionalLayer if conditional else OneLayer)(ffn(), config, 0, RoutingControl())
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -367,7 +372,7 @@ def test_gates_need_experts_and_masks_need_gates():
         mask_routing(tiny(), Masking(conditional_routing=0.1)),
     ):
         pass
-    with pytest.raises(ValueError, match="in DMoE belongs to a group"):
+    with pytest.raises(ValueError, match="in a DMoE belongs to a group"):
         DMoEConfig.from_dense(
             tiny_config("qwen2"), num_experts_per_layer=[2] * 3, language_groups=[["a"], ["b"]],
             conditional_routing=True,

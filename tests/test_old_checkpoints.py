@@ -174,7 +174,7 @@ def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     settings = GateSettings(unseen_share=0.5, tokens=400, anchor_tokens=200)
     fit_gates(folder, tmp_path / "gated", texts, anchors, settings)
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "gated"))
-    layer = json.loads((tmp_path / "gated" / "config.json").read_text("utf-8"))["language_gate"]["layer"]
+    layer = json.loads((tmp_path / "gated" / "config.json").read_text("utf-8"))["parts"]["gate"]["layer"]
     named = {name for name in before if "classifier" not in name}
     assert after.keys() == named | {f"model.layers.{layer}.language_gate.{kind}" for kind in ("weight", "bias")}
     assert all(torch.equal(before[name], after[name]) for name in named)

@@ -287,7 +287,10 @@ FIELDS = [
     {"router_top_k": 0}, {"classifier_layers": [9]}, {"expansions": {}}, {"expansions": [{}]},
     {"expansions": [{**EXPANSION, "old_languages": None}]}, {"expansions": [{**EXPANSION, "stages": [None]}]},
     {"earlier_experts_per_layer": [[1]]}, {"earlier_experts_per_layer": [[0, 1, 3]]}, {"packs": [1, 1, 1]},
-    {"updates_of_packs": [[0, "x"], None]}, {"language_gate": {"layer": 0, "languages": [["en"], "el", 3]}},
+    {"updates_of_packs": [[0, "x"], None]}, {"parts": 3}, {"parts": {"wings": {}}}, {"parts": {"added": {}}},
+    {"parts": {"lora": {"rank": "x", "alpha": 1}}}, {"parts": {"lora": {"each": [None]}}}, {"parts": {"gate": 3}},
+    {"parts": {"joined": "x"}}, {"parts": {"adapters": [3]}}, {"parts": {"lora": {"each": [{"rank": 1}]}}},
+    {"language_gate": {"layer": 0, "languages": [["en"], "el", 3]}},
     {"backbone_model_type": "no-such-model"}, {"expert_kind": "big"}, {"conditional_routing": "yes"},
     {"transformers_weights": "other.safetensors"}, {"pad_token_id": "x"}, *RUNNING,
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def expanded(backbone):
                     parameter.normal_(std=0.4)
             if ffn.classifier is not None:
                 ffn.classifier.weight.normal_()
-            if ffn.conditional_gate is not None:
+            if ffn.shares_expert_0:
                 ffn.conditional_gate.weight.normal_()
     return tiny_dense(backbone), model
 

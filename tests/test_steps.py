@@ -223,7 +223,7 @@ def test_a_gate_may_stand_where_the_plan_puts_no_experts(recipe, quick_gates):
     gated = changed(recipe, review=None, test={}, plan=plan, gates=GateSettings(unseen_share=0.99))
     final = run_recipe(gated, lambda line: None)
     config = json.loads((final / "config.json").read_text())
-    assert (config["language_gate"]["layer"], config["num_experts_per_layer"]) == (0, [1, 2, 2])
+    assert (config["parts"]["gate"]["layer"], config["num_experts_per_layer"]) == (0, [1, 2, 2])
     with pytest.raises(InputError, match=r"gates: layer is 9, but the model has the layers 0\.\.2"):
         validate_recipe(changed(gated, gates=GateSettings(layer=9)))
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..checkpoint.kinds import joins_packs
 from ..core.errors import InputError
 from ..core.schema import shown_value
-from ..modeling.configuration_layer_moe import joins_packs
 
 # The base of the mixins: a type checker lets it have all that the Trainer behind a mixin has.
 TrainerBase: Any = object
@@ -91,7 +91,7 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
         )
     check_expanded(model)
     model.requires_grad_(trained.everything)
-    freeze_gate(model)
+    freeze_fitted(model)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
     for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
@@ -102,11 +102,11 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     return FreezeReport(stage, trainable, sum(_size(parameter) for parameter in parameters), parts)
 
 
-def freeze_gate(model: nn.Module) -> None:
-    """Freezes the language gate, which is fitted: no pass of a training computes it."""
-    gate = getattr(model, "language_gate", None)
-    if gate is not None:
-        gate.requires_grad_(False)
+def freeze_fitted(model: nn.Module) -> None:
+    """Freezes what is fitted, and no pass of a training computes."""
+    for module in model.modules():
+        if getattr(module, "is_fitted", False):
+            module.requires_grad_(False)
 
 
 def _size(parameter: nn.Parameter) -> int:
@@ -122,8 +122,8 @@ def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, 
         chooses = not ffn.exclusive or joined or trained.everything or len(ffn.experts) - new > 1
         if trained.routers and ffn.router is not None and chooses:
             yield "routers", ffn.router
-            if ffn.conditional_gate is not None and not trained.last_router_row:
-                yield "routers", ffn.conditional_gate
+            others = () if trained.last_router_row else ffn.scorers
+            yield from (("routers", module) for module in others if module not in (ffn.router, ffn.classifier))
         if ffn.classifier is not None and trained.classifiers:
             yield "classifiers", ffn.classifier
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..core.schema import Probability, Schema, checked
-from ..modeling.experts import LoraUpdate
 from ..modeling.routing import Choice
+from ..modeling.updates import LoraUpdate
 from .freezing import check_expanded
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
@@ -63,7 +63,7 @@ def check_masking(masking: Masking | None, config: Any, where: str = "masking") 
     """
     if masking is None:
         return
-    if masking.lora_dropout and hasattr(config, "has_kind") and not config.has_kind("lora"):
+    if masking.lora_dropout and getattr(config, "expert_kind", "lora") != "lora":
         raise InputError(
             f"{where}.lora_dropout is for LoRA experts, but the checkpoint has none: expand with --expert-kind lora "
             "(`expand: {expert_kind: lora}` in a recipe)."

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ..checkpoint.kinds import joins_packs
 from ..core.errors import InputError
 from ..core.schema import checked
-from ..modeling.adapters import AdaptedLayer
-from ..modeling.configuration_layer_moe import joins_packs
-from ..modeling.expanded_ffn import ExpandedFFN
+from ..modeling.expanded_ffn import ExpandedFFN, ExpandedLayer
 from ..modeling.routing import TokenClasses
 from .encoder_decoder import (
     LANGUAGE_COLUMNS,
@@ -28,7 +27,7 @@ from .encoder_decoder import (
     without_rows,
 )
 from .evaluation import EvaluationMixin
-from .freezing import check_expanded, freeze_gate
+from .freezing import check_expanded, freeze_fitted
 from .losses import (
     LOGGED,
     OLD,
@@ -100,7 +99,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
-        freeze_gate(self.accelerator.unwrap_model(self.model))
+        freeze_fitted(self.accelerator.unwrap_model(self.model))
         self._shown = self.table(took_away_usual(self))
         self.add_callback(self._shown)
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
@@ -322,7 +321,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             return None
         tokens = None if self._language_classes is None else self._tokens(inputs)[0]
         is_known = tokens is not None and bool(tokens.tagged_T.any())
-        if not is_known and joins_packs(config) and (self.model.training or config.language_gate is None):
+        if not is_known and joins_packs(config) and (self.model.training or not config.declares("judges")):
             raise InputError(
                 "The model joins packs, and a row's language says whose experts it takes: give text with a column "
                 "`language` to MoESFTTrainer or a stage's Trainer, or language_classes and batches with `language_ids`."
@@ -462,12 +461,13 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
 
 
 def _fetch_experts_together(model: Any) -> None:
-    """Makes ZeRO-3 fetch an expanded FFN, or a layer with adapters, in one piece: a rank that fetched only its tokens'
-    experts would wait for ever for ranks whose tokens chose other experts."""
+    """Makes ZeRO-3 fetch an expanded FFN, or a layer with experts beside its FFN, in one piece: a rank that fetched
+    only its tokens' experts would wait for ever for ranks whose tokens chose other experts."""
     from deepspeed.utils import set_z3_leaf_module
 
     def is_piece(module: Any) -> bool:
-        return isinstance(module, ExpandedFFN) or isinstance(getattr(module, "adapters", None), AdaptedLayer)
+        beside = (child for child in module.children() if isinstance(child, ExpandedLayer))
+        return isinstance(module, ExpandedFFN) or any(not isinstance(child, ExpandedFFN) for child in beside)
 
     pieces = [module for module in model.modules() if is_piece(module)]
     if not pieces:  # a dense model

@@ -71,10 +71,10 @@ def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:
     """
     record, tokens, local = batch.record, batch.tokens, batch.local
     for layer, selections_N in zip(batch.routing, batch.selections, strict=True):
-        for expert, count in enumerate(selections_N if batch.has_choice else (), start=int(layer.conditional)):
+        for expert, count in enumerate(selections_N if batch.has_choice else (), start=int(layer.shared)):
             record(f"expert_{expert}_share", count, selections_N.sum())
         score_T = layer.scored_logits.detach().softmax(-1)[:, 0]
-        if layer.conditional:
+        if layer.shared:
             record("gate", where_counted(tokens.counted_T, 1 - score_T).sum(), local.counted)
         if expert_0_is_old:
             record("expert_0_score_old", where_counted(tokens.old_T, score_T).sum(), local.old)

@@ -268,8 +268,8 @@ def _directions(
 def has_choice(config: Any) -> bool:
     """Whether some token of an expanded model can be without an expert: with K experts or fewer in each layer, no gate
     and no classifier, every token goes to all experts of its layer."""
-    routed = [count - bool(config.conditional_routing) for count in config.num_experts_per_layer if count > 1]
-    chosen = bool(config.classifier_layers) or getattr(config, "language_gate", None) is not None
+    routed = [count - config.declares("shares_expert_0") for count in config.num_experts_per_layer if count > 1]
+    chosen = bool(config.classifier_layers) or config.declares("judges")
     return chosen or max(routed) > config.router_top_k
 
 

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns
-from ..modeling.adapters import update_name
+from ..modeling.part_adapters import update_name
 from .stored import network_of
 
 ALL_LINEAR = "all-linear"

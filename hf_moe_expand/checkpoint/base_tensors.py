@@ -13,7 +13,7 @@ import xxhash
 
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
-from ..modeling.expansion_only import RECORD
+from ..modeling.part_expansion_only import RECORD
 from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, tensor_bytes
 from .records import History
 from .stored import StoredModel

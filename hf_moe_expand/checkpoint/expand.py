@@ -16,11 +16,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .. import __version__
 from ..core.errors import InputError
 from ..core.schema import checked, shown_value
-from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, language_models, model_class, stack_sizes
-from ..modeling.expanded_config import AdapterKind, ExpandedConfig, ExpertKind
+from ..modeling import (
+    DMoEConfig,
+    ExpandedConfig,
+    LayerMoEConfig,
+    decoder_ffns,
+    language_models,
+    model_class,
+    stack_sizes,
+)
 from ..planning.plan import Plan
 from .base_tensors import base_hashes
 from .gate_file import Gate
+from .kinds import AdapterKind, ExpertKind, set_part
 from .loaded import LoadedModel, blank, filled
 from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight
@@ -196,7 +204,7 @@ def expand_model(
         check_plan_of_gate(plan)
         gate.set_in(config)
     elif wanted is not None:
-        config.language_gate = wanted.language_gate
+        set_part(config, "gate", wanted.language_gate)
     if wanted is not None:
         for field, own, needed in differences(wanted, config, _OF_LOADING):
             raise InputError(
@@ -274,8 +282,7 @@ def planned_config(
             classifier_layers=plan.classifier_layers,
             router_top_k=plan.top_k,
             exclusive_experts=plan.exclusive,
-            expert_kind=kind.name,
-            **dict(zip(kind.names, kind.settings or [], strict=True)),
+            **kind.fields,
             **({"language_groups": plan.groups} if plan.groups else {}),
             **fields,
         )

@@ -16,8 +16,9 @@ from ..core.jsonfile import read_json
 from ..core.private import library_errors_at
 from ..core.progress import Bar
 from ..core.schema import checked
-from ..modeling.expansion_only import ADDED, RECORD
+from ..modeling.part_expansion_only import ADDED, RECORD
 from .graft import COMPUTATION
+from .kinds import set_part
 from .local import name_and_commit
 from .reader import StoredTensor
 from .records import History
@@ -149,7 +150,8 @@ def save_expansion(
             "that was expanded, or publish a model of which all weights were trained without --expansion-only."
         )
     fields = read_json(folder / "config.json", "a configuration")
-    contents = {"config.json": {**fields, "expansion_base": reference}, RECORD: record}
+    set_part(config, "expansion_only", reference)
+    contents = {"config.json": {**fields, "parts": config.parts}, RECORD: record}
     files = {name: (json.dumps(it, indent=2, ensure_ascii=False) + "\n").encode() for name, it in contents.items()}
     write_checkpoint(out, config, added, [(folder, TOKENIZER_FILES)], None, max_shard_size, overwrite, files, ADDED)
     return SavedExpansion(Path(out), size, in_base, [tensor.name for tensor in changed])

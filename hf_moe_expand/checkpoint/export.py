@@ -16,10 +16,13 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError
 from ..modeling import layer_names
-from ..modeling.experts import LoraLinear, LoraUpdate
-from ..modeling.routing_control import REFUSED as NOT_TOLD
+from ..modeling.configuration_dmoe import DMoEConfig
+from ..modeling.part_lora import LoraLinear
+from ..modeling.parts import PARTS
 from ..modeling.routing_control import classes_of
+from ..modeling.updates import LoraUpdate
 from .base_tensors import moved_tensors
+from .kinds import has_ffn
 from .records import StageRecord, add_stage
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, block_names, network_of, rounded, widened
@@ -29,7 +32,8 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkp
 REFUSED = {
     ("several", "export-language"): "a token has several experts, which no dense model has",
     ("added", "export-language"): "its experts are added to expert 0's output, and the backbone has no FFN for both",
-    **{(feature, "export-language"): why for (feature, _), why in NOT_TOLD.items()},
+    ("dmoe", "export-language"): str(DMoEConfig.not_told),
+    ("encoder-decoder", "export-language"): str(PARTS["encoder_decoder"].not_told),
 }
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
@@ -105,7 +109,7 @@ def _experts_of_number(source: StoredModel, expert: int) -> list[int]:
 
 def _dense_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTensor]:
     """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer."""
-    if any(experts) and source.config.has_kind("added"):
+    if any(experts) and source.config.expert_kind == "added":
         raise InputError(
             f"{source.folder}: {REFUSED['added', 'export-language']}: only expert 0, the base, is written (--expert 0)."
         )
@@ -116,8 +120,8 @@ def _dense_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTe
     tensors, updates = [], lora_updates(source, experts)
     for key, place in source.places.items():
         expert = experts[place.layer] if place.layer >= 0 else 0
-        has_ffn = source.config.kind_of(place.layer, expert).has_ffn
-        if key in source and place.dense is not None and place.expert in (None, expert if has_ffn else 0):
+        is_ffn = has_ffn(source.config, place.layer, expert)
+        if key in source and place.dense is not None and place.expert in (None, expert if is_ffn else 0):
             name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
             if key in updates:
                 tensors.append(_merged(source, key, updates[key], name))

@@ -18,6 +18,8 @@ from ..core.jsonfile import read_json
 from ..core.scratch import link, scratch_folder, sibling
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.language_gate import GateRule
+from ..modeling.parts import PARTS
+from .kinds import set_part
 from .loaded import check_place, finished, opened
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
@@ -27,8 +29,8 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
 
 # Why a model takes no gate.
 REFUSED = {
-    ("dmoe", "gated"): "a DMoE keeps no language of its base, so that a gate has nothing to send home",
-    ("encoder-decoder", "gated"): "a gate judges one text, but a sentence and its translation have a language each",
+    ("dmoe", "gated"): PARTS["gate"].not_beside["dmoe"],
+    ("encoder-decoder", "gated"): PARTS["encoder_decoder"].not_beside["gate"],
 }
 
 
@@ -53,7 +55,8 @@ class Gate:
 
     def set_in(self, config: Any) -> None:
         """Writes the gate into a configuration."""
-        config.classifier_layers, config.language_gate = [], asdict(self.rule)
+        config.classifier_layers = []
+        set_part(config, "gate", asdict(self.rule))
 
 
 @contextmanager

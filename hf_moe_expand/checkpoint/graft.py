@@ -13,7 +13,7 @@ import torch
 from ..core.errors import InputError
 from ..core.schema import checked
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
-from ..modeling.expanded_config import DECODER_LAYERS
+from ..modeling.backbone import DECODER_LAYERS
 from .reader import StoredTensor, is_finite
 from .records import History, StageRecord, add_stage
 from .source import TOKENIZER_FILES, differences

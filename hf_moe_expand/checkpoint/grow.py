@@ -64,13 +64,14 @@ def grow_checkpoint(
         plan, old_languages=history.languages, base_model=history.first.base_model,
         base_revision=history.first.base_revision, copied_experts=origin, seed=seed,
     )  # fmt: skip
-    changes = {
+    changes: dict[str, Any] = {
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
         "classifier_layers": plan.classifier_layers,
-        "language_gate": None,  # it knows nothing of the new languages: fit it again
+        # A gate knows nothing of the new languages: fit it again.
+        "parts": {name: settings for name, settings in config.parts.items() if name != "gate"},
     }
-    if config.has_kind("adapter"):
-        changes["adapters"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
+    if config.expert_kind == "adapter":
+        changes["parts"]["adapters"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
     return add_experts(
         folder, out, sources, record, config_changes=changes, seed=seed, max_shard_size=max_shard_size,
         overwrite=overwrite,
@@ -92,7 +93,8 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     plan.checked()
     if not isinstance(config, LayerMoEConfig):
         raise InputError(f"{folder}: {REFUSED['dmoe', 'grown']}.")
-    if config.updates_of_packs:
+    parts: dict[str, Any] = config.parts or {}
+    if any("each" in parts.get(name, {}) for name in ("lora", "added")):
         raise InputError(
             f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "
             "expand the base for the new languages and join that pack too."
@@ -104,7 +106,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
         )
     added = [after - before for before, after in zip(counts, plan.experts_per_layer, strict=True)]
-    if config.has_kind("adapter") and max(added) > 1:
+    if config.expert_kind == "adapter" and max(added) > 1:
         raise InputError(
             f"{folder}: a language has one adapter, but the plan adds more experts to a layer: plan with 1 (`plan "
             "moe-lpr --experts 1 --from MODEL`)."

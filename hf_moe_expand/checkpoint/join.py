@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..core.errors import InputError
 from ..core.languages import same_language
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
-from ..modeling.expanded_config import ExpertKind
+from .kinds import ExpertKind, kind_of, kinds_of, set_kinds, set_part
 from .local import pack_and_name
 from .records import History
 from .source import TOKENIZER_FILES, differences
@@ -24,9 +25,8 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, w
 
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
 _MAY_DIFFER = (
-    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "language_gate",
-    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "adapters", "updates_of_packs",
-    "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
+    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "expansions", "parts",
+    "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
 )  # fmt: skip
 
 
@@ -78,8 +78,8 @@ class Pack:
     @property
     def kinds(self) -> list[ExpertKind]:
         """The kind of the experts of each of these."""
-        kinds = self.config.expert_kinds
-        return kinds * len(self.sizes) if len(kinds) == 1 else kinds
+        ends = list(accumulate(self.sizes))
+        return [kind_of(self.config, end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
     @cached_property
     def base(self) -> dict[str, str]:
@@ -276,17 +276,10 @@ def joined_config(packs: Sequence[Pack]) -> Any:
             known += [code for code in record.new_languages if code not in known]
     config.num_experts_per_layer = history[-1]
     config.earlier_experts_per_layer = history[:-1] or None
-    config.packs = [size for pack in packs for size in pack.sizes]
-    config.classifier_layers, config.language_gate = [], None  # they know nothing of the other packs' languages
-    config.updates_of_packs = None
-    kinds = [kind for pack in packs for kind in pack.kinds]
-    if config.expert_kind == "adapter":
-        config.adapters = [adapter for pack in packs for adapter in pack.config.adapters]
-    elif any(kind != kinds[0] for kind in kinds):
-        for name in kinds[0].names:
-            setattr(config, name, None)
-        config.expert_kind = "ffn"
-        config.updates_of_packs = [kind.settings for kind in kinds]
+    set_part(config, "joined", [size for pack in packs for size in pack.sizes])
+    config.classifier_layers = []  # they, and a gate, know nothing of the other packs' languages
+    set_part(config, "gate", None)
+    set_kinds(config, [kind for pack in packs for kind in kinds_of(pack.config)])
     History(records).write(config)
     return config
 

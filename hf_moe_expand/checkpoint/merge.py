@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ..core.errors import InputError
 from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
-from ..modeling.configuration_layer_moe import joins_packs
-from ..modeling.expanded_config import DECODER_LAYERS
+from ..modeling.backbone import DECODER_LAYERS
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
+from .kinds import joins_packs, kinds_of
 from .loaded import check_place, finished, opened
 from .records import History, StageRecord, add_stage
 from .settings import AverageSettings
@@ -80,13 +80,13 @@ def average_checkpoints(
     for model in stored:
         kinds = {"lora": ("LoRA experts", "--expert"), "adapter": ("adapters", "--language")}
         for kind, (what, option) in kinds.items() if isinstance(model.config, ExpandedConfig) else ():
-            if model.config.has_kind(kind):
+            if model.config.expert_kind == kind:
                 raise InputError(
                     f"{model.folder}: has {what}, and {_FACTORS}. Average the dense models that `export {option}` "
                     "writes."
                 )
         is_mixed = len({isinstance(one.config, ExpandedConfig) for one in stored}) > 1
-        if is_mixed and isinstance(model.config, ExpandedConfig) and model.config.has_kind("added"):
+        if is_mixed and isinstance(model.config, ExpandedConfig) and model.config.expert_kind == "added":
             raise InputError(
                 f"{model.folder}: has added experts, which the dense checkpoint lacks: average the model alone, with "
                 "the weight of its new experts."
@@ -212,7 +212,7 @@ def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
             f"{stored.folder}: its new experts began as {made}, {REFUSED['random', 'average-with-the-base']}."
         )
     copied = {int(layer): expert for one in records for layer, expert in (one.copied_experts or {}).items() if expert}
-    if copied and (joined or any(not kind.has_ffn for kind in config.expert_kinds)):
+    if copied and (joined or any(not kind.has_ffn for kind in kinds_of(config))):
         raise InputError(
             f"{stored.folder}: a further expansion copied other experts than expert 0 (copy_from), and of "
             f"{'packs' if joined else 'updates and added experts'} these cannot be told apart any more."

@@ -18,11 +18,11 @@ from torch import nn
 from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..modeling import DecoderFFN, decoder_ffns, layer_names
-from ..modeling.expanded_config import KINDS, AdapterKind, AddedKind, ExpertKind, LoraKind
-from ..modeling.experts import init_kaiming
 from ..modeling.routing import init_router
+from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
 from .adapter_maps import ALL_LINEAR, adapter_of
+from .kinds import KINDS, AdapterKind, AddedKind, ExpertKind, LoraKind
 from .settings import LORA_ALPHA, LORA_RANK
 from .stored import Place
 

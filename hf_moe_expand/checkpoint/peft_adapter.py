@@ -15,11 +15,12 @@ from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json
 from ..core.languages import check_old_and_new
 from ..core.schema import checked, shown_value
-from ..modeling.expanded_config import AdapterKind
+from ..modeling.part_adapters import maps_of
 from ..planning.plan import Plan
 from .adapter_maps import adapter_of, layer_modules, update_of
 from .expand import check_plan_of_gate, expanded_tensors, planned_config, planned_record
 from .gate_file import Gate
+from .kinds import AdapterKind
 from .local import ADAPTER, own_name
 from .promises import check_architecture
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
@@ -278,7 +279,7 @@ def _updates(dense: StoredModel, config: Any, adapters: Sequence[PeftAdapter]) -
         factors = adapter.factors(dense.network)
         of_another = f"is {adapter.name} an adapter of another base than {dense.name}?"
         for layer, place in enumerate(layer_modules(dense.network)):
-            for map_name in config.adapter_maps(number, layer):
+            for map_name in maps_of(config.adapters[number], layer):
                 update = update_of(place, map_name, number + 1)
                 for factor in ("lora_A.weight", "lora_B.weight"):
                     key, name = f"{place}.{map_name}.{factor}", f"{update}.{factor}"

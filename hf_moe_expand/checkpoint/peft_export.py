@@ -18,6 +18,7 @@ from ..core.schema import checked
 from .adapter_maps import Maps, adapter_of, entry_of, layer_modules
 from .base_tensors import moved_tensors
 from .export import StoredUpdate, dense_config, experts_of, lora_updates
+from .kinds import kind_of
 from .local import ADAPTER
 from .peft_adapter import STAGE, WEIGHTS
 from .records import History
@@ -118,11 +119,11 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         InputError: the model has other experts, no adapter for this language, or its base has trained.
     """
     config, history = source.config, History.of(source.config)
-    if not config.has_kind("adapter"):
+    if config.expert_kind != "adapter":
         instead = "`export --language` writes the dense model of a language"
-        if config.has_kind("added"):
+        if config.expert_kind == "added":
             instead = "publish the checkpoint with its own code (`push`)"
-        raise InputError(f"{source.folder}: {_NO_ADAPTERS}, but {config.expert_kinds[0].words}: {instead}.")
+        raise InputError(f"{source.folder}: {_NO_ADAPTERS}, but {kind_of(config).words}: {instead}.")
     verdict = moved_tensors(source)
     if verdict.moved:
         raise InputError(

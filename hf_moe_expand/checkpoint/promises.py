@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from ..core.errors import InputError, first_line
 from ..modeling import LayerMoEConfig, auto_class, decoder_ffns
-from ..modeling.expanded_config import DECODER_LAYERS
+from ..modeling.backbone import DECODER_LAYERS
 from .proven import is_proven
 from .stored import places
 

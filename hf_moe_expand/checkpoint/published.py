@@ -15,11 +15,12 @@ from ..core.jsonfile import read_json
 from ..core.progress import Bar
 from ..core.recipe_paths import RECIPE, SETTINGS
 from ..modeling import MODEL_CLASSES
-from ..modeling.expansion_only import RECORD
+from ..modeling.part import parts_text
+from ..modeling.part_expansion_only import RECORD
 from .base_tensors import BASE_CHECK
 from .local import run_of
 from .reader import CheckpointReader
-from .source import CODE, TOKENIZER_FILES, lies_inside
+from .source import CODE, TOKENIZER_FILES, lies_inside, load_expanded_config
 
 CARD = "README.md"
 EVALUATION = "evaluation.json"
@@ -111,12 +112,13 @@ def check_code(folder: Path) -> None:
         "Write it again with this package's code: python -c \"from hf_moe_expand import load_for_inference; "
         f"load_for_inference('{folder}')[0].save_pretrained('{folder}')\"."
     )
-    own = Path(modeling.__file__).parent
+    own, parts = Path(modeling.__file__).parent, [*load_expanded_config(folder).parts]
     for file in sorted(folder.rglob("*.py")):
         name = str(file.relative_to(folder))
         if name not in CODE:
             raise InputError(f"{folder}: {name} is not code of this package, so it is not run; move it away.")
-        if file.read_bytes() != (own / name).read_bytes():
+        text = (own / name).read_text("utf-8") if name != "parts.py" else parts_text(parts)
+        if file.read_text("utf-8") != text:
             raise InputError(f"{folder}: {name} differs from this package's, so it is not run. {again}")
     for file in sorted(folder.glob("*.json")):
         if b'"auto_map"' not in file.read_bytes():

@@ -18,7 +18,7 @@ from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
 from ..core.progress import Bar
-from ..modeling.expansion_only import ADDED, RECORD
+from ..modeling.part_expansion_only import ADDED, RECORD
 from .source import lies_inside, resolve_checkpoint
 
 ITEM_BITS = {
@@ -158,11 +158,15 @@ class CheckpointReader:
             self.tensors.update(self._base_tensors())
 
     def _base_tensors(self) -> dict[str, StoredTensor]:
-        base = read_json(self.folder / "config.json", "a configuration").get("expansion_base")
+        fields = read_json(self.folder / "config.json", "a configuration")
+        parts = fields.get("parts")
+        base = (parts if isinstance(parts, dict) else {}).get("expansion_only", fields.get("expansion_base"))
         if not isinstance(base, dict) or not all(
             isinstance(base.get(key, 0), str | None) for key in ("base_model", "revision")
         ):
-            raise InputError(f"{self.folder}: config.json does not say which base model it adds to (expansion_base).")
+            raise InputError(
+                f"{self.folder}: config.json does not say which base model it adds to (parts.expansion_only)."
+            )
         if base["base_model"] is None:
             raise InputError(
                 f"{self.folder}: holds only the tensors that an expansion added to a local folder's model: load it "

@@ -55,6 +55,24 @@ _Experts = Annotated[Count, Field(le=MOST_ELEMENTS)]
 _Layer = Annotated[Whole, Field(ge=0, le=MOST_LAYERS)]
 
 
+_Size = Annotated[Positive, Field(le=MOST_ELEMENTS)]
+_Each = dict[Text, _Size | list[dict[Text, _Size] | None]]  # of all expansions, or `each`
+
+
+class _Parts(Schema):
+    """The settings of optional parts."""
+
+    encoder_decoder: dict[Text, Any] | None = None
+    mixture: dict[Text, Any] | None = None
+    gate: dict[Text, Any] | None = None
+    cmr: Flag | None = None
+    lora: _Each | None = None
+    added: _Each | None = None
+    adapters: list[dict[Text, Any]] | None = None
+    joined: list[_Experts] | None = None
+    expansion_only: dict[Text, Text | None] | None = None
+
+
 class _OwnFields(Schema):
     """The fields of config.json that this package adds, each of which may be missing or null."""
 
@@ -62,6 +80,7 @@ class _OwnFields(Schema):
     earlier_experts_per_layer: list[list[_Experts]] | None = None
     classifier_layers: list[_Layer] | None = None
     new_layers: list[_Layer] | None = None
+    parts: _Parts | None = None
     packs: list[_Experts] | None = None
     # Rank and alpha of a pack's updates, the width of its added FFNs, or null.
     updates_of_packs: list[Annotated[list[Positive], Field(min_length=1, max_length=2)] | None] | None = None

@@ -17,8 +17,9 @@ from transformers.integrations import deepspeed
 
 from ..core.errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
-from ..modeling.backbone import mixture_rules
-from ..modeling.expanded_layer import ExpandedLayer
+from ..modeling.expanded_ffn import ExpandedLayer
+from ..modeling.part_mixture import mixture_rules
+from .kinds import has_ffn
 from .local import name_and_commit
 from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, is_finite, tensor_bytes
 from .source import load_base_config, load_config, resolve_checkpoint
@@ -288,7 +289,7 @@ def places(network: Any) -> dict[str, Place]:
             key, dense, expert = f"{name}.{inner}", None, None
             if inner.startswith("experts."):
                 expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
-                dense = f"{ffns[layer].name}.{rest}" if network.config.kind_of(layer, expert).has_ffn else None
+                dense = f"{ffns[layer].name}.{rest}" if has_ffn(network.config, layer, expert) else None
             by_key[key] = Place(dense, by_key[key].shape, layer, expert, inner)
     if (rule := getattr(network.config, "language_gate", None)) is not None:
         for inner in GATE_ROWS:

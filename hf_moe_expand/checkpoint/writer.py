@@ -24,7 +24,8 @@ from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
-from ..modeling.expansion_only import RECORD
+from ..modeling.part_expansion_only import ADDED, RECORD
+from .kinds import set_part
 from .local import ADAPTER
 from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
 from .source import CODE, TOKENIZER_FILES, lies_inside
@@ -39,10 +40,11 @@ _BELONGS = (
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", ADAPTER, "__pycache__/*.pyc",
     # Of earlier versions.
+    "adapters.py", "expanded_layer.py", "expansion_only.py", "experts.py", "judging.py", "servers.py",
     "vocabulary.py", "routers_after_expansion_*.safetensors", "pack_*.safetensors",
 )  # fmt: skip
-# Removed from a configuration before it is written: the base's own code, and what speaks of an expansion alone.
-_LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
+# Removed from a configuration before it is written: the base's own code.
+_LEFT_OUT = ("auto_map", "custom_pipelines")
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -162,6 +164,8 @@ def write_checkpoint(
         for name in _LEFT_OUT:
             vars(config).pop(name, None)
         if isinstance(config, ExpandedConfig):
+            if stem != ADDED:
+                set_part(config, "expansion_only", None)
             static = model_class(config)
             config.architectures = [static.__name__]
             config.auto_map = static.auto_map(config)

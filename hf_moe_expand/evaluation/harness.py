@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetNotFoundError
 from ..core.errors import InputError
 from ..core.extra import import_extra
 from ..data.tokens import without_end
+from ..modeling.language_gate import GateRule
 
 _JUDGED_AT_ONCE = 16  # questions
 
@@ -123,7 +124,7 @@ class HarnessTasks:
         """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples. A model with a language gate
         is told the class of each question by its context, so that the choices of one take one model."""
         wrapper = import_extra("lm_eval.models.huggingface").HFLM
-        if getattr(model.config, "language_gate", None) is not None:
+        if hasattr(model, "judge"):
             wrapper = _judging(wrapper)
         wrapped = wrapper(pretrained=model, tokenizer=without_end(tokenizer), batch_size=batch_size)
         scores: dict[str, TaskScore] = {}
@@ -158,13 +159,13 @@ def _judging(wrapper: Any) -> Any:
 
         def _languages(self, texts: Sequence[str]) -> Iterator[str]:
             """A language of each text's class."""
-            of_class = self.model.config.language_gate["languages"]
+            rule: Any = GateRule.of(self.model.config)
             for start in range(0, len(texts), _JUDGED_AT_ONCE):
                 rows = self.tokenizer(
                     texts[start : start + _JUDGED_AT_ONCE], return_tensors="pt", padding=True, padding_side="right"
                 ).to(self.device)
                 for number in self.model.judge(rows.input_ids, rows.attention_mask).tolist():
-                    yield of_class[number][-1]
+                    yield rule.languages[number][-1]
 
     return Judging
 

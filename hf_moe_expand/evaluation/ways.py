@@ -53,6 +53,6 @@ def score_ways(
     for record, of in zip(history.expansions, alone[1:], strict=True):
         scores[f"{', '.join(record.new_languages)} alone"] = of
     scores["told"] = {code: alone[number or 0][code] for code, number in classes.items()}
-    if loaded.config.language_gate is not None:
+    if loaded.config.declares("judges"):
         scores["behind the gate"] = scored(nullcontext())
     return Ways(scores, classes)

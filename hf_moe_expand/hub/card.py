@@ -74,7 +74,7 @@ def make_card(
     verdict = moved_tensors(StoredModel(folder, config)) if has_weights else Verdict()
     history = History.of(config)
     trained = any(stage.changes_everything for stage in history.stages)
-    template, has_adapters = _method(config, history), config.has_kind("adapter")
+    template, has_adapters = _method(config, history), config.expert_kind == "adapter"
     method = METHODS.get(history.last.method)
     old, new = _languages(history)
     scores = None
@@ -108,7 +108,7 @@ def make_card(
         inspection=inspection,
         words=method.words if method else "",
         grafted=any(stage.stage == "graft" for stage in history.stages),
-        regularised=config.conditional_routing or any(map(_is_regularised, settings)),
+        regularised=config.declares("shares_expert_0") or any(map(_is_regularised, settings)),
         groups=getattr(config, "language_groups", None),
         base=origin,
         old=in_words(old),

@@ -22,7 +22,7 @@ from ..core.private import library_errors_at, refuse_private
 from ..core.recipe_paths import RECIPE, SETTINGS, without_paths
 from ..core.schema import checked
 from ..evaluation.report import Evaluation
-from ..modeling.expansion_only import RECORD
+from ..modeling.part_expansion_only import RECORD
 from ..stages import recipe_stages
 from .card import make_card
 

@@ -108,7 +108,7 @@ class ChatModel:
             max_new_tokens=new, eos_token_id=end_tokens(self.model, self.tokenizer) or None,
             pad_token_id=self.tokenizer.eos_token_id if pad is None else pad, **(drawn if how.temperature else {}),
         )  # fmt: skip
-        if judge is not None and getattr(self.model.config, "language_gate", None) is not None:
+        if judge is not None and hasattr(self.model, "judge"):
             inputs["judge"] = judge
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language), generating(self.model, config):

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoint.base_tensors import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
+from ..checkpoint.kinds import kind_of, kinds_of
 from ..checkpoint.local import check_expanded
 from ..checkpoint.new_experts import check_kinds, chosen_kind
 from ..checkpoint.reader import CheckpointReader
@@ -23,10 +24,9 @@ from ..core.layer_names import in_words as layers_in_words
 from ..core.rendering import render
 from ..core.scratch import leftovers
 from ..modeling import count_layers, decoder_ffns, stack_sizes
-from ..modeling.adapters import AdaptedLayer
-from ..modeling.expanded_config import AdapterKind
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.language_gate import TEMPLATE, GateRule
+from ..modeling.part_adapters import AdaptedLayer
 from ..planning.plan import Plan
 from ..stages import training_stages
 from ..trainers.freezing import freeze
@@ -129,19 +129,20 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
     inspection = inspect_config(config)
-    code = folder / "language_gate.py", folder / "judging.py"
+    judges = [(folder / file).is_file() for file in ("judging.py", "part_gate.py")]
     return replace(
         inspection, leftovers=leftovers(Path(model)), base_check=recorded_verdict(folder).words,
-        judges_tokens=inspection.gate is not None and [file.is_file() for file in code] == [True, False],
+        judges_tokens=inspection.gate is not None and (folder / "language_gate.py").is_file() and not any(judges),
     )  # fmt: skip
 
 
 def inspect_config(config: Any) -> Inspection:
     """Inspects the model that an expanded configuration describes; allocates no weights."""
     network = network_of(config)
-    kinds = config.expert_kinds
+    kind = kind_of(config)
+    is_own = not kind.has_ffn and {one.name for one in kinds_of(config)} == {kind.name}
     layers = [(1, False, 0)] * count_layers(config)
-    gate = network.language_gate
+    gate = getattr(network, "language_gate", None)
     added, total = 0 if gate is None else _size_of(gate), _size_of(network)
     for index, ffn in network.expanded_ffns().items():
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size_of(ffn))
@@ -153,7 +154,7 @@ def inspect_config(config: Any) -> Inspection:
     trainable = {name: count for name, count in counts.items() if count}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - _idle_weights(network), total - added,
-        trainable, History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
+        trainable, History.of(config).expansions, kind.words if is_own else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         gate=GateRule.of(config), exclusive=config.exclusive_experts, packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
@@ -185,13 +186,11 @@ def inspect_plan(
 
 def _packs(config: Any) -> list[InspectedPack]:
     sizes = getattr(config, "packs", None) or []
-    kinds = config.expert_kinds if len(config.expert_kinds) == len(sizes) else config.expert_kinds * len(sizes)
     records, packs = History.of(config).expansions, []
-    for size, end, kind in zip(sizes, accumulate(sizes), kinds, strict=True):
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
         own = records[end - size : end]
-        kind = replace(kind, adapters=kind.adapters[end - size : end]) if isinstance(kind, AdapterKind) else kind
         codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
-        packs.append(InspectedPack(own[0].pack or "", codes, size, kind.words))
+        packs.append(InspectedPack(own[0].pack or "", codes, size, kind_of(config, end - size, end).words))
     return packs
 
 
@@ -229,8 +228,8 @@ def _idle_in_ffns(network: Any) -> int:
             idle += sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
         if expanded:
             sizes = sorted(map(_size_of, list(block.experts)[1:]), reverse=True)
-            if any(kind.has_ffn for kind in config.expert_kinds):
+            if any(kind.has_ffn for kind in kinds_of(config)):
                 sizes = sorted([*sizes, _size_of(block.experts[0])], reverse=True)
-                sizes = sizes[int(block.conditional_gate is not None) :]
+                sizes = sizes[int(block.shares_expert_0) :]
             idle += sum(sizes[block.top_k :])  # of other kinds a token uses expert 0's weights besides
     return idle

@@ -2,12 +2,16 @@
 
 from importlib import import_module
 
+from ..modeling import DMoEConfig
+from ..modeling.parts import PARTS
+
 # The modules with a table `REFUSED`: why a feature does not stand beside another one, or is refused by an operation.
 ROOMS = (
-    "planning.plan", "modeling.expanded_config", "modeling.configuration_dmoe", "modeling.routing_control",
+    "planning.plan",
     "checkpoint.new_experts", "checkpoint.gate_file", "checkpoint.join", "checkpoint.merge", "checkpoint.export",
     "checkpoint.peft_export", "trainers.sft", "stages.config", "stages.mixing", "stages.kinds.review",
 )  # fmt: skip
+_FEATURES = {"encoder_decoder": "encoder-decoder", "cmr": "conditional", "gate": "gated"}  # of parts
 WORDS = {
     "adapters": "adapters", "added": "added experts", "average": "the average of checkpoints",
     "average-with-the-base": "averaged experts", "classifiers": "classifiers", "conditional": "conditional routing",
@@ -26,6 +30,14 @@ def refusals() -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for room in ROOMS:
         found |= import_module(f"hf_moe_expand.{room}").REFUSED
+    found["dmoe", "told"] = DMoEConfig.not_told
+    for part in PARTS.values():
+        own = _FEATURES.get(part.name, part.name)
+        # Kinds of experts are a choice of one.
+        others = {other: why for other, why in part.not_beside.items() if not part.kind or not PARTS[other].kind}
+        beside = {(_FEATURES.get(other, other), own): why for other, why in others.items()}
+        found |= {pair: why for pair, why in beside.items() if pair[::-1] not in found}
+        found |= {(own, "told"): part.not_told} if part.not_told else {}
     return found
 
 

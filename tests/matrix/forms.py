@@ -259,7 +259,7 @@ class Form:
         save_expansion(self.whole, out, self.base)
         # A folder where a hub's name would stand.
         fields = json.loads((out / "config.json").read_text())
-        fields["expansion_base"]["base_model"] = str(self.base)
+        fields["parts"]["expansion_only"]["base_model"] = str(self.base)
         (out / "config.json").write_text(json.dumps(fields))
         return out
 

@@ -39,6 +39,7 @@ from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import SentencePair
 from hf_moe_expand.modeling import auto_class
+from hf_moe_expand.modeling.part_added import AddedFFN
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from matrix import oracles
 from matrix.forms import ALPHABETS, NEW, Form, lines, load, pairs
@@ -163,7 +164,7 @@ def starts_as_the_base(form: Form) -> None:
     draw = torch.Generator().manual_seed(1)
     for scale in (1.0, 30.0):
         for ffn in model.expanded_ffns().values():
-            for module in filter(None, (ffn.router, ffn.classifier, ffn.conditional_gate)):
+            for module in ffn.scorers:
                 for parameter in module.parameters():
                     parameter.data.add_(torch.randn(parameter.shape, generator=draw) * scale)
         close(logits(model, form), expected)
@@ -248,7 +249,7 @@ def _calls(model: Any) -> Iterator[list[Any]]:
 def _of_expert(ffn: Any, expert: int, token: torch.Tensor) -> torch.Tensor:
     """What an expert makes of a token; an added one stands beside expert 0."""
     own = ffn.experts[expert](token[None, None])[0, 0]
-    return ffn.experts[0](token[None, None])[0, 0] + own if expert and ffn.is_added else own
+    return ffn.experts[0](token[None, None])[0, 0] + own if expert and isinstance(ffn, AddedFFN) else own
 
 
 @operation
@@ -264,7 +265,7 @@ def from_configuration(form: Form) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     for ffn in model.expanded_ffns().values():
         assert ffn.router is None or ffn.router.weight.std() > 0.05
-        assert not any(m.weight.any() for m in (ffn.classifier, ffn.conditional_gate) if m is not None)
+        assert not any(m.weight.any() for m in ffn.scorers if m is not ffn.router)
     assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
     base = AutoModel.from_pretrained(form.folder)
     family = "DMoE" if "dmoe" in form else "LayerMoE"

@@ -59,7 +59,7 @@ class GateBudgetLoss(LayerLoss):
             raise InputError(f"GateBudgetLoss: gate_budget is {self.gate_budget}: must be at least 0 and at most 1.")
 
     def applies_to(self, routing: LayerRouting) -> bool:
-        return routing.conditional
+        return routing.shared
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
         return gate_budget_loss(batch.routing[layer].router_logits, self.gate_budget, batch.tokens.counted_T, count)

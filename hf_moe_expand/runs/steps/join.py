@@ -16,7 +16,7 @@ from ...checkpoint.stored import StoredModel, network_of
 from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
 from ...core.errors import InputError, errors_at
-from ...modeling.expansion_only import RECORD
+from ...modeling.part_expansion_only import RECORD
 from ...stages.config import languages_of
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep

@@ -9,15 +9,17 @@ Shape suffixes as in `routing.py`.
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from math import isfinite
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from .expanded_layer import ExpandedLayer, chosen
-from .experts import LoraUpdate
+from .expanded_ffn import ExpandedLayer, chosen
+from .part import BasePart, calls
 from .routing import TokenClasses
 from .routing_control import RoutingControl
+from .updates import LoraUpdate
 
 
 class Adapter(nn.Module):
@@ -29,7 +31,7 @@ class Adapter(nn.Module):
         maps: rank and scaling of each map's update.
     """
 
-    def __init__(self, layer: nn.Module, maps: dict[str, tuple[int, float]]) -> None:
+    def __init__(self, layer: nn.Module, maps: dict[str, list]) -> None:
         super().__init__()
         for name, (rank, scaling) in maps.items():
             self.add_module(update_name(name), LoraUpdate(layer.get_submodule(name), name, rank, scaling))
@@ -56,7 +58,7 @@ class AdaptedLayer(ExpandedLayer):
         counts = self.experts_after_expansion
         # An expansion adds one expert to the layer, or none.
         adding = [number for number, (before, after) in enumerate(pairwise(counts)) if after > before]
-        maps = [config.adapter_maps(number, layer_index) for number in adding]
+        maps = [maps_of(config.parts["adapters"][number], layer_index) for number in adding]
         self.experts = nn.ModuleList([nn.Identity(), *(Adapter(layer, of_expert) for of_expert in maps)])
         self.updated: dict[str, list[int]] = {}
         for number, of_expert in enumerate(maps, start=1):
@@ -80,13 +82,13 @@ class AdaptedLayer(ExpandedLayer):
             hidden_states = hidden_states[0] if comes_first else hidden_states[:, :, 0]
         request = self.control.request
         known = self._known(request, hidden_states)
-        self.control.decided = self._single_expert(request, known), known, hidden_states.shape[:-1].numel()
+        self.control.own.decided = self._single_expert(request, known), known, hidden_states.shape[:-1].numel()
 
     def _add(self, name: str, linear: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         """A map's output with the updates of its tokens."""
-        if self.control.decided is None:  # the map alone
+        if (decided := getattr(self.control.own, "decided", None)) is None:  # the map alone
             return output
-        x, (single_expert, known, tokens), ran = inputs[0], self.control.decided, set()
+        x, (single_expert, known, tokens), ran = inputs[0], decided, set()
         if single_expert is None and x.shape[:-1].numel() != tokens:
             # A map of what the cache holds, too (`kv_b_proj` of DeepSeek's kin): the classes of the sequences.
             class_B = known.class_T.view(len(x), -1)[:, -1]
@@ -113,6 +115,74 @@ class AdaptedLayer(ExpandedLayer):
         return self.experts[expert].get_submodule(update_name(name))
 
 
-def calls(hooks: Any, method: Any) -> bool:
-    """Whether a partial of the method is among a module's hooks."""
-    return any(getattr(hook, "func", None) == method for hook in hooks.values())
+class AdaptedModel:
+    """A model with adapters."""
+
+    def _attach_parts(self) -> None:
+        super()._attach_parts()  # type: ignore[misc]
+        for name, module in list(self.named_modules()):  # type: ignore[attr-defined]
+            if isinstance(module, AdaptedLayer):
+                module.attach(self.get_submodule(name.rpartition(".")[0]))  # type: ignore[attr-defined]
+
+    def init_parallel_plans(self) -> None:
+        super().init_parallel_plans()  # type: ignore[misc]
+        self._tp_plan: dict = {}  # an update is added to a map's whole output: every rank keeps the model whole
+
+
+def maps_of(adapter: dict, layer: int) -> dict[str, list]:
+    """The updates of a layer by one expansion's adapter: rank and scaling, by the name of the map in the layer."""
+    return adapter.get("layers", {}).get(str(layer), adapter["maps"])
+
+
+def _is_update(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    rank, scaling = value
+    numbers = isinstance(rank, int) and isinstance(scaling, int | float) and not isinstance(rank, bool)
+    return numbers and rank >= 1 and isfinite(scaling)
+
+
+class Part(BasePart):
+    """`config.parts["adapters"]` has for each expansion `{"maps": {NAME: [rank, scaling]}, "layers": {LAYER: {NAME:
+    [rank, scaling]}}}`: the updates of each layer, under the names of its maps in the layer; `layers` has those that
+    differ."""
+
+    name, kind = "adapters", "adapter"
+    flat = ("adapters",)
+    model_class = AdaptedModel
+    beside_mixtures = True
+    not_beside: ClassVar = {"lora": "an adapter updates the FFN too", "added": "an adapter updates the FFN too"}
+    not_served = (
+        "{server} merges the linear layers that adapters update: serve the base with its adapters (`hf-moe-expand "
+        "export --peft`), or the dense model of one language (`hf-moe-expand export --language`)."
+    )
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], config: Any) -> Any:
+        return (fields.get("adapters") or []) if fields.get("expert_kind") == "adapter" else None
+
+    def check(self) -> None:
+        if not isinstance(self.settings, list) or not self.settings:
+            raise ValueError("adapters is empty: adapters need the maps that they update.")
+        for adapter in self.settings:
+            layers = adapter.get("layers", {}) if isinstance(adapter, dict) else None
+            all_maps = [adapter.get("maps"), *layers.values()] if isinstance(layers, dict) else [None]
+            if not all(isinstance(maps, dict) and all(map(_is_update, maps.values())) for maps in all_maps):
+                raise ValueError(
+                    f"adapters has {str(adapter)[:80]}: must have `maps`, and may have `layers`, with a rank of at "
+                    "least 1 and a finite scaling for each map's name."
+                )
+        history = self.config.counts_of_expansions
+        steps = pairwise([[1] * len(history[0]), *history])
+        one_each = all(after - before in (0, 1) for old, new in steps for before, after in zip(old, new, strict=False))
+        if not self.config.exclusive_experts or not one_each or len(self.settings) != len(history):
+            raise ValueError(
+                "expert_kind is 'adapter': a class has one adapter in a layer and no router: set exclusive_experts, "
+                "let each expansion add one expert to a layer or none, and give one entry of adapters for each "
+                "expansion."
+            )
+
+    def expand(self, model: Any, place: str, layer: int) -> bool:
+        module = model.get_submodule(place.rpartition(".")[0])
+        module.adapters = AdaptedLayer(module, self.config, layer, model.routing_control)
+        return True

@@ -1,7 +1,7 @@
 """Loads checkpoints with only the tensors added by an expansion: fetches and checks the base model's tensors.
 
 Such a checkpoint has new experts, routers and classifiers in `expansion.safetensors`, and in `expansion_base.json`, for
-every other tensor, its name in the base checkpoint and the SHA-256 of its bytes. `expansion_base` in config.json names
+every other tensor, its name in the base checkpoint and the SHA-256 of its bytes. `config.parts["expansion_only"]` names
 the base model.
 """
 
@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,9 +19,10 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from .part import HUB_OPTIONS, BasePart
+
 ADDED = "expansion"
 RECORD = "expansion_base.json"
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any]) -> Any:
@@ -38,7 +40,7 @@ def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any])
     """
     override = arguments.pop("base_model", None)
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if arguments.get(name) is not None}
-    recorded = config.expansion_base
+    recorded = config.parts["expansion_only"]
     base, revision = (recorded["base_model"], recorded["revision"]) if override is None else (override, None)
     if base is None:
         name = config.expansions[0]["base_model"]
@@ -57,7 +59,7 @@ def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any])
         with suppress(OSError):  # without a generation config, the model makes one from its configuration
             arguments["generation_config"] = GenerationConfig.from_pretrained(path, **hub)
     config = copy.deepcopy(config)
-    del config.expansion_base  # the assembled model is complete, and is saved as a whole
+    del config.parts["expansion_only"]  # the assembled model is complete, and is saved as a whole
     loaded = load(None, config=config, state_dict=state, **arguments)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = str(path)
@@ -89,3 +91,16 @@ def _check(tensors: dict[str, torch.Tensor], record: dict[str, dict[str, str]], 
 def _sha256(tensor: torch.Tensor) -> str:
     data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data).hexdigest()
+
+
+class Part(BasePart):
+    name = "expansion_only"
+    flat = ("expansion_base",)
+    is_saved = False
+    not_served = (
+        "{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
+        "it with from_pretrained, save the whole model with save_pretrained, and serve that."
+    )
+
+    def load(self, load: Callable, path: Any, config: Any) -> Callable:
+        return lambda _, *__, config, **arguments: load_assembled(load, path, config, arguments)

@@ -1,0 +1,133 @@
+"""The kinds of new experts: what an expansion makes, and what a configuration's parts say of them."""
+
+from dataclasses import astuple, dataclass
+from typing import Any, ClassVar
+
+from ..modeling.expanded_ffn import copy_ffn
+from ..modeling.part_adapters import maps_of
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """FFNs of the backbone's class, copies of expert 0 at first.
+
+    Attributes:
+        name: `expert_kind`.
+        names: arguments of a configuration, one for each field of the kind.
+        has_ffn: whether the experts are FFNs of the backbone's own; else they have tensors that no dense model has.
+    """
+
+    name: ClassVar[str] = "ffn"
+    names: ClassVar[tuple[str, ...]] = ()
+    has_ffn: ClassVar[bool] = True
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its arguments of a configuration."""
+        return {"expert_kind": self.name, **dict(zip(self.names, astuple(self), strict=True))}
+
+    @property
+    def words(self) -> str:
+        """The kind of the experts, in words."""
+        return "FFNs"
+
+
+@dataclass(frozen=True)
+class LoraKind(ExpertKind):
+    """Expert 0 with updates of rank `rank`, which are scaled by `alpha / rank`."""
+
+    rank: int
+    alpha: float
+    name: ClassVar[str] = "lora"
+    names: ClassVar[tuple[str, ...]] = ("lora_rank", "lora_alpha")
+    has_ffn: ClassVar[bool] = False
+
+    @property
+    def words(self) -> str:
+        return f"expert 0 with updates of rank {self.rank}, alpha {self.alpha:g}"
+
+
+@dataclass(frozen=True)
+class AddedKind(ExpertKind):
+    """Expert 0 and an FFN of width `width` beside it."""
+
+    width: int
+    name: ClassVar[str] = "added"
+    names: ClassVar[tuple[str, ...]] = ("expert_width",)
+    has_ffn: ClassVar[bool] = False
+
+    @property
+    def words(self) -> str:
+        return f"expert 0 with an added FFN of width {self.width}"
+
+
+@dataclass(frozen=True)
+class AdapterKind(ExpertKind):
+    """Low-rank updates of a layer's linear maps, one adapter for each expansion (`modeling/part_adapters.py`)."""
+
+    adapters: list[dict]
+    name: ClassVar[str] = "adapter"
+    names: ClassVar[tuple[str, ...]] = ("adapters",)
+    has_ffn: ClassVar[bool] = False
+
+    def maps(self, expansion: int, layer: int) -> dict[str, list]:
+        """The updates of a layer by an expansion, which are numbered from 0."""
+        return maps_of(self.adapters[expansion], layer)
+
+    @property
+    def words(self) -> str:
+        maps = [maps for one in self.adapters for maps in (one["maps"], *one.get("layers", {}).values())]
+        ranks = sorted({rank for of_layer in maps for rank, _ in of_layer.values()})
+        names = sorted({name.rpartition(".")[2] for of_layer in maps for name in of_layer})
+        return f"updates of rank {', '.join(map(str, ranks))} on {', '.join(names)}"
+
+
+KINDS: dict[str, type[ExpertKind]] = {kind.name: kind for kind in (ExpertKind, LoraKind, AddedKind, AdapterKind)}
+
+
+def kind_of(config: Any, first: int = 0, end: int | None = None) -> ExpertKind:
+    """The kind of the experts of the expansions from `first` to `end`, which are numbered from 0."""
+    parts = config.parts
+    if "adapters" in parts:
+        return AdapterKind(parts["adapters"][first:end])
+    for name, made in (("lora", LoraKind), ("added", AddedKind)):
+        settings = parts.get(name, {"each": {first: None}})
+        one = settings["each"][first] if "each" in settings else settings
+        if one is not None:
+            return made(**one)
+    return ExpertKind()
+
+
+def kinds_of(config: Any) -> list[ExpertKind]:
+    """The kind of the experts of each expansion."""
+    return [kind_of(config, number, number + 1) for number in range(len(config.counts_of_expansions))]
+
+
+def has_ffn(config: Any, layer: int, expert: int) -> bool:
+    """Whether an expert is an FFN of the backbone's own."""
+    return expert == 0 or ("adapters" not in config.parts and config.make_expert(layer, expert) is copy_ffn)
+
+
+def set_part(config: Any, name: str, settings: Any) -> None:
+    """Gives a configuration a part's settings; None takes the part away."""
+    others = {part: value for part, value in config.parts.items() if part != name}
+    config.parts = others if settings is None else {**others, name: settings}
+
+
+def set_kinds(config: Any, kinds: list[ExpertKind]) -> None:
+    """Gives a configuration the kinds of its expansions."""
+    for name in ("lora", "added", "adapters"):
+        set_part(config, name, None)
+    if kinds[0].name == "adapter":
+        set_part(config, "adapters", [one for kind in kinds for one in kind.adapters])  # type: ignore[attr-defined]
+        return
+    for name, made in (("lora", LoraKind), ("added", AddedKind)):
+        each = [vars(kind) if isinstance(kind, made) else None for kind in kinds]
+        if any(each):
+            set_part(config, name, each[0] if all(one == each[0] for one in each) else {"each": each})
+
+
+def joins_packs(config: Any) -> bool:
+    """Whether a model joins language packs and was not expanded further since."""
+    packs = (getattr(config, "parts", None) or {}).get("joined")
+    return packs is not None and sum(packs) == len(config.counts_of_expansions)

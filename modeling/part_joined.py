@@ -1,0 +1,31 @@
+"""Language packs that a model joins. `config.parts["joined"]` is the number of expansions of each; the model's first
+expansions are those of the packs, in order."""
+
+from typing import Any
+
+from .part import BasePart
+
+
+class Part(BasePart):
+    name = "joined"
+    flat = ("packs", "updates_of_packs")
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], config: Any) -> Any:
+        return fields.get("packs")
+
+    @classmethod
+    def flat_value(cls, settings: Any, name: str) -> Any:
+        return settings if name == "packs" else None
+
+    def check(self) -> None:
+        packs, expansions = self.settings, len(self.config.counts_of_expansions)
+        if not isinstance(packs, list) or not packs or min(packs) < 1 or sum(packs) > expansions:
+            raise ValueError(
+                f"packs is {packs}: must give the number of expansions of each language pack, of {expansions} in all."
+            )
+        if not self.config.exclusive_experts:
+            raise ValueError(
+                "packs: the checkpoint joins packs whose routers choose among all experts, of an earlier version: "
+                "expand the base with exclusive experts for each language, and join those packs."
+            )

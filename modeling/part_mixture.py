@@ -1,0 +1,125 @@
+"""Backbones that have mixtures of experts of their own, which stay frozen. `config.parts["mixture"]` is empty.
+
+Of an FFN that is a mixture, a checkpoint has the experts one by one, or fused, as the base has them. transformers fuses
+them when it loads them and takes them apart when it saves them, by rules for the names of its own architectures. In an
+expanded model the mixture is expert 0 of an `ExpandedFFN`: the same rules hold for its names there.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import fields as fields_of
+from typing import Any
+
+from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from .backbone import DecoderFFN, decoder_ffns, layer_names
+from .expanded_ffn import ExpandedFFN
+from .part import BasePart
+
+_AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.0}  # see `_Off`
+
+
+class _Off:
+    """A field that reads as off and is saved as it came: by it, libraries add the loss that balances the experts of a
+    base's own mixture (TRL turns it on itself)."""
+
+    def __init__(self, name: str, off: Any) -> None:
+        self.name, self.off = name, off
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        return self.off
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config).setdefault(self.name, value)
+
+
+class MixtureModel:
+    """A model with mixtures of the backbone's own."""
+
+    config: Any
+    _dense_class: Any
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> Any:
+        if not self._leaves_implementation:
+            return super().get_correct_experts_implementation(requested_experts)  # type: ignore[misc]
+        can_set = self._dense_class._can_set_experts_implementation()
+        own = self._dense_class.get_correct_experts_implementation
+        return own(self, requested_experts) if can_set else requested_experts
+
+    def post_init(self) -> None:
+        config = self.config
+        ffns = decoder_ffns(self)  # type: ignore[arg-type]
+        mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
+        grown = [index for index in mixtures if config.num_experts_per_layer[index] > 1]
+        if grown and not any(part.beside_mixtures for part in config.used_parts):
+            names = layer_names(config)
+            raise ValueError(
+                f"Layers {', '.join(names[index] for index in grown)} are mixtures of experts of the backbone's own, "
+                f"of which no {config.expert_kind} experts are made: take another expert_kind, or set "
+                "num_experts_per_layer to 1 there."
+            )
+        implementation = config._experts_implementation_internal
+        super().post_init()  # type: ignore[misc]
+        if self._leaves_implementation:
+            config._experts_implementation_internal = implementation
+        elif mixtures and config._experts_implementation_internal is None:
+            config._experts_implementation_internal = "grouped_mm"  # the backbone's own need a name
+
+    @property
+    def _leaves_implementation(self) -> bool:
+        return any(part.leaves_implementation for part in self.config.used_parts)
+
+    def _rules(self) -> list:
+        return [*super()._rules(), *mixture_rules(self, decoder_ffns(self))]  # type: ignore[misc, arg-type]
+
+
+def mixture_rules(model: Any, ffns: list[DecoderFFN]) -> list[WeightConverter]:
+    """The rules for the mixtures of an expanded model, layer by layer: a new expert's tensors may have names that the
+    library's own rules would take for those of a mixture's experts."""
+    names = (model._dense_class.__name__, model.config.backbone_model_type)
+    known: list[Any] = next(
+        (rules for name in names if (rules := get_checkpoint_conversion_mapping(name)) is not None), []
+    )
+    converters = [rule for rule in known if isinstance(rule, WeightConverter)]
+    start = f"{model.base_model_prefix}."  # a file may have it where the model does not, and the reverse
+    mixtures = [ffn for ffn in ffns if ffn.is_mixture]
+    return [rule for ffn in mixtures for rule in _of_layer(converters, ffn.place.removeprefix(start), ffn.module)]
+
+
+def _of_layer(converters: list[WeightConverter], place: str, module: nn.Module) -> Iterator[WeightConverter]:
+    block = module
+    if isinstance(module, ExpandedFFN):
+        block, place = module.experts[0], f"{place}.experts.0"
+    inner = list(block.state_dict())
+    for rule in converters:
+        sources, targets = (
+            [pattern.replace("\\.", ".") for pattern in patterns]
+            for patterns in (rule._original_source_patterns, rule._original_target_patterns)
+        )
+        for name in inner:
+            head = targets[0].removesuffix(name)
+            if len(targets) == 1 and head != targets[0] and all(source.startswith(head) for source in sources):
+                moved = [f"{place}.{source.removeprefix(head)}" for source in sources]
+                yield WeightConverter(moved, f"{place}.{name}", operations=copy.deepcopy(rule.operations))
+
+
+class Part(BasePart):
+    name = "mixture"
+    model_class = MixtureModel
+    not_served = (
+        "{server} runs a mixture of experts by code of its own, which knows nothing of the experts beside it: serve "
+        "this model with transformers."
+    )
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], config: Any) -> Any:
+        backbone = type(config).__dict__.get("backbone_config_class")
+        if backbone is None:
+            return None
+        for name, off in _AUXILIARY.items():
+            if hasattr(backbone, name):
+                setattr(type(config), name, _Off(name, off))
+        known = [field.name for field in fields_of(backbone)]
+        return {} if any("expert" in name and getattr(config, name, None) for name in known) else None

@@ -1,0 +1,82 @@
+"""Low-rank updates of linear maps (LoRA, Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B
+`[out, r]`, named, scaled and initialised as in PEFT: A is Kaiming-uniform and B zero, so that an update is zero at
+first."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.pytorch_utils import Conv1D
+
+
+class LoraFactor(nn.Module):
+    """A bias-free linear map, A or B of an update.
+
+    Not an `nn.Linear`, so that quantisation and "all linear layers" adapters leave it alone.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Kaiming uniform, as PEFT (for A) and `nn.Linear`."""
+    init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+
+
+class LoraUpdate(nn.Module):
+    """`scaling * B A x`, the update of one linear layer.
+
+    Args:
+        layer: the layer.
+        name: its name in the module that owns it.
+        rank: r.
+        scaling: `alpha / r`.
+    """
+
+    dropout = 0.0  # of its input, in training
+
+    def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.name = name
+        inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+        self.scaling = scaling
+        self.lora_A = LoraFactor(inputs, rank)
+        self.lora_B = LoraFactor(rank, outputs)
+
+    def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
+        """`[..., in] -> [..., out]`; zero but for the tokens of `only_T` (bool), if given."""
+        low = self.lora_A(F.dropout(x, self.dropout) if self.dropout and self.training else x)
+        if only_T is None:  # in PEFT's order
+            return self.scaling * self.lora_B(low)
+        return self.lora_B((self.scaling * low).where(only_T.view(*low.shape[:-1], 1), 0))
+
+    def init_part(self) -> None:
+        """First weights: random rows in A and zeros in B, so that the update is zero at first."""
+        init_kaiming(self.lora_A.weight)
+        init.zeros_(self.lora_B.weight)
+
+
+def entries(name: str, settings: Any, fields: set[str], expansions: int) -> list[dict | None]:
+    """The settings of a part that makes experts: those of all expansions, or of each, where some may be None.
+
+    Raises:
+        ValueError: they have another form.
+    """
+    is_each = isinstance(settings, dict) and set(settings) == {"each"} and len(settings["each"]) == expansions
+    found = list(settings["each"]) if is_each else [settings]
+    if not any(found) or not all(
+        (one is None and is_each) or (isinstance(one, dict) and {*one} == fields) for one in found
+    ):
+        raise ValueError(
+            f"parts.{name} is {settings}: must have {', '.join(sorted(fields))}, or `each` with that for each of "
+            f"{expansions} expansions."
+        )
+    return found
