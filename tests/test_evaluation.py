@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_config, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, save_dense, tiny_config, tiny_dense
+from gated_models import KINDS, gated_model, tokens
+from transformers import AutoModelForCausalLM
 
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.evaluation import perplexity
+from hf_moe_expand.evaluation import perplexity, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
-from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.report import Evaluation, in_time
+from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.inference.models import longest_block
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
@@ -162,6 +165,35 @@ def test_table_and_json(tmp_path):
     refused(Evaluation.from_json, tmp_path / "other.json", says="not an evaluation")
 
 
+@pytest.mark.parametrize("kind", ["exclusive", "adapters", "copies"])
+def test_the_tokens_that_leave_home_are_counted(kind):
+    model, ids = gated_model(**KINDS[kind]), tokens(40, 16)
+    stream = TextStream(ids.flatten().tolist(), [True] * ids.numel(), 100)
+    windows = list(stream.windows(8, 1))
+    wanted = sum(int((targets != -100).sum()) for inputs, targets in windows if model.judge(inputs).item())
+    score = perplexity.score_stream(model, stream, 8, 4)
+    assert 0 < score.away == wanted < stream.tokens
+    with model.use_languages("en"):  # nothing is judged
+        assert perplexity.score_stream(model, stream, 8, 4).away is None
+    models = {"base": {"en": LanguageScore(2.0, 1.0, 9, 9)}, "after": {"en": score, "el": score}}
+    line = Evaluation(["en"], ["el"], models).notes()[-1]
+    assert line == f"tokens that the gate of after sends to new experts: en {score.away:,} of {score.tokens:,}"
+
+
+def test_an_evaluation_takes_two_minutes_unless_it_is_told_otherwise(tmp_path, monkeypatch, capsys):
+    model, asked = {"base": (str(save_dense(tmp_path / "base")), None)}, EvaluationSettings()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "base").num_parameters()
+    for share in (1000, 100):
+        monkeypatch.setattr(report, "_WORK", parameters * share * 25)
+        assert in_time(asked, model, {"en": 1, "el": 2}).max_tokens == max(1000, share * 25 // 2 // 100 * 100)
+    assert "scores up to 12,500 tokens of each language" in capsys.readouterr().err
+    given = EvaluationSettings(max_tokens=5)
+    assert in_time(given, model, {"en": 1}) == given
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert in_time(asked, model, {"en": 1}) == asked
+
+
 def test_several_expansions_are_groups_of_their_own(tmp_path):
     def scores(*bits):
         codes = ("en", "el", "hu", "tr")
@@ -228,7 +260,7 @@ def test_the_longest_block_is_found_under_any_name():
 def test_logits_come_in_pieces_of_a_bounded_size(monkeypatch):
     model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
     stream = text_stream(["a text of some length"] * 9, tokenizer)
-    whole = torch.cat([nats.flatten() for nats in perplexity.target_nats(model, stream, 16, 4)])
+    whole = torch.cat([nats.flatten() for nats, _ in perplexity.target_nats(model, stream, 16, 4)])
     ((inputs, targets),) = stream.windows(16, 100)
     logits = model(inputs).logits.log_softmax(-1)
     slow = -logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(targets < 0, 0)
@@ -237,7 +269,7 @@ def test_logits_come_in_pieces_of_a_bounded_size(monkeypatch):
     model.register_forward_pre_hook(lambda *given: rows.append(len(given[-1]["input_ids"])), with_kwargs=True)
     monkeypatch.setattr(perplexity, "_TOKENS", 5)
     monkeypatch.setattr(perplexity, "_LOGITS", 2 * 16 * 257)
-    pieces = torch.cat([nats.flatten() for nats in perplexity.target_nats(model, stream, 16, 4)])
+    pieces = torch.cat([nats.flatten() for nats, _ in perplexity.target_nats(model, stream, 16, 4)])
     assert max(rows) == 2
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(perplexity, "_LOGITS", 1)

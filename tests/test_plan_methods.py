@@ -48,6 +48,7 @@ GOOD = {
     "mola": {},
     "random": {"total_experts": 7},
     "dmoe": {"groups": 2},
+    "exclusive": {},
 }
 
 
@@ -104,7 +105,7 @@ def test_settings_are_values(name):
 def test_the_analysis_that_a_plan_needs():
     assert {name: plan_settings(name, **keys).needs for name, keys in GOOD.items()} == {
         "layer-moe": "similarity", "moe-lpr": None, "mola": None, "random": None,
-        "dmoe": "deviation",
+        "dmoe": "deviation", "exclusive": None,
     }  # fmt: skip
     assert plan_settings("mola", classifier_layers=2).needs == "similarity"
     assert plan_settings("mola", classifier_layers=2, classifier_choice="last").needs == "similarity"
@@ -118,8 +119,9 @@ def test_the_analysis_that_a_plan_needs():
         ({"method": "moe-lpr", "total_experts": 9}, "`total_experts` is a key of layer-moe and random; this"),
         ({"total_experts": 7, "zzzz": 7}, "unknown key `zzzz`; known: method, total_experts, minimum"),
         ({"method": "moe_lpr"}, "unknown plan method 'moe_lpr'; did you mean `moe-lpr`?"),
-        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: dmoe, layer-moe, moe-lpr, mola, random."),
+        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: dmoe, exclusive, layer-moe, moe-lpr, mola, random."),
         ({}, "`total_experts` is missing."),
+        ({"method": "exclusive", "exclusive": False}, "exclusive is false: take `method: moe-lpr`"),
         ("layer-moe", "must hold `key: value` lines, found 'layer-moe'."),
     ],
 )

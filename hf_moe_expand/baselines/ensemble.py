@@ -86,7 +86,7 @@ def evaluate_ensemble(
                     "ensemble must share one tokenizer."
                 )
             nats = []
-            for part in target_nats(loaded, stream, block_size, batch_size):
+            for part, _ in target_nats(loaded, stream, block_size, batch_size):
                 nats.append(part)
                 bar.update(len(part))
             log_probs[language].append(-torch.cat(nats))

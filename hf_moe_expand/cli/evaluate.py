@@ -18,8 +18,8 @@ Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the other
 @opt.with_settings("questions")
 def evaluate(
     models: Models,
-    out: opt.Out,
     settings: EvaluationSettings,
+    out: Annotated[Path | None, typer.Option(help="File to write as well.")] = None,
     data: Annotated[list[str] | None, typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")] = None,
     old: opt.OldCodes = "",
     new: opt.NewCodes = "",
@@ -53,7 +53,7 @@ def evaluate(
 ) -> None:
     """Compare models: perplexity and bits per byte on each language, and tasks of lm-evaluation-harness.
 
-    Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out eval.json
+    Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl
     """
     check_file(out, overwrite)
     check_checkpoints(*models)
@@ -95,12 +95,14 @@ def evaluate(
                 raise InputError(f"{name}: {why}, so it cannot answer --questions.")
     result = evaluate_models(models, sources, groups, settings, ensemble, harness_tasks)
     for code, lines in chat_questions.items():
-        result.to_json(out)  # a question may fail
+        if out is not None:
+            result.to_json(out)  # a question may fail
         if (chat := check_chat(models[0], models[-1], code, lines)) is not None:
             result.chats.append(chat)
             print("\n".join(chat.lines()))
-    result.to_json(out)
-    print(f"wrote {out}")
+    if out is not None:
+        result.to_json(out)
+        print(f"wrote {out}")
 
 
 @opt.app.command()

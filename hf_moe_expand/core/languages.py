@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -42,8 +43,10 @@ def _code_meant(name: Any) -> str | None:
     if not isinstance(name, str):
         return None
     try:
+        if find_spec("language_data") is None:  # the names are in an extra, for which `find` advertises
+            raise LookupError
         return str(find(name))
-    except (LookupError, ImportError):  # the names are in an extra
+    except LookupError:
         spoken = Language.make(territory=name.upper()).maximize().language if len(name) == 2 else None
         return None if spoken == "en" else spoken  # as of no country
 

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -24,6 +24,7 @@ from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..inference.models import longest_block, model_name
+from ..modeling import decoder_ffns
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 from .settings import EvaluationSettings
 
@@ -43,6 +44,7 @@ class LanguageScore:
     Attributes:
         lost: the share of the bytes that the tokenizer loses, which the model does not have to predict; None in scores
             of earlier releases.
+        away: behind a gate, the tokens that it sends to new experts; None without a gate.
     """
 
     perplexity: float
@@ -50,6 +52,7 @@ class LanguageScore:
     tokens: int
     bytes: int
     lost: float | None = None
+    away: int | None = None
 
     @property
     def is_bound(self) -> bool:
@@ -57,11 +60,13 @@ class LanguageScore:
         return self.lost is None or self.lost <= MOST_LOST
 
     @classmethod
-    def from_nats(cls, nats: float, tokens: int, size: int, lost: float | None = None) -> "LanguageScore":
+    def from_nats(
+        cls, nats: float, tokens: int, size: int, lost: float | None = None, away: int | None = None
+    ) -> "LanguageScore":
         """From the text's negative log-likelihood, which must be finite."""
         if not math.isfinite(nats):
             raise InputError(f"the log-likelihood of the text is {-nats}: the model computes NaN or infinite values.")
-        return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size, lost)
+        return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size, lost, away)
 
 
 @dataclass(frozen=True)
@@ -183,9 +188,12 @@ def language_stream(
 
 
 @torch.no_grad()
-def target_nats(model: Any, stream: TextStream, block_size: int, batch_size: int) -> Iterator[torch.Tensor]:
-    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch; 0 where not scored. A batch
-    has at most `batch_size` windows, fewer where the logits of more would not fit `_LOGITS`."""
+def target_nats(
+    model: Any, stream: TextStream, block_size: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch, 0 where not scored; and
+    which are scored. A batch has at most `batch_size` windows, fewer where the logits of more would not fit
+    `_LOGITS`."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     batch_size = min(batch_size, max(1, _LOGITS // (block_size * vocabulary)))
     for inputs, targets in stream.windows(block_size, batch_size):
@@ -195,7 +203,7 @@ def target_nats(model: Any, stream: TextStream, block_size: int, batch_size: int
         # In float32, and as a log-softmax, the logits of some tokens at a time take memory.
         pieces = zip(logits_BSV.flatten(0, 1).split(_TOKENS), targets_T.split(_TOKENS), strict=True)
         nats = [F.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
-        yield torch.cat(nats).cpu().double().view(targets.shape)
+        yield torch.cat(nats).cpu().double().view(targets.shape), targets != IGNORED
 
 
 @dataclass(frozen=True)
@@ -285,17 +293,40 @@ def score_stream(
     Args:
         update: is told of the tokens that were scored.
     """
-    nats = 0.0
+    nats, away = 0.0, None
     if isinstance(stream, PairStream):
         for of_batch, tokens in _pair_nats(model, stream, batch_size):
             nats += of_batch
             update(tokens)
     else:
         block_size = min(block_size, longest_block(model.config) or block_size)
-        for part in target_nats(model, stream, block_size, batch_size):
-            nats += part.sum().item()
-            update(int(part.count_nonzero()))
-    return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost)
+        with _judged(model) as judged:
+            for part, scored in target_nats(model, stream, block_size, batch_size):
+                nats += part.sum().item()
+                update(int(scored.sum()))
+                for class_T in judged:
+                    away = (away or 0) + int((class_T.view(scored.shape)[scored] > 0).sum())
+                judged.clear()
+    return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost, away)
+
+
+@contextmanager
+def _judged(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Inside, each pass of a model with a gate adds the classes of its tokens that it judges, `[T]`."""
+    classes: list[torch.Tensor] = []
+    if getattr(model.config, "language_gate", None) is None:
+        yield classes
+        return
+
+    def note(*_: Any) -> None:
+        if (judged := model.routing_control.judged) is not None:
+            classes.append(judged.class_T.cpu())
+
+    hook = model.get_submodule(decoder_ffns(model)[-1].place).register_forward_pre_hook(note)
+    try:
+        yield classes
+    finally:
+        hook.remove()
 
 
 def _documents(language: str, given: Any, kind: type) -> Iterator[Any]:

@@ -131,7 +131,7 @@ class Evaluation:
             values = [self.mean(name, languages, measure) for name in names]
             marks = [self._mark(name, languages) for name in names]
             moved = self.change(languages, measure)
-            change = "-" if moved is None else f"{100 * moved:+.1f} %{marks[0] or marks[-1]}"
+            change = "-" if moved is None else f"{in_percent(moved)}{marks[0] or marks[-1]}"
             shown = ["-" if value is None else f"{value:.3f}{mark}" for value, mark in zip(values, marks, strict=True)]
             rows.append([label, *shown, change])
         return compared(["language"], names, rows)
@@ -152,6 +152,10 @@ class Evaluation:
         for shares, names in lost.items():
             of = "" if len(lost) == 1 else f" of {', '.join(names)}"
             lines += [f"bytes that the tokenizer{of} loses: {shares}"] if shares else []
+        for name, scores in self.models.items():
+            kept = [code for code, score in scores.items() if code not in self.new and score.away is not None]
+            left = [f"{code} {scores[code].away:,} of {scores[code].tokens:,}" for code in kept]
+            lines += [f"tokens that the gate of {name} sends to new experts: {', '.join(left)}"] if left else []
         if any(self._mark(name, list(scores)) for name, scores in self.models.items()):
             lines.append(
                 f"scores with {_NO_BOUND} are no bound: the tokenizer loses more than {100 * MOST_LOST:g} % of the "
@@ -196,6 +200,11 @@ class Evaluation:
     def markdown(self, measure: str = "bits_per_byte") -> str:
         """The table of a measure in Markdown, and its notes."""
         return "\n".join([markdown_table(*self.rows(measure)), *("\n" + note for note in self.notes())])
+
+
+def in_percent(share: float) -> str:
+    """A change with its sign; `+0.0 %` where it rounds to nothing."""
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"
 
 
 def compared(header: list[str], names: Sequence[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:

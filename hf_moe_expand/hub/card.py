@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Collection
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..checkpoint.local import name_in_results, own_name
 from ..checkpoint.published import CARD
 from ..checkpoint.records import History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel
+from ..checkpoint.stored import StoredModel, network_of
 from ..core.disk import readable_size
 from ..core.errors import InputError
 from ..core.languages import in_words, is_language_code
@@ -33,6 +34,12 @@ from ..modeling.language_gate import GateRule
 from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
 
+# Settings about routers, classifiers and conditional routing.
+_OF_ROUTERS = (
+    "balance_coef", "balance_counts", "language_prior_coef", "localized_balance_coef", "masking", "group_coef",
+)  # fmt: skip
+_OF_CLASSIFIERS = ("classifier_coef", "classifier_layers", "classifier_choice", "classifier_tokens")
+_OF_CONDITIONAL_ROUTING = ("budget_coef", "gate_budget")
 _MEASURES = ("bits_per_byte", "perplexity")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MARKDOWN = str.maketrans({
@@ -140,7 +147,8 @@ def _render(template: str, **facts: Any) -> str:
         loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
     )
     filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _HUB_ID.fullmatch, "table": _table}
-    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name}
+    lacked = _lacked(facts["config"])
+    environment.filters |= {**filters, "settings": lambda stage: _settings(stage, lacked), "layer_name": layer_name}
     facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
     return environment.get_template(f"{template}.md").render(facts) + "\n"
 
@@ -208,13 +216,26 @@ def _is_regularised(settings: dict[str, Any]) -> bool:
     return bool(settings.get("curriculum")) or any(v for name, v in masking.items() if name != "lora_dropout")
 
 
-def _settings(stage: StageRecord) -> Markup:
-    """A stage's settings as YAML, of which none ends the block of code that it stands in; empty without any."""
+def _lacked(config: Any) -> set[str]:
+    """The settings of a stage that are about parts which the model does not have."""
+    ffns = network_of(config).expanded_ffns().values()
+    parts = {
+        _OF_ROUTERS: any(ffn.router is not None for ffn in ffns),
+        _OF_CLASSIFIERS: bool(getattr(config, "classifier_layers", None)),
+        _OF_CONDITIONAL_ROUTING: bool(config.conditional_routing),
+    }
+    return {name for names, is_there in parts.items() if not is_there for name in names}
+
+
+def _settings(stage: StageRecord, lacked: Collection[str]) -> Markup:
+    """A stage's settings as YAML, without those that are `lacked`, of which none ends the block of code that it stands
+    in; empty without any."""
 
     def known(value: Any) -> Any:
         return {key: known(item) for key, item in value.items() if item is not None} if type(value) is dict else value
 
     settings = known(without_folders(stage.settings or {}))
+    settings = {name: value for name, value in settings.items() if name not in lacked}
     return Markup(to_yaml(settings).strip().replace("```", "'''") if settings else "")
 
 

@@ -15,7 +15,7 @@ from ...data.pairs import SentencePair
 from ...data.sources import LanguageText, contents
 from ...evaluation.chat import QUESTIONS, check_chat
 from ...evaluation.perplexity import stream_for
-from ...evaluation.report import score_models
+from ...evaluation.report import in_percent, score_models
 from ...stages.outlook import Found, Outlook, StepResult
 from ..recipe import Recipe
 from .base import Step
@@ -124,6 +124,6 @@ class Evaluate(Step):
         unnamed = ""
         if moved and len(present) > 1:
             worst = max(moved, key=lambda code: moved[code])
-            unnamed = f"; of unnamed languages {worst} changes most: {100 * moved[worst]:+.2f} %"
+            unnamed = f"; of unnamed languages {worst} changes most: {in_percent(moved[worst])}"
         without = f"; no held-out text in {', '.join(codes)}" if (codes := self._unmeasured()) else ""
         return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{unnamed}{chats}{without}")
