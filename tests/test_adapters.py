@@ -215,7 +215,7 @@ def test_a_quantised_base_calls_its_adapters_and_so_does_a_graph(el):
     ("plan", "given", "said"),
     [
         (Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]), {}, r"experts and a router: a language has one adapter"),
-        (Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True), {}, r"one adapter and no router; plan with"),
+        (Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True), {}, r"and no router; take the plan"),
         (PLAN, {"lora_rank": 0}, "lora_rank"),
         (PLAN, {"target_modules": "q_porj"}, r"target_modules \['q_porj'\]: PEFT finds no maps"),
         (PLAN, {"target_modules": "lm_head"}, "which is no linear map of a layer"),

@@ -32,6 +32,7 @@ from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import packaged_files
 
+FOLDERS = ("expanded", "post_pretrain", "averaged")  # of the tutorial's run
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -107,9 +108,14 @@ def test_the_tutorial(workplace, monkeypatch):
             Path("recipe.yaml").write_text(small, "utf-8")
     assert re.search("^tokens a byte: .*el", said["validate"], re.MULTILINE)
     assert said["validate"].rstrip("\n").endswith("recipe.yaml: ok")
-    assert "final checkpoint: runs/qwen-el/post_pretrain" in said["run"]
+    assert "final checkpoint: runs/qwen-el/averaged" in said["run"]
     (listed,) = (rows for rows in re.findall(r"\| in `runs/qwen-el` .*?\n\n", guide_text("tutorial.md"), re.DOTALL))
-    for name in {"expanded", "post_pretrain", *re.findall(r"`([\w.]+\.(?:json|yaml|safetensors))`", listed)}:
+    for name in {
+        "expanded",
+        "post_pretrain",
+        "averaged",
+        *re.findall(r"`([\w.]+\.(?:json|yaml|safetensors))`", listed),
+    }:
         assert Path("runs/qwen-el", name).exists(), name
     assert Path("runs/qwen-el/report.html").is_file()
     assert "license" in said["card"]
@@ -119,7 +125,7 @@ def test_the_tutorial(workplace, monkeypatch):
     assert (config["parts"]["gate"]["layer"], config["exclusive_experts"]) == (2, True)
     assert "el (new)" in said["evaluate"]
     Path("me").mkdir()
-    Path("me/qwen-el").symlink_to(Path("runs/qwen-el/post_pretrain").resolve())
+    Path("me/qwen-el").symlink_to(Path("runs/qwen-el/averaged").resolve())
     (program,) = blocks("tutorial.md", "python")
     exec(compile(program, "tutorial.md", "exec"), {})
 
@@ -169,7 +175,7 @@ def test_the_distributed_guide(workplace):
     for text in blocks("distributed.md", "yaml"):
         assert keywords(PostPretrainConfig, **parsed(text).get("post_pretrain", parsed(text))).given
     said = run("distributed.md")
-    assert "final checkpoint: runs/qwen-el/post_pretrain" in said["run recipe.yaml"]
+    assert "final checkpoint: runs/qwen-el/averaged" in said["run recipe.yaml"]
 
 
 @pytest.mark.guides
@@ -331,7 +337,7 @@ def test_the_recommended_settings_make_a_recipe(tmp_path, monkeypatch):
     recipe = "base: Qwen/Qwen2.5-0.5B\noutput: runs/x\nold: {en: en.jsonl}\nnew: {hu: hu.jsonl}\n" + recommended
     Path("recommended.yaml").write_text(recipe)
     stages = [stage.key for stage, _ in Recipe.load("recommended.yaml").stages()]
-    assert stages == ["post_pretrain", "gates"]
+    assert stages == ["post_pretrain", "gates", "average"]
 
 
 @pytest.mark.guides

@@ -13,6 +13,7 @@ from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.demo import real
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe
@@ -43,16 +44,15 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
         base, texts, tmp_path, "--new", f"tr={texts['tr']}", "--old", f"en={texts['en']}", "--test", f"hu={test}"
     )
     recommended = Recipe.load(find_recipe("recommended"))
-    assert (recipe.plan.method, recipe.plan.experts, recipe.plan.top_k) == ("moe-lpr", 2, 2)
+    assert recipe.plan == recommended.plan == plan_settings("exclusive")
     assert recipe.gates == GateSettings() == recommended.gates
     assert dict(recipe.new) == {"hu": str(texts["hu"]), "tr": str(texts["tr"])}
     assert dict(recipe.old) == {"en": str(texts["en"])}
     assert dict(recipe.test) == {"hu": str(test)}
     assert recipe.output == "runs/tiny-hu-tr"
-    assert [stage.key for stage, _ in recipe.stages()] == ["post_pretrain", "gates"]
-    assert [stage.key for stage, _ in recommended.stages()] == ["post_pretrain", "gates"]
-    assert recipe.plan.exclusive
-    assert recommended.plan.exclusive
+    for one in (recipe, recommended):
+        assert [stage.key for stage, _ in one.stages()] == ["post_pretrain", "gates", "average"]
+        assert one.average.weight == 0.6
     ours, theirs = recipe.post_pretrain, recommended.post_pretrain
     assert ours.block_size == theirs.block_size
     for name in ("lr_scheduler_type", "warmup_steps"):

@@ -109,7 +109,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     if config.expert_kind == "adapter" and max(added) > 1:
         raise InputError(
             f"{folder}: a language has one adapter, but the plan adds more experts to a layer: plan with 1 (`plan "
-            "moe-lpr --experts 1 --from MODEL`)."
+            "exclusive --from MODEL`)."
         )
     if plan.exclusive and not config.exclusive_experts:
         raise InputError(f"{folder}: the plan's experts are exclusive, but its own are not: plan without `exclusive`.")

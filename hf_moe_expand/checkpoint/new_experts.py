@@ -109,9 +109,8 @@ def _adapters(
     if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
         raise InputError(
             f"expert_kind is 'adapter', but the plan has {plan.counts_in_words} experts"
-            f"{'' if plan.exclusive else ' and a router'}: a language has one adapter and no router; plan with "
-            "`exclusive` and 2 experts (`plan moe-lpr --experts 2 --exclusive`; `plan: {method: moe-lpr, experts: 2, "
-            "exclusive: true}`)."
+            f"{'' if plan.exclusive else ' and a router'}: a language has one adapter and no router; take the plan "
+            "`exclusive` (`plan exclusive`; `plan: {method: exclusive}`)."
         )
     if alpha <= 0 or rank < 1:
         raise InputError(f"lora_rank is {rank} and lora_alpha {alpha:g}: rank must be at least 1, and alpha above 0.")

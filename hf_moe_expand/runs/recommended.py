@@ -139,7 +139,7 @@ def _on_the_device(
     if gpu and not here:
         why = "safe on a GPU that this machine does not know; with more memory take more, and fewer of the next line"
         return {"at_once": 1, "why": why, "half": True, "cpu": False, "checkpointing": None}
-    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old), new=list(new), exclusive=True)
+    plan = Plan("exclusive", [2] * count_layers(dense), old=list(old), new=list(new), exclusive=True)
     network = network_of(planned_config(dense, plan))
     cpu = here and gpu is False
     half = here and not cpu and has_bfloat16()
