@@ -109,7 +109,10 @@ def line_of(facts: Any) -> str:
         facts: tqdm's `format_dict`.
     """
     done, total, begun = facts["n"], facts["total"], facts["initial"]
-    shown = (lambda n: std.tqdm.format_sizeof(n)) if facts["unit_scale"] else (lambda n: f"{n:,}")
+
+    def shown(count: float) -> str:
+        return std.tqdm.format_sizeof(count) if facts["unit_scale"] and count >= 1000 else f"{count:,}"
+
     what, so_far = (facts["prefix"] or "progress").removesuffix(": "), duration(facts["elapsed"])
     if not total:
         return f"{what}: {f'{shown(done)} after {so_far}' if done else f'{so_far} so far'}"
