@@ -101,7 +101,7 @@ class ExpandedConfig(PreTrainedConfig):
         for part in self.used_parts:
             for other, why in part.not_beside.items():
                 if other in used:
-                    raise ValueError(f"{part.name} and {other} do not go together: {why}.")
+                    raise ValueError(f"{[*part.flat, part.name][0]} beside {other}: {why}.")
             part.check()
 
     def __getattr__(self, name: str) -> Any:

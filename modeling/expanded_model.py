@@ -237,15 +237,15 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's; raises ValueError where its thread does not know a part, or what is asked."""
+        for part in self.config.used_parts:  # type: ignore[attr-defined]
+            if part.not_batched:
+                raise ValueError(part.not_batched)
         asked = self.routing_control.request
         if any(value is not None for value in (asked.capture, asked.expert, asked.expansion, asked.classes)):
             raise ValueError(
                 "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
                 "and capture_routing around it do not reach: use generate."
             )
-        for part in self.config.used_parts:  # type: ignore[attr-defined]
-            if part.not_batched:
-                raise ValueError(part.not_batched)
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:

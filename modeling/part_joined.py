@@ -29,3 +29,9 @@ class Part(BasePart):
                 "packs: the checkpoint joins packs whose routers choose among all experts, of an earlier version: "
                 "expand the base with exclusive experts for each language, and join those packs."
             )
+
+
+def joins_packs(config: Any) -> bool:
+    """Whether a model joins language packs and was not expanded further since."""
+    packs = (getattr(config, "parts", None) or {}).get("joined")
+    return packs is not None and sum(packs) == len(config.counts_of_expansions)

@@ -198,9 +198,9 @@ def test_bases_and_plans_that_do_not_fit_are_refused(base, tmp_path):
         ValueError, match="but a sentence of an encoder-decoder and its translation have a language each"
     ):
         LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, language_gate=gate)
-    with pytest.raises(ValueError, match=r"exclusive do not go together: .*an encoder-decoder and its translation"):
+    with pytest.raises(ValueError, match=r"encoder_decoder beside exclusive: .*an encoder-decoder and its translation"):
         LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, exclusive_experts=True)
-    with pytest.raises(ValueError, match="encoder_decoder and dmoe do not go together"):
+    with pytest.raises(ValueError, match="encoder_decoder beside dmoe"):
         DMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5)
     with pytest.raises(ValueError, match=r"2 entries, but the m2m_100 backbone has 5 layers \(encoder 3, decoder 2"):
         LayerMoEConfig.from_dense(config, num_experts_per_layer=[2, 2])

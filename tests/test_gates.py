@@ -162,7 +162,7 @@ def test_inspect_names_a_checkpoint_whose_code_judges_token_by_token(expanded, t
     found = inspect_checkpoint(tmp_path / "out")
     assert said not in found.lines()
     assert found.base == inspect_checkpoint(expanded).base  # the gate is none of the base's weights
-    (tmp_path / "out" / "judging.py").unlink()  # which an earlier version's code does not have
+    (tmp_path / "out" / "part_gate.py").unlink()  # which an earlier version's code does not have
     assert said in inspect_checkpoint(tmp_path / "out").lines()
 
 

@@ -70,7 +70,7 @@ def send_home(model, is_home_T):
     for ffn in model.expanded_ffns().values():
         if ffn.classifier is not None:
             ffn.classifier.register_forward_hook(lambda *_: logits_TC)
-    if model.language_gate is not None:
+    if hasattr(model, "language_gate"):
         model.language_gate.register_forward_hook(lambda *_: (logits_TC[:, 1:] - logits_TC[:, :1]).int())
 
 

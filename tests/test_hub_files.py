@@ -153,7 +153,7 @@ def test_cards_hold_no_html_of_names(folder):
 
 def test_code_goes_along_and_none_is_missing(folder):
     code = {name for name in published_files(folder) if name.endswith(".py")}
-    assert {"modeling_layer_moe.py", "expanded_model.py", "expansion_only.py", "expanded_config.py"} <= code
+    assert {"modeling_layer_moe.py", "expanded_model.py", "parts.py", "expanded_config.py"} <= code
     (folder / "modeling_layer_moe.py").unlink()
     refused(check_loads_alone, folder, says=r"does not load in a fresh process .*modeling_layer_moe\.py")
 

@@ -138,7 +138,7 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
 def test_validate_says_which_text_is_enough_and_which_is_fewer_than_asked_for(root):
     assert "analysis: en el have enough text" in validate_recipe(recipe(root))
     enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
-    assert not any("fewer" in line for line in validate_recipe(enough))
+    assert not any("fewer documents" in line for line in validate_recipe(enough))
     fewer = recipe(root, a=("review: {", "review: {old_documents: 3, fewer_documents: true, "))
     assert "review: fewer documents than asked for: 2 of 3 in en, 4 of 6 in el" in validate_recipe(fewer)
 

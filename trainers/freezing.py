@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..checkpoint.kinds import joins_packs
 from ..core.errors import InputError
 from ..core.schema import shown_value
+from ..modeling.part_joined import joins_packs
 
 # The base of the mixins: a type checker lets it have all that the Trainer behind a mixin has.
 TrainerBase: Any = object

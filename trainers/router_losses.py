@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ..checkpoint.kinds import joins_packs
 from ..core.errors import InputError
 from ..core.schema import checked
 from ..modeling.expanded_ffn import ExpandedFFN, ExpandedLayer
+from ..modeling.part_joined import joins_packs
 from ..modeling.routing import TokenClasses
 from .encoder_decoder import (
     LANGUAGE_COLUMNS,

@@ -125,9 +125,3 @@ def set_kinds(config: Any, kinds: list[ExpertKind]) -> None:
         each = [vars(kind) if isinstance(kind, made) else None for kind in kinds]
         if any(each):
             set_part(config, name, each[0] if all(one == each[0] for one in each) else {"each": each})
-
-
-def joins_packs(config: Any) -> bool:
-    """Whether a model joins language packs and was not expanded further since."""
-    packs = (getattr(config, "parts", None) or {}).get("joined")
-    return packs is not None and sum(packs) == len(config.counts_of_expansions)

@@ -13,8 +13,9 @@ from ..core.errors import InputError
 from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.backbone import DECODER_LAYERS
+from ..modeling.part_joined import joins_packs
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
-from .kinds import joins_packs, kinds_of
+from .kinds import kinds_of
 from .loaded import check_place, finished, opened
 from .records import History, StageRecord, add_stage
 from .settings import AverageSettings

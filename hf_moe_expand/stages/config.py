@@ -22,7 +22,6 @@ from pydantic_core import core_schema
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from ..checkpoint.kinds import joins_packs
 from ..checkpoint.records import History
 from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
 from ..core.errors import InputError, errors_at
@@ -47,6 +46,7 @@ from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
 from ..data.stream_reader import OnBadShard
 from ..evaluation.validation import VALIDATION, ValidationCallback
+from ..modeling.part_joined import joins_packs
 from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
