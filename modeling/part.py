@@ -145,7 +145,10 @@ def parts_text(names: Sequence[str]) -> str:
 def keep_own_code(folder: Any, auto_map: dict[str, str], names: Sequence[str]) -> None:
     """Leaves in a saved checkpoint the code of its own parts alone."""
     (Path(folder) / "parts.py").write_text(parts_text(names), encoding="utf-8")
-    begins = {Path(folder) / f"{place.partition('.')[0]}.py" for place in auto_map.values()}
+    files = (
+        place.rpartition("--")[2].partition(".")[0] for place in auto_map.values()
+    )  # without the repository's name
+    begins = {Path(folder) / f"{file}.py" for file in files}
     read: Any = [[begin, *get_relative_import_files(begin)] for begin in begins if begin.is_file()]
     needed = {Path(file).name for files in read for file in files}
     for file in Path(__file__).parent.glob("*.py"):

@@ -115,6 +115,15 @@ def test_saved_over_a_checkpoint_of_other_parts_nothing_of_them_stays(saved, tmp
     assert code_of(tmp_path / "out") == code_of(saved / "plain")
 
 
+def test_a_configuration_alone_has_its_code_too(saved, tmp_path):
+    config = build(USED["gated"][0]).config
+    config.auto_map = {name: f"me/model--{place}" for name, place in LayerMoEForCausalLM.auto_map(config).items()}
+    config.save_pretrained(tmp_path)
+    code = code_of(tmp_path)
+    assert {"configuration_layer_moe.py", "parts.py", "part_gate.py"} <= code.keys() <= code_of(saved / "gated").keys()
+    assert code["parts.py"] == parts_text(["gate"])
+
+
 SCALED = '''"""Expert 1, times a number."""
 
 from functools import partial
