@@ -3,17 +3,13 @@ chooses among them."""
 
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMultipleChoice,
-    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
@@ -60,35 +56,10 @@ def model_class(config: Any) -> Any:
     return encoder_decoder if config.is_encoder_decoder else causal
 
 
-# Heads of transformers that expanded models lack.
-_NO_HEADS: tuple[Any, ...] = (
-    AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering,
-    AutoModelForMultipleChoice,
-)  # fmt: skip
-
-
-class _NoHead:
-    """What the Auto classes of such heads find for an expanded model, in place of an error that lists all models."""
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, config: Any, **options: Any) -> NoReturn:
-        cls._from_config(config)
-
-    @classmethod
-    def _from_config(cls, config: Any, **options: Any) -> NoReturn:
-        raise ValueError(
-            f"An expanded model ({config.backbone_model_type}) has the classes AutoModel and "
-            f"{auto_class(config).__name__} alone, without a head for classification or questions: put one on the "
-            "hidden states of AutoModel, or let the language model write the answer."
-        )
-
-
 def _register(config_class: Any) -> None:
     # The Auto classes look models up by the exact configuration class, so each backbone's is registered.
     base, causal, encoder_decoder = MODEL_CLASSES[static_class(config_class)]
     AutoModel.register(config_class, base)
-    for head in _NO_HEADS:
-        head.register(config_class, _NoHead)
     if encoder_decoder is None or config_class.backbone_config_class not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(config_class, causal)
     else:
