@@ -101,8 +101,7 @@ def test_the_tutorial(workplace, monkeypatch):
     said = {}
     for words in commands("tutorial.md"):
         verb = words[0]
-        told = ["2-7" if word == "7-23" else word for word in words]
-        said[verb] = invoke(*told, *small_options.get(verb, []))
+        said[verb] = invoke(*words, *small_options.get(verb, []))
         if words[:2] == ["recipes", "new"]:
             validate_recipe(Recipe.load("recipe.yaml"))
             Path("recipe.yaml").write_text(small, "utf-8")
@@ -120,7 +119,7 @@ def test_the_tutorial(workplace, monkeypatch):
     assert Path("runs/qwen-el/report.html").is_file()
     assert "license" in said["card"]
     assert [(where, how["dry_run"]) for where, how in pushed] == [(("runs/qwen-el", "me/qwen-el"), True)]
-    assert "in layer 2, for it and all later layers" in said["gates"]
+    assert "in layer 2\n" in said["gates"]
     config = json.loads(Path("qwen-el-1/config.json").read_text("utf-8"))
     assert (config["parts"]["gate"]["layer"], config["exclusive_experts"]) == (2, True)
     assert "el (new)" in said["evaluate"]
@@ -384,6 +383,6 @@ def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
     assert [where for where, _ in pushed] == [("qwen-hu-1", "me/qwen-hu")]
     assert "pack 2  qwen-hu-1: hu" in said["join qwen-el-hu me/qwen-el"]
     assert "pack 1              qwen-el: el; FFNs" in said["inspect qwen-el-hu"]
-    assert "judged by their end" in said["gates qwen-el-hu qwen-el-hu-gated"]
+    assert "unseen languages" in said["gates qwen-el-hu qwen-el-hu-gated"]
     assert said["validate join.yaml"].rstrip("\n").endswith("join.yaml: ok")
     assert "final checkpoint: runs/qwen-el-hu/gates" in said["run join.yaml"]

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import BACKBONE_NAMES, tiny_config
 from guides import DOCS, blocks, expanded, plain, run, workplace_in
 from transformers import AutoModel, AutoTokenizer
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -41,10 +43,17 @@ def test_the_serving_guide(workplace, monkeypatch):
     served = []
     vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # which is not installed: the block alone is looked at
+    monkeypatch.setattr(transformers, "LayerMoEForCausalLM", None, raising=False)
+    manager, loaded = ModelManager(device="cpu", trust_remote_code=True), []  # of `transformers serve`
+    load = manager.load_model_and_processor
+    monkeypatch.setattr("transformers.cli.transformers.main", lambda: loaded.append(load("qwen-el-2@main")[0]))
     namespace = {}
     for block in blocks("serving.md", "python"):
         exec(block, namespace)
-    assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
+    for model in (namespace["model"], *loaded):
+        assert type(model).__name__ == "LayerMoEForCausalLM"
+    assert len(loaded) == 1
+    manager.shutdown()
     assert [name for name, _ in served] == ["qwen-el-2"]
     assert AutoTokenizer.from_pretrained("qwen-el-2", trust_remote_code=True).padding_side == "right"
 
