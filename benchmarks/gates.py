@@ -1,22 +1,29 @@
 """Prints what a gate makes of texts and of answers, and what judging costs (docs/gates.md).
 
-    python benchmarks/gates.py MODEL --data DIR --languages en es fr de pt id sw hu tr --new hu tr
+    python benchmarks/gates.py MODEL --base BASE --data DIR --languages en es fr de pt id sw hu tr --new hu tr
 
-DIR is the study's. Three tables: the share of documents (six sentences of FLORES), sentences, code, mathematics and a
-chat's questions that go to new experts; the share of answers that do, by their tokens so far, after a prompt that went
-home and after one that did not; and seconds of a judged call beside a told one.
+DIR is the study's. MODEL has a gate. With `--base` it is made: the gate of BASE, fitted on help text of `--old` and
+`--new`, without the package's anchors in `--languages`, and two experts in each layer. Three tables: the share of
+documents (six sentences of FLORES), sentences, code, mathematics and a chat's questions that go to new experts; the
+share of answers that do, by their tokens so far, after a prompt that went home and after one that did not; and seconds
+of a judged call beside a told one.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import torch
-from study import batches, in_template, texts_of
+from study import batches, in_template, texts_of, without_anchors
 from timing import parser, ratio, report, time_in_turn
+from transformers import AutoConfig
 
+from hf_moe_expand import LanguageText, Plan, expand_checkpoint, fit_base_gate, gate_from_file
 from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.modeling import count_layers
 from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.modeling.part_gate import Answers
 from hf_moe_expand.modeling.routing_control import RowClasses
@@ -40,6 +47,20 @@ OTHER = {
         "\\int_0^1 x^n dx = \\frac{1}{n+1}, \\quad \\sum_{k=1}^n k = \\frac{n(n+1)}{2}, \\quad e^{i\\pi} + 1 = 0",
     ],
 }  # fmt: skip
+
+
+def make(options: argparse.Namespace) -> None:
+    """Writes the model: a base with its gate. Prints the fit's report and seconds."""
+    codes = [*options.old, *options.new]
+    sources = {code: LanguageText(code, str(options.data / "help" / f"{code}.train.jsonl")) for code in codes}
+    with TemporaryDirectory() as folder, without_anchors(options.languages):
+        file, begun = Path(folder) / "gate.safetensors", perf_counter()
+        texts = {code: source.load().shuffle(seed=0)["text"] for code, source in sources.items()}
+        print("\n".join(fit_base_gate(options.base, file, texts, options.new).lines()))
+        print(f"fitted in {perf_counter() - begun:.0f} seconds", flush=True)
+        layers = count_layers(AutoConfig.from_pretrained(options.base))
+        plan = Plan("moe-lpr", [2] * layers, old=options.old, new=options.new, exclusive=True)
+        expand_checkpoint(options.base, options.model, plan, gate=gate_from_file(file, options.base, options.new)[0])
 
 
 @torch.no_grad()
@@ -91,12 +112,16 @@ def speed(model: Any, tokenizer: Any, texts: Sequence[str], options: argparse.Na
 
 def main(arguments: list[str] | None = None) -> None:
     found = parser(__doc__, repeats=5, on_device=False)
-    found.add_argument("model", help="checkpoint with a gate")
+    found.add_argument("model", help="checkpoint with a gate; with --base the folder to write")
     found.add_argument("--data", type=Path, required=True, help="folder with flores/LANGUAGE.dev.jsonl")
     found.add_argument("--languages", nargs="+", required=True)
     found.add_argument("--new", nargs="+", required=True, help="those of them that are new")
+    found.add_argument("--old", nargs="+", default=["en"], help="those of the base (%(default)s)")
+    found.add_argument("--base", help="dense checkpoint, of which MODEL is made")
     found.add_argument("--sentences", type=int, default=288, help="of each language (%(default)s)")
     options: argparse.Namespace = found.parse_args(arguments)
+    if options.base:
+        make(options)
     model, tokenizer = load_for_inference(options.model)
     texts = {code: texts_of(options.data, code, options.sentences) for code in options.languages}
     if missing := [code for code, some in texts.items() if not some.get("documents")]:

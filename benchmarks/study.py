@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas
 import torch
@@ -42,7 +43,9 @@ from timing import reset_peak, resident_bytes
 from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
+from hf_moe_expand.analysis import gating
 from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
+from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
 SETTINGS = Path(__file__).with_name("study.yaml")
@@ -155,14 +158,13 @@ class Study:
             old = self.languages["kept"]
             each = max(tokens * share / len(new), 4000)  # what a gate reads
             texts = {"old": {c: self.text(c) for c in old}, "new": {c: self.text(c, each) for c in new}}
-            if "gates" in recipe or "join" in recipe:
-                texts["anchors"] = self.anchors()
             whole = {"base": str(self.options.base), "output": str(folder / name), "seed": seed, **texts, **recipe}
             file = folder / f"{name}.yaml"
             file.write_text(yaml.safe_dump(whole, allow_unicode=True), "utf-8")
-            return moe.run_recipe(moe.Recipe.load(file), say=lambda line: print(f"  {row_name}: {line}", flush=True))
+            say = lambda line: print(f"  {folder.name}: {line}", flush=True)  # noqa: E731
+            with without_anchors([code for part in ("kept", "unnamed", "new") for code in self.languages[part]]):
+                return moe.run_recipe(moe.Recipe.load(file), say=say)
 
-        row_name = f"{folder.name}"
         recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
         reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
         parts = len(self.new) if row.get("packs") else 1
@@ -205,12 +207,6 @@ class Study:
                     break
             write(file, "".join(taken))
         return str(file)
-
-    def anchors(self) -> dict[str, str]:
-        """The package's anchors without the languages of the study that no text may be of."""
-        left_out = [code for part in ("kept", "unnamed", "new") for code in self.languages[part]]
-        files = sorted(Path(moe.__file__).parent.glob("**/anchors/text/*.txt"))
-        return {file.stem: str(file) for file in files if file.stem not in left_out}
 
     def scored(self, job: tuple[str, int, int], weight: float, model_folder: Path, cost: dict) -> dict[str, Any]:
         """A line of the CSV, and the answers of the chat."""
@@ -271,6 +267,11 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def without_anchors(codes: Sequence[str]) -> Any:
+    """Inside, the package has no anchors in these languages, of which no gate may read any."""
+    return patch.object(gating, "shipped_anchors", lambda leave_out: shipped_anchors([*codes, *leave_out]))
 
 
 def write(file: Path, text: str) -> None:

@@ -80,6 +80,13 @@ def quick_garbage_collection():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def given_anchors_alone():
+    """No anchors of the package's own beside those that a test gives."""
+    with patch("hf_moe_expand.analysis.gating.shipped_anchors", lambda leave_out: {}):
+        yield
+
+
 @pytest.fixture
 def quick_gates(monkeypatch):
     """Gates from every tenth of the package's anchor languages, 300 tokens of each and a fit of a few iterations, for

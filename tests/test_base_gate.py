@@ -21,6 +21,7 @@ from hf_moe_expand.modeling.language_gate import GateRule
 
 NEW = ["el", "hu"]
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=NEW)
+pytestmark = pytest.mark.usefixtures("given_anchors_alone")
 
 
 @pytest.fixture(scope="module")

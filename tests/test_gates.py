@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, fit_gates, grow_checkpoint
+from hf_moe_expand.analysis import gating
 from hf_moe_expand.analysis.gate_fit import (
     MARKS,
     PENALTY,
@@ -51,6 +53,7 @@ def words(letters, count=400, seed=0):
 TEXTS = {"en": words("aeiou nt"), "el": words("αβγδεζη"), "hu": words("őűáéíóú")}
 ANCHORS = {f"q{chr(97 + n)}{chr(97 + n)}": words(letters, 60, n) for n, letters in enumerate(ALPHABETS)}
 SETTINGS = GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.02)
+pytestmark = pytest.mark.usefixtures("given_anchors_alone")
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +312,6 @@ def test_layers_of_the_first_third_are_tried():
         ({"en": TEXTS["en"], "el": TEXTS["el"]}, ANCHORS, "no text in hu"),
         ({**TEXTS, "xx": TEXTS["en"]}, ANCHORS, "xx: not a language of the model"),
         (TEXTS, {**ANCHORS, "hu": TEXTS["hu"]}, "anchors: hu is a new language"),
-        (TEXTS, {"qaa": ANCHORS["qaa"]}, r"1 language\(s\) were given"),
         ({**TEXTS, "hu": ["őűá"]}, ANCHORS, "hu has .* tokens"),
     ],
 )
@@ -343,17 +345,22 @@ def test_the_packages_own_sentences_are_the_default_and_stand_on_their_languages
     assert shipped_sentences("ky") == shipped_sentences("und") == []
 
 
-def test_the_command_line(expanded, tmp_path):
-    for code, text in TEXTS.items():
-        write_texts(tmp_path / f"{code}.jsonl", text)
-    for code, text in ANCHORS.items():
+def test_the_command_line(expanded, tmp_path, monkeypatch):
+    """An anchor that is given stands beside the package's, or in the place of the one of its language."""
+    package = {**ANCHORS, "qaa": TEXTS["el"]}
+    without = lambda leave_out: {code: text for code, text in package.items() if code not in leave_out}  # noqa: E731
+    monkeypatch.setattr(gating, "shipped_anchors", without)
+    for code, text in {**TEXTS, "qaa": ANCHORS["qaa"]}.items():
         write_texts(tmp_path / f"{code}.jsonl", text)
     data = [part for code in TEXTS for part in ("--data", f"{code}={tmp_path / code}.jsonl")]
-    anchors = [part for code in ANCHORS for part in ("--anchors", f"{code}={tmp_path / code}.jsonl")]
+    anchors = ["--anchors", f"qaa={tmp_path / 'qaa'}.jsonl"]
     options = ["--tokens", 400, "--anchor-tokens", 150, "--unseen-share", 0.02]
     said = invoke("gates", expanded, tmp_path / "out", *data, *anchors, *options)
     assert "unseen languages" in said
     assert "el " in said
+    assert not re.search("^qaa +is taken for", said, re.MULTILINE)
+    said = invoke("gates", expanded, tmp_path / "no", *data, *options)
+    assert re.search("^qaa +is taken for el", said, re.MULTILINE)
     shown = invoke("inspect", tmp_path / "out")
     assert "9 languages stay home" in shown
     assert "new: el, hu" in shown

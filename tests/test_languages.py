@@ -13,6 +13,7 @@ from hf_moe_expand.analysis.gating import check_languages
 from hf_moe_expand.cli.common import text_sources
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.languages import check_language_code, check_old_and_new, names_language, same_language
+from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.planning.grouping import check_groups
@@ -151,10 +152,13 @@ def test_a_recipe_names_a_language_once(part, said):
         Recipe.of_text(f"base: b\noutput: o\nplan: {{method: moe-lpr, experts: 2}}\n{part}\n", "recipe.yaml")
 
 
-def test_an_anchor_is_no_language_of_the_model_under_another_name():
+def test_given_anchors_stand_beside_the_packages_and_are_no_language_of_the_model_under_another_name():
     classes, texts = {"en": 0, "el": 1}, ["en", "el"]
-    anchors = {code: ["text"] for code in ("eng", "hu", "tr", "de")}
-    assert list(check_languages(classes, texts, anchors)) == ["hu", "tr", "de"]
+    anchors = {code: ["text"] for code in ("eng", "hu", "nb")}
+    chosen = check_languages(classes, texts, anchors)
+    package = shipped_anchors(leave_out=["en", "el", "hu", "no"])
+    assert chosen == {"hu": ["text"], "nb": ["text"]} | package
+    assert check_languages(classes, texts, None) == shipped_anchors(leave_out=["en", "el"])
     with pytest.raises(InputError, match="anchors: ell_Grek is a new language of the model"):
         check_languages(classes, texts, {**anchors, "ell_Grek": ["text"]})
 

@@ -160,6 +160,7 @@ def letters(text, seed):
     return ["".join(picked[start : start + 50]) for start in range(0, 800, 50)]
 
 
+@pytest.mark.usefixtures("given_anchors_alone")
 def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     """No code runs this format any more; `gates` makes a model of it with the same base and the same experts."""
     folder = copied("fitted_gates", tmp_path)

@@ -13,6 +13,8 @@ import yaml
 from conftest import byte_tokenizer, save_dense, write_texts
 from gated_models import gated_model
 
+from hf_moe_expand.analysis import gating
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 DOCS = BENCHMARKS.parent / "docs"
 
@@ -26,8 +28,8 @@ def study(monkeypatch):
 @pytest.fixture
 def small_study(study, tmp_path, help_text, quick_gates, monkeypatch):
     """`small_study("run", ...)` runs a command of the study on a tiny base, with two rows and little text."""
-    anchors = study.Study.anchors
-    monkeypatch.setattr(study.Study, "anchors", lambda self: dict(list(anchors(self).items())[::10]))
+    few = gating.shipped_anchors  # of `quick_gates`
+    monkeypatch.setattr(study, "shipped_anchors", lambda codes: few(leave_out=codes))
     for name, fewer in (("chat", {"tokens": 3}), ("generation_speed", {"batch": 2, "tokens": 3})):
         monkeypatch.setattr(study, name, functools.partial(getattr(study, name), **fewer))
     save_dense(tmp_path / "base", max_position_embeddings=512)

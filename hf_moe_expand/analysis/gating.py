@@ -81,8 +81,8 @@ def fit_gates(
         out: folder to write; None of a loaded model.
         texts: documents of the model's own languages: every new one, and old ones as far as there is text. Shuffle
             them: each one's first `GateSettings.tokens` tokens are read.
-        anchors: text of languages that are not new; by default the package's own sentences (`anchors.shipped_anchors`)
-            in some sixty languages without the model's.
+        anchors: text of languages that are not new, beside the package's own sentences in some sixty languages
+            (`anchors.shipped_anchors`) without the model's; a language that is given has this text alone.
         processing_class: the tokenizer of a loaded model.
         seed: the one that `texts` were shuffled by, for the record; the fit draws nothing.
 
@@ -269,16 +269,11 @@ def check_languages(
         )
     if missing := [code for code, number in classes.items() if number and code not in texts]:
         raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
-    if anchors is None:
-        return dict(shipped_anchors(leave_out=list(classes)))
-    if new := [code for code in anchors if any(number and same_language(code, of) for of, number in classes.items())]:
+    given = anchors or {}
+    if new := [code for code in given if any(number and same_language(code, of) for of, number in classes.items())]:
         raise InputError(f"anchors: {', '.join(new)} is a new language of the model: anchors say what is not new.")
-    if len(anchors) < 3:
-        raise InputError(
-            f"anchors: {len(anchors)} language(s) were given, but a gate learns from many what is not new: give 20 or "
-            "more, or none, to take the package's own."
-        )
-    return {code: text for code, text in anchors.items() if not any(same_language(code, own) for own in texts)}
+    own = {code: text for code, text in given.items() if not any(same_language(code, other) for other in texts)}
+    return own | shipped_anchors(leave_out=[*classes, *given])
 
 
 def fitted(

@@ -26,7 +26,9 @@ from .options import (
 Anchors = Annotated[
     list[str] | None,
     typer.Option(
-        "--anchors", help="LANGUAGE=FILE of a language that is not new; repeat. By default the package's own sentences."
+        "--anchors",
+        help="LANGUAGE=FILE of a language that is not new; repeat. It stands beside the package's own sentences, or in "
+        "the place of those of its language.",
     ),
 ]
 

@@ -146,7 +146,8 @@ class Recipe(Expansion):
     )
     anchors: Sources = Field(
         {},
-        description="language: text of languages that are not new, for `gates`; by default the package's own sentences",
+        description="language: text of languages that are not new, for `gates`, beside the package's own sentences, or "
+        "in the place of those of its language",
     )
     revision: Text | None = Field(None, description="revision of a base on the hub")
     seed: Whole = Field(0, ge=0, lt=2**32, description="random seed")
