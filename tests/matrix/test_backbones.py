@@ -3,6 +3,7 @@
 `make test` tries a third of them, which SEED chooses; `make backbones` tries all.
 """
 
+import json
 import os
 
 import pytest
@@ -50,6 +51,8 @@ def test_a_proven_backbone_keeps_every_promise(name, tmp_path):
     encoder = stack_sizes(config := dense.config).get("encoder", 0)
     plan = Plan("own", counts, old=["en"], new=["el"], encoder_layers=encoder)
     expand_checkpoint(tmp_path / "dense", tmp_path / "out", plan, **added)
+    parts = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["parts"]
+    assert "mixture" in parts or not any(mixtures)  # the configuration shows what the modules are
     kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     run_fresh(ALONE, str(tmp_path / "out"), kind)
     for file in (tmp_path / "out" / "again").iterdir():
