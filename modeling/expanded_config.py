@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .backbone import layer_names, stack_sizes
 from .expanded_ffn import copy_ffn
-from .part import flat_field, keep_own_code, read_parts
+from .part import keep_own_code, read_parts
 from .parts import PARTS
 
 _CLASSES: dict[tuple[type, str], type] = {}
@@ -106,9 +106,11 @@ class ExpandedConfig(PreTrainedConfig):
 
     def __getattr__(self, name: str) -> Any:
         # The flat fields of parts, as configurations of earlier versions have them.
-        if name.startswith("_") or "parts" not in vars(self):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return flat_field(PARTS, self.parts or {}, name)
+        found = [part for part in PARTS.values() if name in part.flat]
+        if not found or "parts" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        values = (part.flat_value((self.parts or {}).get(part.name), name) for part in found)
+        return next((value for value in values if value is not None), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if any(name in part.flat for part in PARTS.values()):

@@ -103,18 +103,6 @@ def calls(hooks: Any, method: Any) -> bool:
     return any(getattr(hook, "func", None) == method for hook in hooks.values())
 
 
-def flat_field(parts: dict[str, Any], settings: dict[str, Any], name: str) -> Any:
-    """The value of a part's flat field in a configuration.
-
-    Raises:
-        AttributeError: no part has such a field.
-    """
-    values = [part.flat_value(settings.get(part.name), name) for part in parts.values() if name in part.flat]
-    if not values:
-        raise AttributeError(name)
-    return next((value for value in values if value is not None), None)
-
-
 def read_parts(parts: dict[str, Any], settings: dict[str, Any] | None, fields: dict[str, Any], config: Any) -> dict:
     """A configuration's parts: those that it names, and those of flat fields, which are taken out of `fields`.
 
