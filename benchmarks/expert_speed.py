@@ -10,7 +10,7 @@ A gated FFN of `2.75 h` (rounded to 64) is expanded; 2 experts a token, evenly d
 - `old tokens`: `forward` behind a classifier that classifies every token as old.
 
 `dense ms` is one dense FFN of the width of 2 experts, hence of equal active FLOPs; in `old tokens`, of one. The other
-columns are multiples of it: ours, as it chooses by default and with `experts_implementation="eager"` (one expert after
+columns are multiples of it: ours, as it chooses by default and with `in_turn` (one expert after
 the other); Mixtral's block of transformers with its `eager`, `grouped_mm` and `batched_mm` experts (the last while it
 copies no more weights than there are experts); a plain loop (masks, `torch.where`, `index_add_`), as in research code.
 They share routing and equal weights, and the run stops if their outputs or gradients disagree. `autocast` is bfloat16
@@ -42,8 +42,8 @@ from hf_moe_expand.modeling.routing import Classifier
 from hf_moe_expand.modeling.routing_control import RoutingControl
 
 TOP_K = 2
-# Columns, and our `experts_implementation` in the first two.
-WAYS = {"default": None, "eager": "eager"}
+# Columns, and whether our experts run in turn in the first two.
+WAYS = {"default": False, "eager": True}
 OURS, LOOP = "default", "loop"
 BATCHED = "Mixtral batched_mm"
 MIXTRAL = {"Mixtral eager": "eager", "Mixtral grouped_mm": "grouped_mm", BATCHED: "batched_mm"}
@@ -88,16 +88,16 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     torch.manual_seed(seed)
     size, dtype = ffn_size(hidden), DTYPES[mode]
     with torch.device(device):
-        ours = ExpandedFFN(gated_ffn(hidden, size), _config(hidden, experts, None), 0, RoutingControl()).to(dtype)
+        ours = ExpandedFFN(gated_ffn(hidden, size), _config(hidden, experts), 0, RoutingControl()).to(dtype)
         dense = gated_ffn(hidden, TOP_K * size).to(dtype)
         with torch.no_grad():
             for parameter in ours.experts.parameters():
                 nn.init.normal_(parameter, std=0.02)
             ours.router.weight.copy_(torch.eye(experts, hidden))
     found: dict[str, nn.Module] = {}
-    for name, implementation in WAYS.items():
+    for name, in_turn in WAYS.items():
         found[name] = copy.copy(ours)  # the same experts and router
-        found[name].model_config = _config(hidden, experts, implementation)
+        found[name].in_turn = in_turn  # type: ignore[assignment]
     shared = _stacked(ours)
     for name, implementation in MIXTRAL.items():
         config = MixtralConfig(
@@ -116,10 +116,10 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     return dense, found
 
 
-def _config(hidden: int, experts: int, implementation: str | None) -> LayerMoEConfig:
+def _config(hidden: int, experts: int) -> LayerMoEConfig:
     return LayerMoEConfig(
         backbone_model_type="qwen2", hidden_size=hidden, num_hidden_layers=1, num_experts_per_layer=[experts],
-        router_top_k=TOP_K, experts_implementation=implementation,
+        router_top_k=TOP_K,
     )  # fmt: skip
 
 

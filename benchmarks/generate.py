@@ -4,7 +4,7 @@
 
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
 The second row is a dense model with as many active FLOPs: `of limit` is the share of its speed that a row reaches.
-"eager" is the expansion with this `experts_implementation`. "classifiers" are in the last third of the layers (or in
+"eager" is the expansion whose experts run in turn. "classifiers" are in the last third of the layers (or in
 `--classifiers` layers); the row names the class that they give every token; "told" rows are told the language
 (`languages=`). "gate" rows have one gate in the first third and exclusive experts from its layer on; the row names
 where it sends every token. "adapter" rows update all linear layers of the dense base. `--cache static` generates with
@@ -55,8 +55,8 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
         plan = uniform_plan(options.layers, options.experts, classifiers if name in (NEW, OLD) else 0)
         # A copy, since an expansion in memory shares the base's weights.
         found[name] = copy.deepcopy(expand_model(found[BASE], plan, seed=options.seed))
-        found[name].set_experts_implementation("eager" if name == EAGER else None)
         for ffn in found[name].expanded_ffns().values():
+            ffn.in_turn = name == EAGER
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
     return {name: model.to(options.device).eval() for name, model in found.items()}

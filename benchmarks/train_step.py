@@ -89,7 +89,8 @@ def make_model(case: Case, options: argparse.Namespace) -> Any:
     else:
         plan = uniform_plan(options.layers, options.experts, options.layers // 3)
     model = expand_model(dense, plan, seed=options.seed, **KINDS.get(case.stage, {}))
-    model.set_experts_implementation(None if case.way == "default" else case.way)
+    for ffn in model.expanded_ffns().values():
+        ffn.in_turn = case.way == "eager"
     return model
 
 

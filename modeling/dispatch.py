@@ -24,7 +24,6 @@ from torch import nn
 from transformers.utils import logging
 
 Experts = Sequence[nn.Module] | nn.ModuleList
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 FEW_ROWS, FEW_EXPERTS = 2048, 8  # rows: tokens times experts
 _WORTH_COMPILING = 1 << 23  # elements; fewer take less time than the compiler
 logger = logging.get_logger(__name__)
@@ -37,18 +36,18 @@ def dispatch(
     index_TK: torch.Tensor | None,
     takes_residual: bool,
     training: bool,
-    implementation: str | None = None,
+    in_turn: bool = False,
 ) -> torch.Tensor:
     """The layer's output, `[..., h] -> [T, h]`.
 
     Args:
         index_TK: None if every token takes all experts, in their order.
-        implementation: `"eager"` runs the experts in turn; any other chooses.
+        in_turn: whether the experts run in turn where they might all run on all tokens.
     """
     (T, K), N = weights_TK.shape, len(experts)
     few = x.device.type != "cpu" and N <= FEW_EXPERTS and (torch.compiler.is_exporting() or T * N <= FEW_ROWS)
     # In a graph no shape may depend on the data.
-    if is_traced(x) or (implementation != "eager" and (N <= K or few)):
+    if is_traced(x) or (not in_turn and (N <= K or few)):
         return run_all(experts, x, weights_TK, index_TK, takes_residual)
     if index_TK is None:
         index_TK = torch.arange(N, device=x.device).expand(T, N)
@@ -137,46 +136,3 @@ def run_in_turn(
 def run_expert(expert: nn.Module, x: torch.Tensor, takes_residual: bool) -> torch.Tensor:
     """One expert's output without a residual, `[..., h] -> [..., h]`."""
     return expert(x, torch.zeros_like(x)) if takes_residual else expert(x)
-
-
-class ExpertsImplementationMixin:
-    """Takes `experts_implementation`, the switch by which transformers chooses how a mixture's experts run, in
-    `from_pretrained`, in the configuration and in `set_experts_implementation`.
-
-    `"eager"` runs one expert after the other, and None, the default, chooses; `"grouped_mm"` and `"batched_mm"`, which
-    need experts whose weights are stacked, stand for the default.
-    """
-
-    config: Any
-    _dense_class: Any
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True  # the library looks for a decorator in the source of the class
-
-    def get_correct_experts_implementation(self, requested_experts: str | None) -> Any:
-        """The implementation to use for a request.
-
-        Raises:
-            ValueError: the name is unknown.
-        """
-        if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
-                "for the fastest."
-            )
-        if requested_experts not in (None, "eager"):  # the library's own choice while it generates, too
-            logger.warning_once(
-                f"experts_implementation {requested_experts!r} is for experts that are stacked, which these are not: "
-                "the default runs."
-            )
-            requested_experts = None
-        if hasattr(self, "routing_control"):
-            return requested_experts
-        # The backbone's inner model is built next from the same configuration. It is dense, and takes only this one.
-        self._requested_experts = requested_experts
-        return "eager"
-
-    def _use_requested_experts(self) -> None:
-        """Sets the request once the model is built."""
-        self.config._experts_implementation_internal = vars(self).pop("_requested_experts", None)

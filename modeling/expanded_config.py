@@ -64,11 +64,6 @@ class ExpandedConfig(PreTrainedConfig):
             self._check_expansion()
 
     def _check_expansion(self) -> None:
-        if getattr(self, "vocabularies", None) is not None:
-            raise ValueError(
-                "vocabularies: the checkpoint gives languages tokens of their own, which code after commit ea4a262b "
-                "does not know: expand its base again."
-            )
         names = layer_names(self)
         layers = len(names)
         if self.num_experts_per_layer is None:

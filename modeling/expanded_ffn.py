@@ -43,6 +43,7 @@ class ExpandedLayer(nn.Module):
 
     experts: nn.ModuleList
     is_mixture, top_k = False, 1
+    in_turn = False  # whether its experts run one after the other on any shapes
     shares_expert_0 = False  # whether all tokens take expert 0, outside the routed set
 
     def __init__(self, config: Any, layer_index: int, control: RoutingControl) -> None:
@@ -193,7 +194,7 @@ class ExpandedFFN(ExpandedLayer):
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
         y_Th = dispatch(
             self.experts, hidden_states, routing.weights, index_TK, residual is not None, self.training,
-            self.model_config._experts_implementation,
+            self.in_turn,
         )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual

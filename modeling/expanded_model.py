@@ -20,7 +20,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.core_model_loading import WeightConverter
 
 from .backbone import SeparateFFN, decoder_ffns, put_in_place
-from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN, ExpandedLayer
 from .part import HUB_OPTIONS, SERVERS, keep_own_code
@@ -30,7 +29,7 @@ from .routing_control import Routing, RoutingControl, RowClasses, check_count, c
 _CLASSES: dict[tuple, type] = {}
 
 
-class ExpandedModelMixin(ExpertsImplementationMixin):
+class ExpandedModelMixin:
     """The methods that every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers
     mapping from configuration class to model class), `_auto_map` (config.json's entry for the Auto classes) and
     `_reads_pairs` (whether the class is for encoder-decoders; None if it is for all backbones)."""
@@ -98,7 +97,6 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 else:
                     setattr(layer, attribute, expanded)
         self._attach_parts()
-        self._use_requested_experts()
         # The library looks rules up by the name of the model's class, right after it is built, and keeps them in it.
         rules, name = self._rules(), type(self).__name__
         if rules or get_checkpoint_conversion_mapping(name) is not None:

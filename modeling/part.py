@@ -40,7 +40,6 @@ class BasePart:
         judges: whether it judges what nobody tells.
         shares_expert_0: whether all tokens take expert 0, beside the routed experts.
         beside_mixtures: whether its experts can stand beside a mixture of the backbone's own.
-        leaves_implementation: whether `experts_implementation` is for these mixtures alone.
         is_saved: whether a model that was loaded has it, and is saved with it.
     """
 
@@ -57,7 +56,6 @@ class BasePart:
     judges: ClassVar[bool] = False
     shares_expert_0: ClassVar[bool] = False
     beside_mixtures: ClassVar[bool] = False
-    leaves_implementation: ClassVar[bool] = False
     is_saved: ClassVar[bool] = True
 
     def __init__(self, config: Any, settings: Any) -> None:

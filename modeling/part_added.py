@@ -90,7 +90,7 @@ class Part(BasePart):
     flat = ("expert_width",)
     layer_class = AddedFFN
     splits = "0"  # new experts are small, and every rank keeps them whole
-    beside_mixtures = leaves_implementation = True
+    beside_mixtures = True
     not_beside: ClassVar = {"lora": "added experts stand beside added experts alone"}
 
     @classmethod

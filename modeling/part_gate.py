@@ -30,7 +30,7 @@ from .language_gate import (
 )
 from .part import BasePart, calls
 from .routing import TokenClasses
-from .routing_control import RoutingControl, RoutingRequest, RowClasses, check_count, inputs_of, is_filled
+from .routing_control import RoutingControl, RoutingRequest, RowClasses, check_count, inputs_of
 
 _ONE_BY_ONE = threading.Lock()  # the compiler's stance is that of all threads
 
@@ -118,6 +118,13 @@ def begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tupl
 
 def end_pass(control: RoutingControl, *_: Any) -> None:
     control.own.judged = None
+
+
+def is_filled(cache: Any) -> bool:
+    """Whether a cache, or a tuple of keys and values in place of one, holds tokens."""
+    if isinstance(cache, tuple | list):
+        return len(cache) > 0
+    return cache is not None and int(cache.get_seq_length()) > 0
 
 
 @torch.compiler.disable
@@ -451,6 +458,11 @@ class Part(BasePart):
             raise ValueError(
                 "prefix_gate: the checkpoint has gates in all layers, of an earlier version: fit the one that takes "
                 "their place (`hf-moe-expand gates MODEL OUT --data LANGUAGE=FILE`)."
+            )
+        if fields.get("vocabularies") is not None:
+            raise ValueError(
+                "vocabularies: the checkpoint gives languages tokens of their own, which code after commit ea4a262b "
+                "does not know: expand its base again."
             )
         return fields.get("language_gate")
 

@@ -41,12 +41,9 @@ class MixtureModel:
     config: Any
     _dense_class: Any
 
-    def get_correct_experts_implementation(self, requested_experts: str | None) -> Any:
-        if not self._leaves_implementation:
-            return super().get_correct_experts_implementation(requested_experts)  # type: ignore[misc]
-        can_set = self._dense_class._can_set_experts_implementation()
-        own = self._dense_class.get_correct_experts_implementation
-        return own(self, requested_experts) if can_set else requested_experts
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls._dense_class._can_set_experts_implementation()
 
     def post_init(self) -> None:
         config = self.config
@@ -60,16 +57,7 @@ class MixtureModel:
                 f"of which no {config.expert_kind} experts are made: take another expert_kind, or set "
                 "num_experts_per_layer to 1 there."
             )
-        implementation = config._experts_implementation_internal
         super().post_init()  # type: ignore[misc]
-        if self._leaves_implementation:
-            config._experts_implementation_internal = implementation
-        elif mixtures and config._experts_implementation_internal is None:
-            config._experts_implementation_internal = "grouped_mm"  # the backbone's own need a name
-
-    @property
-    def _leaves_implementation(self) -> bool:
-        return any(part.leaves_implementation for part in self.config.used_parts)
 
     def _rules(self) -> list:
         return [*super()._rules(), *mixture_rules(self, decoder_ffns(self))]  # type: ignore[misc, arg-type]

@@ -203,13 +203,6 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     return [None if code is None else known[code] for code in codes]
 
 
-def is_filled(cache: Any) -> bool:
-    """Whether a cache, or a tuple of keys and values in place of one, holds tokens."""
-    if isinstance(cache, tuple | list):
-        return len(cache) > 0
-    return cache is not None and int(cache.get_seq_length()) > 0
-
-
 def inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
     """The first of a call's inputs, `[B, S, ...]`; None without any."""
     tensors = (arguments.get("inputs_embeds"), inputs, arguments.get("inputs"), arguments.get("input_ids"))

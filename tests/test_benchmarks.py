@@ -170,7 +170,7 @@ def test_expand_io_has_a_row_a_way_and_cleans_up(script, capsys, tmp_path):
     base = save_dense(tmp_path / "base")
     rows = run(script("expand_io"), capsys, tmp_path, str(base))
     assert [row["way"] for row in rows] == ["expand_checkpoint", "cp"]
-    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert all(float(row["seconds"]) >= 0 for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "table.md"}
 
 

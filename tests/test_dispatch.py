@@ -143,15 +143,15 @@ def ways(monkeypatch):
 def test_the_way_is_chosen_from_shapes(monkeypatch):
     ran = ways(monkeypatch)
 
-    def chosen(N, K, T=100, implementation=None):
+    def chosen(N, K, T=100, in_turn=False):
         ran.clear()
         layer = build("gated", N, K).eval()
-        layer.model_config._experts_implementation_internal = implementation
+        layer.in_turn = in_turn
         layer(torch.randn(1, T, 16))
         return ran[0]
 
-    assert chosen(2, 2) == chosen(3, 4) == chosen(2, 2, implementation="grouped_mm") == "run_all"
-    assert chosen(4, 2) == chosen(4, 2, T=1) == chosen(2, 2, implementation="eager") == "run_in_turn"
+    assert chosen(2, 2) == chosen(3, 4) == "run_all"
+    assert chosen(4, 2) == chosen(4, 2, T=1) == chosen(2, 2, in_turn=True) == "run_in_turn"
 
 
 def test_few_tokens_on_an_accelerator_run_all_experts_of_few(monkeypatch):

@@ -111,12 +111,12 @@ def test_tokens_that_all_go_to_expert_0_have_the_dense_output_bit_for_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(2, 2), (3, 3), (2, 5)])
-@pytest.mark.parametrize("implementation", [None, "eager"])
+@pytest.mark.parametrize("in_turn", [False, True])
 def test_with_all_experts_active_an_old_token_has_the_dense_layers_bits_in_a_mixed_batch(
-    num_experts, top_k, ffn, dtype, implementation
+    num_experts, top_k, ffn, dtype, in_turn
 ):
     layer = build(num_experts, top_k, classifier=True, ffn=ffn, dtype=dtype).eval()
-    layer.model_config._experts_implementation_internal = implementation
+    layer.in_turn = in_turn
     x = torch.randn(3, 17, HIDDEN, dtype=dtype)
     inputs = (x,) if ffn is PlainFFN else (x, torch.randn_like(x))
     logits = layer.classifier(x.flatten(0, 1)).view(3, 17, 2)
