@@ -147,16 +147,30 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
 
     needed = most()
     disk_with(monkeypatch, needed - 1)
-    with pytest.raises(InputError, match=rf"run: needs {readable_size(needed)} for checkpoints.*, 1 byte more than"):
-        run_recipe(recipe)
+    for do in (validate_recipe, run_recipe):
+        with pytest.raises(InputError, match=rf"run: needs {readable_size(needed)} for checkpoints.*, 1 byte more than"):
+            do(recipe)
+    assert validate_recipe(recipe, here=False)  # for another machine
     assert not (tmp_path / "run").exists()
     disk_with(monkeypatch, needed)
-    run_recipe(recipe)
+    said = []
+    run_recipe(recipe, said.append)
+    assert [line for line in said if line.startswith("warning: post_pretrain: fewer than 50 steps")] == said[:1]
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
     of_stage = of_the_stage(tmp_path / "run" / "expanded", recipe.post_pretrain.built(tmp_path, 0))
     assert needed == max(kept["expanded"] + of_stage, sum(kept.values()))
     shutil.rmtree(tmp_path / "run" / "review")
     assert most() == kept["review"]
+
+
+def test_an_emulated_bfloat16_is_said(root, tmp_path, monkeypatch):
+    text = RECIPE.format(root=root, out=tmp_path)
+    asking = text.replace("post_pretrain: {", "post_pretrain: {bf16: true, ")
+    assert asking != text
+    for able, given, said in ((False, asking, 1), (True, asking, 0), (False, text, 0)):
+        monkeypatch.setattr("hf_moe_expand.runs.steps.stage.has_bfloat16", lambda able=able: able)
+        lines = validate_recipe(Recipe.of_text(given, "recipe.yaml"))
+        assert sum(line.startswith("warning: post_pretrain: bf16: this machine has no") for line in lines) == said
 
 
 def test_training_checkpoints_that_are_there_need_no_more_room(tmp_path):
