@@ -32,7 +32,7 @@ from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import packaged_files
 
-FOLDERS = ("expanded", "post_pretrain", "averaged")  # of the tutorial's run
+FOLDERS = ("expanded", "post_pretrain", "average")  # of the tutorial's run
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -107,7 +107,7 @@ def test_the_tutorial(workplace, monkeypatch):
             Path("recipe.yaml").write_text(small, "utf-8")
     assert re.search("^tokens a byte: .*el", said["validate"], re.MULTILINE)
     assert said["validate"].rstrip("\n").endswith("recipe.yaml: ok")
-    assert "final checkpoint: runs/qwen-el/averaged" in said["run"]
+    assert "final checkpoint: runs/qwen-el/average" in said["run"]
     (listed,) = (rows for rows in re.findall(r"\| in `runs/qwen-el` .*?\n\n", guide_text("tutorial.md"), re.DOTALL))
     for name in {
         "expanded",
@@ -124,7 +124,7 @@ def test_the_tutorial(workplace, monkeypatch):
     assert (config["parts"]["gate"]["layer"], config["exclusive_experts"]) == (2, True)
     assert "el (new)" in said["evaluate"]
     Path("me").mkdir()
-    Path("me/qwen-el").symlink_to(Path("runs/qwen-el/averaged").resolve())
+    Path("me/qwen-el").symlink_to(Path("runs/qwen-el/average").resolve())
     (program,) = blocks("tutorial.md", "python")
     exec(compile(program, "tutorial.md", "exec"), {})
 
@@ -174,7 +174,7 @@ def test_the_distributed_guide(workplace):
     for text in blocks("distributed.md", "yaml"):
         assert keywords(PostPretrainConfig, **parsed(text).get("post_pretrain", parsed(text))).given
     said = run("distributed.md")
-    assert "final checkpoint: runs/qwen-el/averaged" in said["run recipe.yaml"]
+    assert "final checkpoint: runs/qwen-el/average" in said["run recipe.yaml"]
 
 
 @pytest.mark.guides

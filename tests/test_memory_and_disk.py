@@ -147,8 +147,9 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
 
     needed = most()
     disk_with(monkeypatch, needed - 1)
+    too_little = rf"run: needs {readable_size(needed)} for checkpoints.*, 1 byte more than"
     for do in (validate_recipe, run_recipe):
-        with pytest.raises(InputError, match=rf"run: needs {readable_size(needed)} for checkpoints.*, 1 byte more than"):
+        with pytest.raises(InputError, match=too_little):
             do(recipe)
     assert validate_recipe(recipe, here=False)  # for another machine
     assert not (tmp_path / "run").exists()

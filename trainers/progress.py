@@ -81,9 +81,9 @@ class LogTable(ProgressCallback):
             self.training_bar.set_postfix_str("")
         super().on_evaluate(args, state, control, **kwargs)
 
-    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.scored = 0
-        super().on_predict(args, state, control, **kwargs)
+        super().on_predict(args, state, control, metrics=metrics, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.has_bar:

@@ -85,11 +85,11 @@ def evaluate_ensemble(
                     f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
                     "ensemble must share one tokenizer."
                 )
-            nats = []
+            of_model: list[torch.Tensor] = []
             for part, _ in target_nats(loaded, stream, block_size, batch_size):
-                nats.append(part)
+                of_model.append(part)
                 bar.update(len(part))
-            log_probs[language].append(-torch.cat(nats))
+            log_probs[language].append(-torch.cat(of_model))
         del loaded
     bar.close()
     scores = {}

@@ -386,7 +386,7 @@ def _shared(mapping: dict[str, Any]) -> list[Any]:
         {**shared, **(graft if number == last else {}), **expansion} if isinstance(expansion, dict) else expansion
         for number, expansion in enumerate(mapping["expansions"])
     ]
-    exclusive = {}
+    exclusive: dict[str, bool] = {}
     for expansion in filled:
         if isinstance(expansion, dict) and isinstance(plan := expansion.get("plan"), dict):
             expansion["plan"] = plan = {**exclusive, **plan}
