@@ -109,12 +109,7 @@ def test_the_tutorial(workplace, monkeypatch):
     assert said["validate"].rstrip("\n").endswith("recipe.yaml: ok")
     assert "final checkpoint: runs/qwen-el/average" in said["run"]
     (listed,) = (rows for rows in re.findall(r"\| in `runs/qwen-el` .*?\n\n", guide_text("tutorial.md"), re.DOTALL))
-    for name in {
-        "expanded",
-        "post_pretrain",
-        "averaged",
-        *re.findall(r"`([\w.]+\.(?:json|yaml|safetensors))`", listed),
-    }:
+    for name in {*FOLDERS, *re.findall(r"`([\w.]+\.(?:json|yaml|safetensors))`", listed)}:
         assert Path("runs/qwen-el", name).exists(), name
     assert Path("runs/qwen-el/report.html").is_file()
     assert "license" in said["card"]
