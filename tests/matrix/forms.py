@@ -149,14 +149,15 @@ class Form:
     Attributes:
         base: the dense checkpoint.
         root: the form's own folder.
-        helpers: the processes beside the tests: two `ranks`, and a `hub`.
+        helpers: the processes beside the tests: two `ranks`, a `hub`, and one that loads `alone`.
+        kept: what several operations compare with, by its name.
     """
 
     def __init__(self, parts: tuple[str, ...], root: Path, helpers: Any = None) -> None:
         self.parts, self.facts, self.helpers = parts, facts_of(parts), helpers
         self.root = root / name_of(parts)
         self.root.mkdir(exist_ok=True)
-        self.stepped: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None  # by its stage, see `steps.py`
+        self.kept: dict[Any, Any] = {}
         backbone = next((PARTS[name].base for name in parts if PARTS[name].base), "llama")
         self.base = root / "bases" / backbone
         if not self.base.exists():
@@ -298,6 +299,15 @@ class Form:
     def copy(self) -> Any:
         return copy.deepcopy(self.model)
 
+    def copy_of_base(self) -> Any:
+        return copy.deepcopy(self.dense)
+
+    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, the first time that it is asked for."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
     def text(self, language: str) -> LanguageText:
         """Text to train on: documents, or sentence pairs with English."""
         file = self.root / f"{language}.jsonl"
@@ -308,10 +318,12 @@ class Form:
         return LanguageText(language, str(file))
 
 
-def load(folder: Path, **options: Any) -> Any:
+def load(folder: Path) -> Any:
     """A model in aligned memory: matrix products round otherwise where weights lie unaligned in a mapped file."""
-    config = AutoConfig.from_pretrained(folder)
-    return copy.deepcopy(auto_class(config).from_pretrained(folder, dtype=torch.float32, **options)).eval()
+    model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
+    for value in (*model.parameters(), *model.buffers()):
+        value.data = value.data.clone()
+    return model
 
 
 def _save_translator(folder: Path) -> None:

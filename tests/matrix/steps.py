@@ -17,7 +17,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.stages.config import StageConfig
 from matrix import oracles
-from matrix.forms import ALPHABETS, Form, lines, load
+from matrix.forms import ALPHABETS, Form, lines
 
 
 def trainer_of(
@@ -35,7 +35,7 @@ def trainer_of(
     )  # fmt: skip
     losses = None if stage else [LanguagePriorLoss(0.5)] if "routed" in form else []
     return kind.trainer_class(
-        model, args=arguments, train_dataset=blocks(form), router_losses=losses,
+        model, args=arguments, train_dataset=form.once("blocks", lambda: blocks(form)), router_losses=losses,
         language_classes=[*range(len(form.languages))],
     )  # fmt: skip
 
@@ -62,24 +62,21 @@ def blocks(form: Form) -> Dataset:
 
 def step(form: Form, **cut: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Every parameter before and after one step."""
-    model = load(form.whole)
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model, before = form.copy(), dict(form.model.named_parameters())
     trainer_of(model, form, **cut).train()
-    return {name: (before[name], value.detach().clone()) for name, value in model.named_parameters()}
+    return {name: (before[name].detach(), value.detach()) for name, value in model.named_parameters()}
 
 
 def whole_step(form: Form) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The step of one process and one batch, made once."""
-    if form.stepped is None:
-        form.stepped = step(form)
-    return form.stepped
+    return form.once("step", lambda: step(form))
 
 
 def train(form: Form, out: Path, stage: type[StageConfig] | None = None, stop: Any = None, **settings: Any) -> None:
-    """Four steps of a stage, by default the form's first, from folder to folder."""
+    """Three steps of a stage, by default the form's first, from folder to folder."""
     kind = stage or stage_of(form)
     config = kind(
-        block_size=16, max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        block_size=16, max_steps=3, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
         disable_tqdm=True, **settings,
     )  # fmt: skip
     languages = form.languages[1:] if "joined" in form and "grown" not in form else form.languages[-1:]
@@ -100,8 +97,8 @@ def train(form: Form, out: Path, stage: type[StageConfig] | None = None, stop: A
 
 def sft(form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Every parameter before and after a step of TRL's SFT, and the slow gradients."""
-    model, tokenizer = load(form.whole), form.tokenizer
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model, tokenizer = form.copy(), form.tokenizer
+    before = {name: value.detach() for name, value in form.model.named_parameters()}
     codes = [form.languages[-1], "en", form.languages[-1]]
     texts = [
         lines("abc" if "encoder-decoder" in form else ALPHABETS[code], 1, seed=31 + n)[0][: 12 + 3 * n]
@@ -116,7 +113,7 @@ def sft(form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], d
     )  # fmt: skip
     trainer = MoESFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
-    after = {name: value.detach().clone() for name, value in model.named_parameters()}
+    after = {name: value.detach() for name, value in model.named_parameters()}
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     classes = [form.languages.index(code) for code in codes] if "exclusive" in form else None
-    return before, after, oracles.sft_step(load(form.whole), ids, classes)
+    return before, after, oracles.sft_step(form.copy(), ids, classes)

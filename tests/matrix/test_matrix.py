@@ -12,7 +12,7 @@ from datasets import disable_progress_bars
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.together import refusals, table
 from matrix.forms import Form, all_forms, name_of, refused, refusing
-from matrix.hub import Hub
+from matrix.hub import Alone, Hub
 from matrix.operations import OPERATIONS
 from matrix.two_ranks import Ranks
 
@@ -44,10 +44,10 @@ def forms():
         root, home = Path(folder, "forms"), Path(folder, "home")
         root.mkdir()
         home.mkdir()
-        helpers = SimpleNamespace(ranks=Ranks(), hub=Hub(home))
+        helpers = SimpleNamespace(ranks=Ranks(), hub=Hub(home), alone=Alone(home / "alone"))
         yield get
-        helpers.ranks.stop()
-        helpers.hub.stop()
+        for helper in vars(helpers).values():
+            helper.stop()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
