@@ -101,12 +101,6 @@ def test_an_average_of_expanded_models_with_a_dense_one(tmp_path, backbone):
     assert compare_checkpoints(tmp_path / "one", tmp_path / "same").same
 
 
-def test_weight_one_gives_that_model_back(three, tmp_path):
-    average_checkpoints(three[:2], tmp_path / "out", [0.0, 1.0])
-    second, found = tensors(three[1]), tensors(tmp_path / "out")
-    assert all(torch.equal(found[name], value) for name, value in second.items())
-
-
 def test_experts_that_no_average_fits(three, tmp_path):
     def refused(message, model, weight=0.5):
         with pytest.raises(InputError, match=message):
@@ -114,10 +108,6 @@ def test_experts_that_no_average_fits(three, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused("is a dense model: give a second checkpoint", three[0])
-    expand_checkpoint(three[0], tmp_path / "groups", GROUPS)
-    refused("all experts of a DMoE train: give a second", tmp_path / "groups")
-    expand_checkpoint(three[0], tmp_path / "random", UNIFORM, expert_init="random")
-    refused("began as random, not as copies of an FFN", tmp_path / "random")
     expand_checkpoint(three[0], tmp_path / "lora", UNIFORM, expert_kind="lora", lora_rank=2)
     further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     grow_checkpoint(tmp_path / "lora", tmp_path / "grown", further, copy_from={0: 1})
@@ -202,14 +192,6 @@ def test_branches_become_experts_and_all_else_their_mean(tmp_path, backbone):
     assert str(tmp_path) not in (tmp_path / "out" / "config.json").read_text()
 
 
-def test_branches_that_are_equal_give_the_dense_model(tmp_path):
-    branches = [make(tmp_path / name) for name in "abc"]
-    expand_branches(branches, tmp_path / "out", GROUPS)
-    expand_checkpoint(branches[0], tmp_path / "plain", GROUPS)
-    left, right = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain"))
-    assert left == right
-
-
 def test_branches_that_make_no_sense(three, tmp_path):
     def refused(message, branches, plan=GROUPS):
         with pytest.raises(InputError, match=message):
@@ -224,11 +206,3 @@ def test_branches_that_make_no_sense(three, tmp_path):
     refused("'model.embed_tokens.weight' has shape", [*three[:2], make(tmp_path / "more", vocab_size=300)])
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
     refused("is an expanded checkpoint already", [*three[:2], tmp_path / "expanded"])
-
-
-def test_tied_heads_stay_tied(tmp_path):
-    models = [make(tmp_path / name, seed, tie_word_embeddings=True) for seed, name in enumerate("ab")]
-    average_checkpoints(models, tmp_path / "out")
-    assert "lm_head.weight" not in tensors(tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

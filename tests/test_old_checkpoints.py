@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -147,10 +148,8 @@ def test_languages_with_tokens_of_their_own_are_refused(tmp_path):
     with_own(None)  # of a checkpoint whose languages had none
     as_recorded(logits(load(folder)), "moe_lpr")
     with_own({"el": 8})
-    with pytest.raises(ValueError, match=r"vocabularies: .* after commit ea4a262b .*: expand its base again"):
-        load(folder)
-    with pytest.raises(InputError, match=r"vocabularies: .* after commit ea4a262b"):
-        inspect_checkpoint(folder)
+    refused(load, folder, says=r"vocabularies: .* after commit ea4a262b .*: expand its base again", raises=ValueError)
+    refused(inspect_checkpoint, folder, says=r"vocabularies: .* after commit ea4a262b")
 
 
 def letters(text, seed):
@@ -164,12 +163,10 @@ def letters(text, seed):
 def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     """No code runs this format any more; `gates` makes a model of it with the same base and the same experts."""
     folder = copied("fitted_gates", tmp_path)
-    with pytest.raises(ValueError, match=r"gates in all layers, of an earlier version.*`hf-moe-expand gates"):
-        load(folder)
+    refused(load, folder, says=r"gates in all layers, of an earlier version.*`hf-moe-expand gates", raises=ValueError)
     plan = Plan("own", [3, 3, 3], old=["en", "el"], new=["hi"], grows_from=[2, 2, 2])
-    for refused in (lambda: grow_checkpoint(folder, tmp_path / "no", plan), lambda: inspect_checkpoint(folder)):
-        with pytest.raises(InputError, match=r"hf-moe-expand gates .*fitted_gates OUT --data LANGUAGE=FILE"):
-            refused()
+    for call, *given in ((grow_checkpoint, folder, tmp_path / "no", plan), (inspect_checkpoint, folder)):
+        refused(call, *given, says=r"hf-moe-expand gates .*fitted_gates OUT --data LANGUAGE=FILE")
     texts = {"en": letters("aeioustn", 0), "el": letters("αβγδεζηθ", 1)}
     anchors = {f"q{letter}{letter}": letters(text, n) for n, (letter, text) in enumerate(ALPHABETS.items(), start=2)}
     settings = GateSettings(unseen_share=0.5, tokens=400, anchor_tokens=200)

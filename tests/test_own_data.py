@@ -1,15 +1,13 @@
-"""Data sets in every form (text, rows of tokens, what `pack_texts` returned) train and are scored alike, and no setting
-or column of them is dropped."""
+"""Data sets in every form train and are scored alike, and no setting or column of them is dropped."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_dense
+from conftest import byte_tokenizer, refused, save_dense, tiny_dense, write_texts
 from datasets import Dataset
 from one_sft_step import settings
 from test_trainers_in_memory import by_code, tagged
-from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (
     JointConfig,
@@ -26,14 +24,18 @@ from hf_moe_expand import (
     expand_checkpoint,
     expand_model,
     pack_texts,
+    train_stage,
 )
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.curriculum import Curriculum
+from hf_moe_expand.data.packing import PackedText
+from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.trainers.losses import BalanceLoss, GroupLoss
 from hf_moe_expand.trainers.samplers import LanguageMix
 
 ROUTED = Plan("moe-lpr", [3, 1, 3], [2], old=["en"], new=["el"])
 OWN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
+MASK = Masking(expert_output=0.5)
 CONFIGS = {PostPretrainTrainer: PostPretrainConfig, ReviewTrainer: ReviewConfig, JointTrainer: JointConfig}
 
 
@@ -67,9 +69,6 @@ def moved(trainer):
 
 def loss_of(trainer, data):
     return trainer.evaluate(data)["eval_loss" if not isinstance(data, dict) else f"eval_{next(iter(data))}_loss"]
-
-
-# --- languages and their numbers ----------------------------------------------------------------------------------
 
 
 FORMS = {
@@ -108,14 +107,11 @@ def test_a_language_that_the_model_does_not_have_is_refused(tmp_path, kind):
     with pytest.raises(InputError, match="train_dataset has the unknown language de, fr; known: en, el"):
         trainer_of(kind, ROUTED, text, tmp_path)
     trainer = trainer_of(kind, ROUTED, packed("en", "el") if kind is ReviewTrainer else packed("el"), tmp_path)
-    with pytest.raises(InputError, match="eval_dataset has the unknown language de, fr; known: en, el"):
-        trainer.evaluate(text)
+    refused(trainer.evaluate, text, says="eval_dataset has the unknown language de, fr; known: en, el")
 
 
 def test_sentence_pairs_are_numbered_anew():
     rows = Dataset.from_list([{"input_ids": [1], "labels": [2], "language_ids": [0, -1]}])
-    from hf_moe_expand.data.packing import PackedText
-
     found = PackedText(rows, ("el", "en"), {"el": 2}, {"el": 1}, (1,)).numbered(["en", "el"])
     assert found.dataset[0]["language_ids"] == [1, -1]
     assert (found.languages, found.tokens) == (("en", "el"), {"el": 2})
@@ -131,9 +127,6 @@ def test_a_model_without_a_history_takes_packed_text_as_it_is(tmp_path, classes)
     trainer = kind(LayerMoEForCausalLM(config), args, train_dataset=text, language_classes=classes)
     assert trainer.packed.languages == ("el", "en")
     assert trainer.evaluate(text)["eval_loss"] > 0
-
-
-# --- columns ------------------------------------------------------------------------------------------------------
 
 
 def weights_after(data, folder, **options):
@@ -163,45 +156,30 @@ def test_masked_labels_of_rows_are_no_targets(tmp_path):
 def test_columns_that_a_batch_would_lose_are_refused(tmp_path, column, values, said):
     rows = as_rows("el")
     changed = rows.add_column(column, [values] * len(rows))
-    with pytest.raises(InputError, match=f"train_dataset {said}"):
-        trainer_of(PostPretrainTrainer, ROUTED, changed, tmp_path)
+    refused(trainer_of, PostPretrainTrainer, ROUTED, changed, tmp_path, says=f"train_dataset {said}")
     with pytest.raises(InputError, match=f"eval_dataset {said}"):
         trainer_of(PostPretrainTrainer, ROUTED, rows, tmp_path).evaluate(changed)
     ones = rows.add_column("attention_mask", [[1] * 16] * len(rows))
     trainer_of(PostPretrainTrainer, ROUTED, ones, tmp_path)
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("kind", "plan", "codes", "args", "said"),
+    ("kind", "plan", "args", "said"),
     [
-        (PostPretrainTrainer, ROUTED, ["el"], {"language_prior_coef": 0.5}, "needs old-language text"),
-        (ReviewTrainer, ROUTED, ["en", "el"], {"classifier_layers": 1}, "the model has classifiers already"),
-    ],
-)
-def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, plan, codes, args, said):
-    for data in (tagged(*codes), packed(*codes, languages=["en", "el"])):
-        with pytest.raises(InputError, match=said):
-            trainer_of(kind, plan, data, tmp_path, args)
-
-
-def test_settings_are_checked_with_the_model_of_rows_too(tmp_path):
-    for kind, plan, args, said in (
+        (PostPretrainTrainer, ROUTED, {"language_prior_coef": 0.5}, "needs old-language text"),
+        (ReviewTrainer, ROUTED, {"classifier_layers": 1}, "the model has classifiers already"),
         (JointTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
         (ReviewTrainer, OWN, {}, "no router is left to review"),
         (PostPretrainTrainer, ROUTED, {"block_size": 32}, "blocks of 16 tokens, but block_size is 32"),
-    ):
-        data = packed("en", "el") if "block_size" in args else as_rows("en", "el")
-        with pytest.raises(InputError, match=said):
-            trainer_of(kind, plan, data, tmp_path, args)
-
-
-def test_packed_text_of_another_trainer_is_checked_anew(tmp_path):
-    first = trainer_of(PostPretrainTrainer, ROUTED, tagged("el"), tmp_path)
-    with pytest.raises(InputError, match="packed already, but tokens_per_language says what to pack"):
-        trainer_of(PostPretrainTrainer, ROUTED, first.packed, tmp_path, {"tokens_per_language": 20})
+    ],
+)
+def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, plan, args, said):
+    codes = ["el"] if "language_prior_coef" in args else ["en", "el"]
+    forms = [packed(*codes, languages=["en", "el"])]
+    if "block_size" not in args:
+        forms += [tagged(*codes)] + [as_rows(*codes)] * (plan is OWN)
+    for data in forms:
+        refused(trainer_of, kind, plan, data, tmp_path, args, says=said)
 
 
 def test_a_temperature_needs_blocks_of_one_language_each(tmp_path):
@@ -218,28 +196,20 @@ def test_a_temperature_needs_blocks_of_one_language_each(tmp_path):
     [
         ({"mix": LanguageMix([3])}, {}, "mix has 3 rows: train_dataset must have as many"),
         ({"mix": LanguageMix([9])}, {"temperature": 2.0}, "mix, and the configuration's temperature or curriculum"),
-        (
-            {"masking": Masking(final_output=0.5)}, {"masking": Masking(expert_output=0.5)},
-            "masking is given twice, here and in args",
-        ),
+        ({"masking": MASK}, {"masking": Masking(final_output=0.5)}, "masking is given twice, here and in args"),
+        ({"masking": MASK, "plan": OWN}, {}, "there is no choice to mask"),
+        ({"masking": MASK, "kind": ReviewTrainer}, {}, "masking: ReviewTrainer has no choice of experts to mask"),
     ],
-)  # fmt: skip
-def test_arguments_that_contradict_the_configuration_are_refused(tmp_path, options, args, said):
-    with pytest.raises(InputError, match=said):
-        trainer_of(PostPretrainTrainer, ROUTED, packed("el"), tmp_path, args, **options)
+)
+def test_arguments_that_contradict_the_configuration_or_the_model_are_refused(tmp_path, options, args, said):
+    given = {"kind": PostPretrainTrainer, "plan": ROUTED, **options}
+    codes = ["en", "el"] if "kind" in options else ["el"]
+    refused(trainer_of, data=packed(*codes, languages=["en", "el"]), folder=tmp_path, args=args, **given, says=said)
 
 
-def test_masking_of_the_constructor_is_checked_as_the_configurations(tmp_path):
-    mask = Masking(expert_output=0.5)
-    with pytest.raises(InputError, match="there is no choice to mask"):
-        trainer_of(PostPretrainTrainer, OWN, tagged("el"), tmp_path, masking=mask)
-    recorded = trainer_of(PostPretrainTrainer, ROUTED, tagged("el"), tmp_path, masking=mask).settings
+def test_masking_of_the_constructor_is_recorded(tmp_path):
+    recorded = trainer_of(PostPretrainTrainer, ROUTED, tagged("el"), tmp_path, masking=MASK).settings
     assert recorded["masking"]["expert_output"] == 0.5
-    with pytest.raises(InputError, match="masking: ReviewTrainer has no choice of experts to mask"):
-        trainer_of(ReviewTrainer, ROUTED, tagged("en", "el"), tmp_path, masking=mask)
-
-
-# --- TRL ----------------------------------------------------------------------------------------------------------
 
 
 def sft(folder, data, plan=OWN, **options):
@@ -259,8 +229,7 @@ def sft(folder, data, plan=OWN, **options):
     ],
 )
 def test_sft_drops_no_language(tmp_path, data, plan, classes, said):
-    with pytest.raises(InputError, match=said):
-        sft(tmp_path, data(), plan, language_classes=classes)
+    refused(sft, tmp_path, data(), plan, language_classes=classes, says=said)
 
 
 @pytest.mark.parametrize("plan", [OWN, ROUTED])
@@ -273,8 +242,7 @@ def test_a_class_that_the_model_does_not_have_is_refused(tmp_path, plan, classes
     with pytest.raises(InputError, match=said):
         sft(tmp_path, tagged("en", "el") if by_codes else as_rows("en", "el"), plan, language_classes=classes)
     if not by_codes:
-        with pytest.raises(InputError, match=said):
-            trainer_of(JointTrainer, plan, as_rows("en", "el"), tmp_path, language_classes=classes)
+        refused(trainer_of, JointTrainer, plan, as_rows("en", "el"), tmp_path, language_classes=classes, says=said)
 
 
 def test_a_class_is_a_group_where_a_loss_is_of_groups(tmp_path):
@@ -289,30 +257,16 @@ def test_sft_trains_the_experts_of_each_rows_language(tmp_path):
     assert moved(sft(tmp_path, as_rows("en"), language_classes=[0, 1])) == {"0"}
 
 
-# --- expansion ----------------------------------------------------------------------------------------------------
-
-
 def test_text_under_another_languages_code_is_refused(tmp_path):
-    from conftest import save_dense, write_texts
-
-    from hf_moe_expand import train_stage
-    from hf_moe_expand.data.sources import LanguageText
-
-    save_dense(tmp_path / "base")
-    expand_checkpoint(tmp_path / "base", tmp_path / "model", ROUTED)
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "model", ROUTED)
     text = LanguageText("en", str(write_texts(tmp_path / "en.jsonl", ["a text"] * 40)))
     with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
         train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))
-    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
 def test_a_loss_of_routers_is_refused_where_there_are_none(tmp_path):
-    rows = Dataset.from_dict({"text": ["some text"] * 4})
-    given = {"args": settings(tmp_path), "train_dataset": rows, "processing_class": byte_tokenizer()}
-    with pytest.raises(
-        InputError, match="The balance loss is of routers or classifiers, and no layer of the model has"
-    ):
-        MoESFTTrainer(expand_model(tiny_dense("qwen2"), OWN), router_losses=[BalanceLoss(0.1)], **given)
+    said = "The balance loss is of routers or classifiers, and no layer of the model has"
+    refused(sft, tmp_path, tagged("en", "el"), router_losses=[BalanceLoss(0.1)], says=said)
 
 
 def test_a_curriculum_sets_the_number_of_steps(tmp_path):
@@ -337,7 +291,7 @@ def test_metrics_of_another_set_and_of_a_prediction_do_not_mix(tmp_path):
 
 
 def test_an_optimizer_that_would_decay_rows_which_stay_is_refused(tmp_path, monkeypatch):
-    for decay, refused in ((0.1, True), (0.0, False)):
+    for decay, moves in ((0.1, True), (0.0, False)):
         model = expand_model(tiny_dense("qwen2"), ROUTED)
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
         config = PostPretrainConfig(str(tmp_path), block_size=16, max_steps=1, save_strategy="no")
@@ -345,5 +299,5 @@ def test_an_optimizer_that_would_decay_rows_which_stay_is_refused(tmp_path, monk
             model, config, train_dataset=tagged("el"), processing_class=byte_tokenizer(), optimizers=(optimizer, None)
         )
         monkeypatch.setattr(trainer, "_kept_rows", lambda model=model: [(model.expanded_ffns()[0].router, 1)])
-        with pytest.raises(InputError, match="weight decay would move rows") if refused else nullcontext():
+        with pytest.raises(InputError, match="weight decay would move rows") if moves else nullcontext():
             trainer.train()

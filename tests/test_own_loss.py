@@ -73,14 +73,6 @@ def test_a_step_follows_the_gradient_of_both_losses(tmp_path, expected, change):
     assert logs["flatness_loss"] == pytest.approx(kl, rel=1e-4)
 
 
-def test_the_loss_makes_a_difference(tmp_path, expected):
-    plain, logs = train(str(tmp_path / "a"), model=made(), losses=[]), {}
-    without = train(str(tmp_path / "b"), model=made(), losses=[Flatness(0.0)], logs=logs)
-    assert all(torch.equal(value, without[name]) for name, value in plain.items())  # coefficient 0: logged alone
-    assert logs["flatness_loss"] == pytest.approx(expected[1], rel=1e-4)
-    assert max((plain[name] - value).abs().max().item() for name, value in expected[0].items()) > 1e-4
-
-
 def test_with_the_stages_own_configuration_it_goes_instead_of_the_stages_losses(tmp_path):
     model, (ids, languages) = made(), rows()
     model.config.expansions = [{"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]}]

@@ -3,14 +3,10 @@
 import json
 
 import pytest
-import torch
-import yaml
 from conftest import invoke, save_dense, write_texts
-from safetensors.torch import load_file
 from test_join import EL, HU, TR, make_pack
 
 from hf_moe_expand import Plan, join_expansions, make_card
-from hf_moe_expand.checkpoint.merge import average_experts
 
 WORDS = {
     "en": "the cat {} sits",
@@ -19,7 +15,6 @@ WORDS = {
     "hu": "a macska {} ül",
     "tr": "kedi {}",
 }
-QUICK = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +27,6 @@ def home(tmp_path_factory):
     for seed, (code, plan) in enumerate({"el": EL, "hu": HU, "tr": TR}.items(), start=1):
         make_pack(home / f"qwen-{code}", home / "base", plan, seed)
     join_expansions([home / "qwen-el", home / "qwen-hu", home / "qwen-tr"], home / "joined")
-    (home / "stage1.yaml").write_text(yaml.safe_dump({"block_size": 16, **QUICK}))
     return home
 
 
@@ -58,17 +52,6 @@ def test_inspection_and_card_show_the_packs(home, tmp_path):
     fields["expansions"][0]["pack"] = "me/qwen-el"
     (tmp_path / "out" / "config.json").write_text(json.dumps(fields))
     assert "| [me/qwen-el](https://huggingface.co/me/qwen-el) | el |" in str(make_card(tmp_path / "out"))
-
-
-def test_all_packs_experts_are_averaged_before_the_join_or_after_it(home, tmp_path):
-    pair = [home / "qwen-el", home / "qwen-tr"]
-    join_expansions(pair, tmp_path / "joined")
-    average_experts(tmp_path / "joined", tmp_path / "after", 0.5)
-    halves = [average_experts(pack, tmp_path / pack.name, 0.5) for pack in pair]
-    join_expansions(halves, tmp_path / "before")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_two_packs_new_languages_are_both_new(home, tmp_path):

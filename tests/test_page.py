@@ -1,12 +1,13 @@
 """The page of a run: what is there is shown, what is shown is what the files say, and nothing is fetched."""
 
 import math
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import invoke, save_dense
+from conftest import invoke, refused, save_dense
 from safetensors import safe_open
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
@@ -214,32 +215,6 @@ def test_languages_samples_and_tasks_are_those_of_evaluation_json(run, made):
     assert page_of(run).sections[:2] == ["tasks", "plan"]
 
 
-def test_a_plan_says_what_a_token_runs(tmp_path):
-    plans = {
-        "MoE-LPR: 7 experts in 3 layers, each layer’s original counted; top-2 routing.": Plan("moe-lpr", [3, 2, 2]),
-        "; a token runs the expert of its language alone.": Plan("moe-lpr", [1, 2, 2], exclusive=True),
-        "; a token runs the experts (at most 2) of its language alone.": Plan("moe-lpr", [1, 3, 3], exclusive=True),
-        "4 layers, each layer’s original counted; a token runs the expert of its language alone.": Plan(
-            "moe-lpr", [3, 3, 3, 1], exclusive=True, grows_from=[2, 2, 2, 1]
-        ),
-    }
-    for words, plan in plans.items():
-        plan.save(tmp_path / "plan.json")
-        text = page_of(tmp_path).text
-        assert words in text
-        assert ("top-" in text) == (not plan.exclusive)
-
-
-def test_layers_have_a_table_where_they_differ(made, tmp_path):
-    assert ["layer", "experts"] not in page_of(made / "lifelong").rows
-    rows = page_of(made / "layer-moe").rows
-    assert rows[(first := rows.index(["layer", "experts", "classifier", "similarity"])) + 2 : first + 4] == [
-        ["1", "2", "yes", "0.3"], ["2", "2", "", "0.2"]
-    ]  # fmt: skip
-    Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW).save(tmp_path / "plan.json")
-    assert page_of(tmp_path).rows[-3:] == [["0", "2", "yes"], ["1", "2", "yes"], ["2", "2", ""]]
-
-
 def test_the_figure_draws_the_loss_and_the_text_s_own_where_they_differ(run):
     assert page_of(run).figure.count("all") == page_of(run).figure.count("text") == 2  # in the legends of two stages
     for stage in ("post_pretrain", "review"):  # the last batch of an epoch alone makes a difference
@@ -269,6 +244,8 @@ def test_a_stage_s_table_has_text_at_hand_text_seen_and_held_out_text(run):
 
 def test_routing_has_tables_and_random_experts_where_there_is_a_choice(run):
     rows = page_of(run).rows
+    place = rows.index(["layer", "experts", "classifier", "similarity"]) + 2  # of the plan, whose layers differ
+    assert rows[place : place + 2] == [["1", "2", "yes", "0.3"], ["2", "2", "", "0.2"]]
     assert RoutingResult.from_json(run / "routing.json").rows()[0] in rows
     assert ["1, 2", "-"] in rows
     assert ["el", "12.50", "99.25"] in rows[rows.index(["perplexity", "router's experts", "random experts"]) :]
@@ -330,12 +307,6 @@ def test_hostile_names_and_recipes_stay_text(run):
     assert "</table><iframe>" in page.text
 
 
-def test_the_time_of_a_step_is_in_seconds_or_minutes(run):
-    steps = {"plan": {"seconds": 59.94, "summary": "x"}, "review": {"seconds": 90, "summary": "y", "attempts": 2}}
-    write_json(run / "steps.json", steps)
-    assert page_of(run).rows[-2:] == [["plan", "59.9 s", "x"], ["review", "1.5 min (2 attempts)", "y"]]
-
-
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
     shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
     first = make_page(run)
@@ -366,42 +337,62 @@ def test_of_paths_the_last_part_is_shown(run):
     assert "/home/" not in text
 
 
-def test_an_access_token_in_the_recipe_is_refused(run):
+@pytest.fixture
+def apart(made, tmp_path, monkeypatch):
+    """As `plan`, `expand`, `train post-pretrain`, `train review` and `evaluate` leave one folder."""
+    folder = tmp_path / "apart"
+    folder.mkdir()
+    for name in ("plan.json", "evaluation.json"):
+        shutil.copy(made / "layer-moe" / name, folder)
+    for name, here in (("post_pretrain", "big-1"), ("review", "big-2")):
+        shutil.copytree(made / "layer-moe" / name, folder / here)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_page_of_single_commands(apart):
+    assert invoke("report", ".", "big-1", "big-2") == "wrote report.html\n"
+    text = (apart / "report.html").read_text("utf-8")
+    assert Page(text).sections == ["languages", "samples", "tasks", "plan", "training"]
+    assert re.search(r"post-pretrain: big-1.*review: big-2", Page(text).text, re.DOTALL)
+    assert str(apart) not in text
+    hostile = (apart / "big-2").rename(apart / "<b onload=x>$x^2$ 文")
+    page = Page(make_page(hostile))  # a checkpoint alone
+    assert page.text.count(f"review: {hostile.name}") == 2  # the heading, and the figure
+    assert "big-1" not in page.text
+    assert "b" not in [tag for tag, _ in page.elements]
+
+
+def test_what_has_no_page(made, run, tmp_path):
+    (tmp_path / "other").mkdir()
+    for folders, said in (
+        (["nowhere"], "no such folder; give the `output` of a recipe"),
+        (["other"], "other: not the folder of a run"),
+        ([run, "missing"], "missing: no such folder"),
+        ([run, "other", run / "review"], "other: a page tells of one run"),
+        ([made / "tiny"], "tiny: a qwen2 checkpoint, not an expanded one"),
+    ):
+        with pytest.raises(InputError, match=said):
+            make_page(*(tmp_path / folder for folder in folders))
     (run / "recipe.yaml").write_text(f"base: org/tiny  # hf_{'a' * 30}\n")
-    with pytest.raises(InputError, match="holds an access token"):
-        make_page(run)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no such folder; give the `output` of a recipe"):
-        make_page(tmp_path / "nowhere")
-    (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(InputError, match="not the folder of a run"):
-        make_page(tmp_path)
+    refused(make_page, run, says="holds an access token")
 
 
 def test_the_command_writes_it_and_overwrites_only_when_told(run, tmp_path):
-    assert f"wrote {run / 'report.html'}" in invoke("report", run)
-    text = (run / "report.html").read_text("utf-8")
-    assert text == make_page(run)
-    with pytest.raises(InputError, match="exists already"):
-        invoke("report", run)
-    (run / "report.html").write_text("old")
-    invoke("report", run, "--overwrite")
-    assert (run / "report.html").read_text("utf-8") == text
-    invoke("report", run, "--out", tmp_path / "new" / "page.html")
-    assert (tmp_path / "new" / "page.html").read_text("utf-8") == text
+    for out in ([], ["--out", tmp_path / "new" / "page.html"], ["--overwrite"]):
+        invoke("report", run, *out)
+        file = out[1] if len(out) > 1 else run / "report.html"
+        assert file.read_text("utf-8") == make_page(run)
+    refused(invoke, "report", run, says="exists already")
 
 
 def test_logs_of_a_trainer_show_numbers(tmp_path):
     file = tmp_path / "trainer_state.json"
     assert read_logs(file) == []
-    logs = [{"step": 1, "loss": 2.0, "grad_norm": 1e305, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
-    write_json(file, {"log_history": logs})
-    assert read_logs(file) == [{"step": 1, "loss": 2.0}, {"step": 2}]
-    write_json(file, {"log_history": None})
-    assert read_logs(file) == []
+    odd = [{"step": 1, "loss": 2.0, "grad_norm": 1e305, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
+    for history, shown in ((odd, [{"step": 1, "loss": 2.0}, {"step": 2}]), (None, [])):
+        write_json(file, {"log_history": history})
+        assert read_logs(file) == shown
     for wrong in ({"step": 1}, [1]):
         write_json(file, {"log_history": wrong})
-        with pytest.raises(InputError, match="log_history is no list"):
-            read_logs(file)
+        refused(read_logs, file, says="log_history is no list")

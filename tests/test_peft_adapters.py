@@ -7,9 +7,10 @@ import warnings
 import pytest
 import torch
 from bpe import bpe_tokenizer
-from conftest import invoke, load, save_dense, write_texts
+from conftest import invoke, load, refused, save_dense, write_texts
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tables import TABLES
 from transformers import BitsAndBytesConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
@@ -214,59 +215,35 @@ def test_a_base_of_another_name_or_commit_is_said(base, adapter, tmp_path):
     assert json.loads((tmp_path / "back" / CONFIG).read_text())["base_model_name_or_path"] == "me/TINY-llama"
 
 
-def another(base, root, kind):
-    """An adapter that is refused."""
-    llama = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    if kind == "wider":
-        save_dense(root / "wide", "llama", hidden_size=64)
-        return make(root / "lora", root / "wide")
-    if kind == "deeper":
-        save_dense(root / "deep", "llama", num_hidden_layers=4)
-        return make(root / "lora", root / "deep")
-    if kind == "of another architecture":
-        save_dense(root / "gpt2", "gpt2")
-        return make(root / "lora", root / "gpt2")
-    if kind == "dora":
-        return make(root / "lora", base, use_dora=True, **llama)
-    if kind == "whole modules":
-        return make(root / "lora", base, modules_to_save=["embed_tokens"], **llama)
-    if kind == "new tokens":
-        return make(root / "lora", base, trainable_token_indices=[1, 2], **llama)
-    if kind == "the embedding":
-        return make(root / "lora", base, **{**llama, "target_modules": ["q_proj", "embed_tokens"]})
-    if kind == "biases":
-        return make(root / "lora", base, bias="all", **llama)
-    if kind == "biased updates":
-        return make(root / "lora", base, lora_bias=True, **llama)
-    if kind == "pissa":
-        return make(root / "lora", base, init_lora_weights="pissa", **llama)
-    if kind == "ia3":
-        config = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-        return make(root / "lora", base, config=IA3Config, **config)
-    return make(root / "lora", base, config=PromptTuningConfig, num_virtual_tokens=4, task_type="CAUSAL_LM")
+LLAMA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+# Adapters that are refused: the changes of their base, how they are made, and the words.
+OTHERS = {
+    "wider": ({"hidden_size": 64}, {}, r"shape \[64, 4\], but tiny-llama needs \[32, 4\]: is lora an"),
+    "deeper": ({"num_hidden_layers": 4}, {}, r"adapter_config.json does not name in tiny-llama \(model.layers.3"),
+    "of another architecture": ({"backbone": "gpt2"}, {}, "PEFT finds no maps for it in LlamaForCausalLM"),
+    "dora": ({}, {**LLAMA, "use_dora": True}, "is or has a DoRA, .*use_dora True"),
+    "whole modules": ({}, {**LLAMA, "modules_to_save": ["embed_tokens"]}, r"\(modules_to_save \['embed_tokens'\]\)"),
+    "new tokens": ({}, {**LLAMA, "trainable_token_indices": [1, 2]}, r"\(trainable_token_indices \[1, 2\]\)"),
+    "the embedding": ({}, {"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens, which is no linear map"),
+    "biases": ({}, {**LLAMA, "bias": "all"}, r"trained biases \(bias 'all'\)"),
+    "biased updates": ({}, {**LLAMA, "lora_bias": True}, "updates with biases"),
+    "pissa": ({}, {**LLAMA, "init_lora_weights": "pissa"}, "'pissa', .* path_initial_model_for_weight_conversion"),
+    "ia3": (
+        {}, {"config": IA3Config, "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        "an adapter of the kind IA3: only LoRA",
+    ),
+    "prompts": (
+        {}, {"config": PromptTuningConfig, "num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+        "an adapter of the kind PROMPT_TUNING: only LoRA",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("wider", r"has the shape \[64, 4\], but tiny-llama needs \[32, 4\]: is lora an adapter of another base"),
-        ("deeper", r"updates maps that adapter_config.json does not name in tiny-llama \(model.layers.3"),
-        ("of another architecture", "PEFT finds no maps for it in LlamaForCausalLM"),
-        ("dora", "is or has a DoRA, .*use_dora True"),
-        ("whole modules", r"modules that trained whole \(modules_to_save \['embed_tokens'\]\)"),
-        ("new tokens", r"embeddings of tokens that trained \(trainable_token_indices \[1, 2\]\)"),
-        ("the embedding", "updates model.embed_tokens, which is no linear map of a layer"),
-        ("biases", r"trained biases \(bias 'all'\)"),
-        ("biased updates", "updates with biases"),
-        ("pissa", "init_lora_weights 'pissa', .* path_initial_model_for_weight_conversion"),
-        ("ia3", "an adapter of the kind IA3: only LoRA"),
-        ("prompts", "an adapter of the kind PROMPT_TUNING: only LoRA"),
-    ],
-)
-def test_what_is_no_lora_of_the_layers_is_refused(base, tmp_path, kind, words):
-    lora = another(base, tmp_path, kind)
-    with pytest.raises(InputError, match=words):
-        expand_from_peft(base, {"el": lora}, tmp_path / "out")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_lora_of_the_layers_is_refused(base, tmp_path, kind):
+    changes, options, words = OTHERS[kind]
+    other = save_dense(tmp_path / "other", **{"backbone": "llama", **changes}) if changes else base
+    refused(expand_from_peft, base, {"el": make(tmp_path / "lora", other, **options)}, tmp_path / "out", says=words)
     assert not (tmp_path / "out").exists()
 
 
@@ -286,13 +263,6 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FIELDS)
-def test_fields_that_do_not_fit_are_refused(base, adapter, tmp_path, case):
-    fields, words = FIELDS[case]
-    with pytest.raises(InputError, match=words):
-        expand_from_peft(base, {"el": altered(adapter, tmp_path / "lora", **fields)}, tmp_path / "out")
-
-
 TENSORS = {
     "the embedding": (lambda own: own | {"base_model.model.model.embed_tokens.weight": torch.ones(1)}, "embed_tokens"),
     "a tensor less": (lambda own: dict(list(own.items())[1:]), "the file is incomplete"),
@@ -303,47 +273,22 @@ TENSORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", TENSORS)
-def test_tensors_that_do_not_fit_are_refused(base, adapter, tmp_path, case):
-    change, words = TENSORS[case]
-    with pytest.raises(InputError, match=words):
-        expand_from_peft(base, {"el": altered(adapter, tmp_path / "lora", change)}, tmp_path / "out")
+@pytest.mark.parametrize("case", [*FIELDS, *TENSORS])
+def test_fields_and_tensors_that_do_not_fit_are_refused(base, adapter, tmp_path, case):
+    change, words = FIELDS.get(case) or TENSORS[case]
+    lora = altered(adapter, tmp_path / "lora", **(change if case in FIELDS else {"tensors": change}))
+    refused(expand_from_peft, base, {"el": lora}, tmp_path / "out", says=words)
     assert not (tmp_path / "out").exists()
 
 
-def run(*words):
-    result = CliRunner().invoke(cli.app, [str(word) for word in words])
-    assert result.exit_code, result.output
-    assert isinstance(result.exception, InputError | SystemExit), result.exception
-    return " ".join(f"{result.output}{result.exception}".split())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("from-peft ADAPTER OUT --base BASE --language el --language el=ADAPTER", "--language el has two adapters"),
-        ("from-peft ADAPTER OUT --base BASE --language el --language ell=ADAPTER", "two names of one language"),
-        ("from-peft ADAPTER OUT --base BASE --language el --language hu", "has a language already"),
-        ("from-peft ADAPTER OUT --base BASE --language el=BASE", "name the language of ADAPTER itself"),
-        ("from-peft BASE OUT --base BASE --language el", "has no adapter_config.json, so it is no adapter of PEFT"),
-        ("from-peft ADAPTER/.. OUT --base BASE --language el", "its folder lora-el has one: give that"),
-        ("from-peft ADAPTER/adapter_config.json OUT --base BASE --language el", "is a file; give the adapter's folder"),
-        ("from-peft nowhere/at/all OUT --base BASE --language el", "no such folder, and not a hub id"),
-        ("from-peft ADAPTER OUT --base ADAPTER --language el", "is an adapter of"),
-        ("from-peft ADAPTER OUT --base MODEL --language el", "is an expanded checkpoint already"),
-        ("export MODEL OUT --peft --language en", "has no adapter for en; it has some for el, hu, tr"),
-        ("export MODEL OUT --peft --language de", "has no adapter for de"),
-        ("export MODEL OUT --peft --expert 1", "--peft writes the adapters of languages"),
-        ("from-peft ADAPTER OUT --base BASE --language el --block-size 7", "Settings of scores belong to --data"),
-        ("export MODEL OUT --peft --max-shard-size 1MB", "--max-shard-size: --peft writes one file"),
-        ("export MODEL MODEL/x --peft", "lies in the input folder"),
-        ("export MODEL OUT", "or --peft, for adapters"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), TABLES["commands on adapters"])
 def test_the_command_line_refuses(base, adapter, model, tmp_path, words, said):
     for word, place in {"ADAPTER": adapter, "BASE": base, "MODEL": model, "OUT": tmp_path / "out"}.items():
-        words = words.replace(word, str(place)) if word != "ADAPTER" else words.replace("ADAPTER", str(adapter))
-    assert said in run(*words.split())
+        words = words.replace(word, str(place))
+    result = CliRunner().invoke(cli.app, words.split())
+    assert isinstance(result.exception, InputError | SystemExit), result.exception
+    assert said in " ".join(f"{result.output}{result.exception}".split())
+    assert result.exit_code
     assert not (tmp_path / "out").exists()
 
 
@@ -363,20 +308,12 @@ def test_maps_with_numbers_for_names_are_named_in_full(tmp_path):
     torch.testing.assert_close(pefts(tmp_path / "base", tmp_path / "out"), told(tmp_path / "model", "el"))
 
 
-def test_other_experts_and_a_trained_base_are_no_adapters(base, model, tmp_path):
-    expand_checkpoint(base, tmp_path / "ffn", Plan("moe-lpr", [2] * 3, old=["en"], new=["el"], exclusive=True))
-    with pytest.raises(InputError, match="its experts are no adapters of PEFT, but FFNs: `export --language`"):
-        export_peft(tmp_path / "ffn", tmp_path / "out")
-    added = Plan("moe-lpr", [2] * 3, old=["en"], new=["el"])
-    expand_checkpoint(base, tmp_path / "added", added, expert_kind="added", expert_width=8)
-    with pytest.raises(InputError, match=r"no adapters of PEFT.*: publish the checkpoint with its own code \(`push`\)"):
-        export_peft(tmp_path / "added", tmp_path / "out")
+def test_a_trained_base_has_no_adapters(model, tmp_path):
     shutil.copytree(model, tmp_path / "grafted")
     fields = json.loads((model / "config.json").read_text())
     fields["expansions"][1]["stages"].append({"stage": "graft"})
     (tmp_path / "grafted" / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(InputError, match="`graft` changed the weights beside the adapters"):
-        export_peft(tmp_path / "grafted", tmp_path / "out")
+    refused(export_peft, tmp_path / "grafted", tmp_path / "out", says="`graft` changed the weights beside the adapters")
 
 
 def test_pickled_weights_are_not_read(base, adapter, tmp_path):

@@ -4,16 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_dense
-from datasets import Dataset
 from one_step import build, rows, train
-from transformers import default_data_collator
 
 from hf_moe_expand import DistillationLoss, Plan, expand_model
-from hf_moe_expand.stages.kinds.dense import DenseConfig, DenseTrainer
 from hf_moe_expand.trainers import pieces as module
 from hf_moe_expand.trainers.pieces import LogitsInPieces
 
-IDS, LANGUAGES = rows()
+IDS, _ = rows()
 TOKENS = 5  # of a piece; no divisor of anything here
 
 
@@ -87,11 +84,13 @@ def test_self_distillation_in_pieces(options, tmp_path, monkeypatch, widest):
     assert logs["distillation_loss"] > 0.01
 
 
-def test_capped_logits(tmp_path, monkeypatch, widest):
+@pytest.mark.parametrize(
+    ("backbone", "sizes"), [("gemma3_text", {"final_logit_softcapping": 0.7}), ("granite", {"logits_scaling": 3.0})]
+)
+def test_capped_and_scaled_logits(tmp_path, monkeypatch, widest, backbone, sizes):
     """Small caps change every logit."""
-    capped = lambda: made("gemma3_text", final_logit_softcapping=0.7)  # noqa: E731
-    assert capped()(IDS).logits.abs().max() < 0.7
-    compare(tmp_path, capped, monkeypatch, widest, stage="post", everything=True)
+    assert backbone == "granite" or made(backbone, **sizes)(IDS).logits.abs().max() < 0.7
+    compare(tmp_path, lambda: made(backbone, **sizes), monkeypatch, widest, stage="post", everything=True)
 
 
 def test_the_definition(small_pieces):
@@ -122,11 +121,6 @@ def test_the_definition(small_pieces):
     assert found.next_token_loss(kept[0], nothing, 5) == 0
 
 
-def test_scaled_logits(tmp_path, monkeypatch, widest):
-    scaled = lambda: made("granite", logits_scaling=3.0)  # noqa: E731
-    compare(tmp_path, scaled, monkeypatch, widest, stage="post", everything=True)
-
-
 def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, widest):
     def shifted():
         model = made("qwen2")
@@ -144,21 +138,6 @@ def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, wi
     other = build()
     other.loss_function = lambda **_: torch.tensor(0.0)
     assert LogitsInPieces.of(other) is None
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_smoothed_labels_take_the_logits_of_the_whole_batch(small_pieces, tmp_path, widest, smoothing):
-    """Of a dense model; the stages refuse them for it, a Trainer does not."""
-    examples = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
-    arguments = DenseConfig(
-        tmp_path, max_steps=1, label_smoothing_factor=smoothing, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    if smoothing:
-        with pytest.raises(ValueError, match="label_smoothing_factor is not supported"):
-            DenseTrainer(tiny_dense("qwen2"), arguments, default_data_collator, examples)
-        return
-    DenseTrainer(tiny_dense("qwen2"), arguments, default_data_collator, examples).train()
-    assert widest
 
 
 def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from conftest import StopAt, byte_tokenizer, fork_ranks, keywords, run_fresh, save_dense, write_texts
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer
+from conftest import StopAt, fork_ranks, keywords, refused, save_dense, write_texts
+from transformers import Trainer
 
 from hf_moe_expand import (
     DMoEForCausalLM,
@@ -37,14 +36,12 @@ from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.planning.results import SimilarityResult
-from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.runs.pipeline import steps_of
 from hf_moe_expand.runs.recipe import Expansion, Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
 from hf_moe_expand.runs.steps.evaluate import Evaluate
 from hf_moe_expand.stages.kinds.graft import GraftSettings
-from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 
 PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
@@ -128,20 +125,9 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     # P8: the same seed elsewhere gives the same bytes; another seed does not.
     twin = run_recipe(changed(recipe, output=str(root / "twin"), test={}), said.append)
     assert weights(twin) == weights(final)
-    # P4 after training: a fresh process loads it and generates.
-    code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "t = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "print(m.generate(**t('Ένα', return_tensors='pt'), max_new_tokens=4, do_sample=False).shape)"
-    )
-    assert "torch.Size([1, 10])" in run_fresh(code, str(final))
     # A recipe that changed after its steps ran is refused, by step.
     with pytest.raises(InputError, match="changed after step `plan` had run"):
         run_recipe(changed(recipe, plan=plan_settings(total_experts=8)), said.append)
-    inspection = "\n".join(inspect_checkpoint(final).lines())
-    assert "(total 7, top-2)" in inspection
-    assert "review, 4 steps, seed 0" in inspection
 
 
 def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypatch):
@@ -222,62 +208,6 @@ def test_two_ranks_run_a_recipe_together(recipe, root):
     assert [stage["blocks_seen"] for stage in stages] == [6 * size * 2, 4 * size * 2]
     assert all(stage["tokens_seen"] == 32 * stage["blocks_seen"] for stage in stages)
     assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
-
-
-@pytest.mark.parametrize("norms", ["BF16", "F32"])
-def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root, norms):
-    shutil.rmtree(root / "bf16-run", ignore_errors=True)
-    base = save_dense(root / "bf16", dtype=torch.bfloat16)
-    if norms == "F32":
-        stored = load_file(base / "model.safetensors")
-        stored = {name: value.float() if "norm" in name else value for name, value in stored.items()}
-        save_file(stored, base / "model.safetensors", {"format": "pt"})
-    final = run_recipe(changed(recipe, base=str(base), output=str(root / "bf16-run"), test={}), lambda line: None)
-    found = {name: info.dtype for name, info in CheckpointReader(final).tensors.items()}
-    assert {dtype for name, dtype in found.items() if "norm" in name} == {norms}
-    assert {dtype for name, dtype in found.items() if "norm" not in name} == {"BF16"}
-    assert check_frozen(root / "bf16-run" / "expanded", root / "bf16-run" / "post_pretrain", "post-pretrain") > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "moved"),
-    [
-        ({"expand": ExpandSettings(expert_init="random"), "review": None}, "experts"),
-        ({"plan": plan_settings("moe-lpr", experts=2), "review": None}, "experts"),
-        ({"post_pretrain": {"everything": True}, "review": None}, "base"),
-        ({"post_pretrain": {"replay": True, "language_prior_coef": 0.1}, "review": None}, "experts"),
-        ({"review": {"language_prior_coef": 0.0}}, "experts"),
-    ],
-    ids=["w/o expert copy", "w/o review", "everything trained", "one stage", "w/o LPR"],
-)
-def test_ablations(recipe, tmp_path, changes, moved):
-    changes = {
-        name: getattr(recipe, name).but(**value) if isinstance(value, dict) else value
-        for name, value in changes.items()
-    }
-    recipe = changed(recipe, output=str(tmp_path / "run"), test={}, **changes)
-    final = run_recipe(recipe, lambda line: None)
-    found = compare_checkpoints(tmp_path / "run" / "expanded", final)
-    assert any("self_attn" in name for name in found.changed) == (moved == "base")
-    assert any(".experts.1." in name for name in found.changed)
-    assert (final.name == "review") == (recipe.review is not None)
-
-
-def test_a_stage_that_moves_what_it_must_not_is_found_out(recipe, root, tmp_path):
-    final = run_recipe(changed(recipe, output=str(root / "whole"), test={}), lambda line: None)
-    stage1 = root / "whole" / "post_pretrain"
-    assert check_frozen(stage1, final, "review") > 0
-    with pytest.raises(RuntimeError, match="changed tensors that it had to leave alone"):
-        check_frozen(root / "whole" / "expanded", final, "review")
-
-
-def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
-    shutil.rmtree(root / "nothing", ignore_errors=True)
-    wrong = changed(recipe, output=str(root / "nothing"), plan=plan_settings(total_experts=3))
-    with pytest.raises(InputError, match="too few"):
-        run_recipe(wrong)
-    assert not (root / "nothing").exists()
-    assert validate_recipe(recipe)
 
 
 def test_what_is_no_longer_kept_is_not_made_anew_under_what_was_made_from_it(recipe, root, monkeypatch):
@@ -368,8 +298,7 @@ def test_a_dmoe_recipe(recipe, root):
     with pytest.raises(InputError, match=r"^expand: conditional_routing beside dmoe: "):
         validate_recipe(changed(recipe, expand=ExpandSettings(conditional_routing=True)))
     more = changed(recipe, deviation=changed(recipe.deviation, steps=10**6))
-    with pytest.raises(InputError, match=r"Language '..' has [\d.]+ kB of text, but the .* reads 32,000,000 tokens"):
-        validate_recipe(more)
+    refused(validate_recipe, more, says=r"Language '..' has [\d.]+ kB of text, but the .* reads 32,000,000 tokens")
     validate_recipe(changed(more, new=dict.fromkeys(more.new, "hub:no/such:text:train")))  # not read
     final = run_recipe(recipe, lambda line: None)
     config = DMoEForCausalLM.from_pretrained(final).config
@@ -388,75 +317,47 @@ def test_a_dmoe_recipe_without_a_training_for_each_language(recipe, root):
         plan=plan_settings("dmoe", groups=2, grouping="similarity", threshold=0.5),
         group=GroupSettings(block_size=16, **training), joint=None, post_pretrain=PostPretrainSettings(), review=None,
     )  # fmt: skip
-    validate_recipe(recipe)
-    final = run_recipe(recipe, lambda line: None)
-    groups = DMoEForCausalLM.from_pretrained(final).config.language_groups
+    groups = DMoEForCausalLM.from_pretrained(run_recipe(recipe, lambda line: None)).config.language_groups
     assert sorted(code for group in groups for code in group) == sorted(recipe.new)
     assert SimilarityResult.from_json(root / "one-pass" / "analysis.json").new_old is None
-    assert "similarity" in make_page(root / "one-pass")
-
-
-def grown(tensors, name):
-    """The experts of a dense FFN's tensor in a checkpoint, or the tensor itself."""
-    head, mlp, tail = name.partition(".mlp.")
-    return [key for key in tensors if key == name or (mlp and key.startswith(head) and key.endswith(f".{tail}"))]
 
 
 def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
-    """Stage 1, graft, router tuning: the delta reaches every expert, the review moves routers alone, and a second run
-    does nothing again."""
-    if not (root / "instruct").exists():
-        instruct = AutoModelForCausalLM.from_pretrained(root / "base")
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for parameter in instruct.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.01)
-        instruct.save_pretrained(root / "instruct")
-        byte_tokenizer().save_pretrained(root / "instruct")
-    mapping = {
-        **recipe.model_dump(),
-        "base": "$ROOT/base",
-        "output": "$ROOT/delta",
-        "plan": {"method": "moe-lpr", "experts": 2},
-    }
-    mapping["graft"] = {"instruct": "$ROOT/instruct", "scale": 0.5}
-    for kind in ("old", "new", "test"):
-        mapping[kind] = {code: source.replace(str(root), "$ROOT") for code, source in mapping[kind].items()}
+    """The delta reaches every expert, the review moves routers alone, and a second run goes on after the graft."""
+    save_dense(root / "instruct", seed=1)
+    mapping = {**recipe.model_dump(), "base": "$ROOT/base", "output": "$ROOT/delta", "test": {}}
+    mapping |= {"plan": {"method": "moe-lpr", "experts": 2}, "graft": {"instruct": "$ROOT/instruct", "scale": 0.5}}
     (root / "delta.yaml").write_text(yaml.safe_dump(mapping))
     monkeypatch.setenv("ROOT", str(root))
-    loaded = Recipe.load(root / "delta.yaml")
+    loaded, run = Recipe.load(root / "delta.yaml"), root / "delta"
     said = []
-    final = run_recipe(loaded, said.append)
-    run = root / "delta"
+    with pytest.warns(UserWarning, match="look unrelated"):
+        final = run_recipe(loaded, said.append)
     assert final == run / "review"
-    assert any(line.startswith("[4/6] graft: base and instruct have a cosine of 0.99") for line in said)
-    readers = {name: CheckpointReader(root / name) for name in ("base", "instruct")}
-    stages = {name: CheckpointReader(run / name) for name in ("post_pretrain", "graft", "review")}
-    for name in readers["base"].tensors:
-        delta = 0.5 * (readers["instruct"].tensor(name) - readers["base"].tensor(name))
-        homes = grown(stages["graft"].tensors, name)
-        assert len(homes) == (2 if ".mlp." in name else 1)
+    assert any(line.startswith("[4/5] graft: base and instruct have a cosine of") for line in said)
+    base, instruct, before, after = (
+        CheckpointReader(root / name) for name in ("base", "instruct", "delta/post_pretrain", "delta/graft")
+    )
+    for name in base.tensors:
+        delta = 0.5 * (instruct.tensor(name) - base.tensor(name))
+        homes = [name.replace(".mlp.", f".mlp.experts.{expert}.") for expert in range(2)] if ".mlp." in name else [name]
         for home in homes:
-            assert torch.equal(stages["graft"].tensor(home), stages["post_pretrain"].tensor(home) + delta), home
+            assert torch.equal(after.tensor(home), before.tensor(home) + delta), home
     moved = compare_checkpoints(run / "graft", final).changed
     assert moved
     assert all(name.endswith("mlp.router.weight") for name in moved)
     entries = json.loads((final / "config.json").read_text())["expansions"][0]["stages"]
     assert [entry["stage"] for entry in entries] == ["post-pretrain", "graft", "review"]
     assert str(root) not in (final / "config.json").read_text()
-    evaluation = json.loads((run / "evaluation.json").read_text())
-    assert list(evaluation["models"]) == ["base", "post-pretrained", "grafted", "reviewed"]
     # The run keeps its recipe as it was written, for `push`.
     assert (run / "recipe.yaml").read_text() == (root / "delta.yaml").read_text()
     assert published_files(final)["recipe.yaml"] == run / "recipe.yaml"
-    # It goes on after the graft, and does nothing twice.
     shutil.rmtree(final)
     again = []
     run_recipe(loaded, again.append)
-    assert sum("done already" in line for line in again) == 4  # the evaluation is new, too
-    other = changed(loaded, graft=GraftSettings(str(root / "instruct"), 1.0))
+    assert sum("done already" in line for line in again) == 4
     with pytest.raises(InputError, match="changed after step `graft` had run"):
-        run_recipe(other, said.append)
+        run_recipe(changed(loaded, graft=GraftSettings(str(root / "instruct"), 1.0)), said.append)
 
 
 def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
@@ -469,30 +370,24 @@ def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_pa
     assert [expansion.review for expansion in loaded.all_expansions] == [recipe.review, None]
     mapping["expansions"][1]["new"] = dict([first])
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
-    with pytest.raises(InputError, match=f"{first[0]}: given as an old and as a new language"):
-        Recipe.load(tmp_path / "recipe.yaml")
+    refused(Recipe.load, tmp_path / "recipe.yaml", says=f"{first[0]}: given as an old and as a new language")
     mapping["expansions"] = [{"new": dict([first]), "plans": {}}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
-    with pytest.raises(InputError, match=r"expansions\[0\]: unknown key `plans`; did you mean `plan`"):
-        Recipe.load(tmp_path / "recipe.yaml")
+    refused(Recipe.load, tmp_path / "recipe.yaml", says=r"expansions\[0\]: unknown key `plans`; did you mean `plan`")
 
 
 def test_what_a_further_expansion_copies(recipe):
     first, second = (Expansion(new={code: source}, plan=recipe.plan) for code, source in recipe.new.items())
 
     def with_copies(*copied):
-        rounds = [
-            changed(part, expand=ExpandSettings(copy_from=value))
-            for part, value in zip((first, second), copied, strict=True)
-        ]
+        pairs = zip((first, second), copied, strict=True)
+        rounds = [changed(part, expand=ExpandSettings(copy_from=value)) for part, value in pairs]
         return changed(recipe, new={}, expansions=rounds)
 
     assert [part.expand.copy_from for part in with_copies("nearest", 3).all_expansions] == ["nearest", 3]
-    with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
-        with_copies(2, 0)
-    for wrong, message in (
-        ("next", ": expected an integer or 'nearest', found 'next'"),
-        (-1, " is -1: must be at least 0"),
+    for copied, message in (
+        ((2, 0), "copy_from is 2: the first expansion can copy only expert 0"),
+        ((0, "next"), "copy_from: expected an integer or 'nearest', found 'next'"),
+        ((0, -1), "copy_from is -1: must be at least 0"),
     ):
-        with pytest.raises(InputError, match=f"copy_from{message}"):
-            with_copies(0, wrong)
+        refused(with_copies, *copied, says=message)

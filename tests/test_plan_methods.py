@@ -1,7 +1,6 @@
 """The registered methods: one declaration gives the plan, the keys of a recipe, the options and the card's words."""
 
 import copy
-import inspect
 import json
 import re
 from importlib.resources import files
@@ -10,8 +9,9 @@ from typing import Annotated, Literal
 
 import pytest
 import typer
-from conftest import save_dense, tiny_config, write_texts
+from conftest import refused, save_dense, tiny_config, write_texts
 from pydantic import Field, ValidationError
+from tables import TABLES
 from typer.testing import CliRunner
 
 from hf_moe_expand import (
@@ -27,8 +27,7 @@ from hf_moe_expand.checkpoint.expand import check_dense_plan
 from hf_moe_expand.cli import plan as plan_verbs
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
-from hf_moe_expand.core.languages import is_language_code
-from hf_moe_expand.core.schema import Count, Schema, changed, json_schema, read
+from hf_moe_expand.core.schema import Count, Schema, changed, read
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import (
     METHODS,
@@ -112,19 +111,7 @@ def test_the_analysis_that_a_plan_needs():
     assert plan_settings("mola", classifier_layers=2, classifier_choice="random").needs is None
 
 
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ({"groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe, the default."),
-        ({"method": "moe-lpr", "total_experts": 9}, "`total_experts` is a key of layer-moe and random; this"),
-        ({"total_experts": 7, "zzzz": 7}, "unknown key `zzzz`; known: method, total_experts, minimum"),
-        ({"method": "moe_lpr"}, "unknown plan method 'moe_lpr'; did you mean `moe-lpr`?"),
-        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: dmoe, exclusive, layer-moe, moe-lpr, mola, random."),
-        ({}, "`total_experts` is missing."),
-        ({"method": "exclusive", "exclusive": False}, "exclusive is false: take `method: moe-lpr`"),
-        ("layer-moe", "must hold `key: value` lines, found 'layer-moe'."),
-    ],
-)
+@pytest.mark.parametrize(("mapping", "message"), TABLES["wrong plan settings"])
 def test_a_wrong_plan_is_refused_by_key(mapping, message):
     for where, do in (("", lambda: read_plan_settings(mapping)),
                       ("a.yaml: plan: ", lambda: read(Holder, {"plan": mapping}, "a.yaml"))):  # fmt: skip
@@ -135,21 +122,6 @@ def test_a_wrong_plan_is_refused_by_key(mapping, message):
         with pytest.raises(InputError) as error:
             plan_settings(**mapping)
         assert str(error.value).startswith(message)
-
-
-def test_one_json_schema_for_all():
-    schema = json_schema(Holder)
-    plan = schema["properties"]["plan"]
-    assert plan["discriminator"]["propertyName"] == "method"
-    assert set(plan["discriminator"]["mapping"]) == set(METHODS)
-    shown = {name: schema["$defs"][plan["discriminator"]["mapping"][name].rpartition("/")[2]] for name in METHODS}
-    for name, method in METHODS.items():
-        assert set(shown[name]["properties"]) == {"method", *method.all_keys()}
-        assert shown[name]["additionalProperties"] is False
-    assert shown["moe-lpr"]["properties"]["method"]["const"] == "moe-lpr"
-    assert shown["moe-lpr"]["required"] == ["method", "experts"]
-    assert shown["layer-moe"]["required"] == ["total_experts"]
-    assert shown["dmoe"]["properties"]["groups"]["description"].startswith("Number of language groups, or")
 
 
 def test_a_new_method_is_one_class(monkeypatch, tmp_path):
@@ -183,10 +155,8 @@ def test_a_new_method_is_one_class(monkeypatch, tmp_path):
         assert Plan.load(path) == Plan("ends", [3, 2, 2, 3], new=["el"])
         assert make_plan(plan_settings("ends"), 3, [], ["el"], grows_from=[2, 2, 2]).experts_per_layer == [6, 3, 6]
         assert "Experts of the first and last layer." in CliRunner().invoke(app, ["ends", "--help"]).output
-        with pytest.raises(InputError, match="most is 0: must be at least 1"):
-            plan_settings("ends", most=0)
-        with pytest.raises(InputError, match="`most` is a key of ends"):
-            plan_settings("mola", most=3)
+        refused(plan_settings, "ends", most=0, says="most is 0: must be at least 1")
+        refused(plan_settings, "mola", most=3, says="`most` is a key of ends")
     finally:
         METHODS.pop("ends", None)
 
@@ -224,11 +194,6 @@ def test_groups_decide_what_a_plan_makes(tmp_path):
     assert "Group training" in make_page(tmp_path / "run")
 
 
-def test_language_codes():
-    assert all(map(is_language_code, ["el", "yue", "sr-Latn", "zh-Hant", "no", "cmn"]))
-    assert not any(map(is_language_code, ["", "greek", "xx", "e", "el-", "el=x", "<b>"]))
-
-
 WRONG_LANGUAGES = {
     "both": (["en", "el"], ["el"], "el: given as an old and as a new language"),
     "none": (["en"], ["greek"], "'greek' is not a language code"),
@@ -246,16 +211,9 @@ def test_wrong_languages_pass_no_door(tmp_path, name, wrong):
     plan = Plan(name, [2, 2, 2], old=["en"], new=["el"], groups=groups)
     written = {**plan.model_dump(), "old": old, "new": new}
     write_json(tmp_path / "plan.json", written)
-    with pytest.raises(InputError, match=message):
-        Plan.load(tmp_path / "plan.json")
+    refused(Plan.load, tmp_path / "plan.json", says=message)
     plan.old[:], plan.new[:] = old, new  # lists change, however frozen the plan
-    with pytest.raises(InputError, match=message):
-        check_dense_plan(plan, tiny_config("qwen2"), "base")
-
-
-def test_examples_of_the_help_are_of_the_verb():
-    for name, method in METHODS.items():
-        assert re.findall(r"Example: hf-moe-expand plan (\S+)", inspect.getdoc(method) or "") == [name]
+    refused(check_dense_plan, plan, tiny_config("qwen2"), "base", says=message)
 
 
 def test_the_guides_own_plan_is_a_plan(tmp_path):

@@ -19,8 +19,7 @@ def a_terminal(monkeypatch):
 
 
 def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=None, shows=True, ends=None):
-    """The lines of a training of `steps` steps of 2 blocks of 50 tokens, or 2 sentence pairs, whose steps take
-    `seconds` and which logs `every` so many."""
+    """The lines of a training whose steps have 2 blocks of 50 tokens, or 2 sentence pairs, and take `seconds`."""
     now = [0.0]
     trainer = SimpleNamespace(
         get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None,
@@ -151,20 +150,6 @@ def test_each_logging_step_is_a_row_on_a_terminal(capsys):
     assert lines[-1] == "trained 1,000 steps in 21 min, mean loss 5.5"
 
 
-def test_a_table_has_a_new_head_where_the_names_change(capsys):
-    table = LogTable(lambda: 0.0)
-    state = SimpleNamespace(global_step=5, max_steps=10, is_world_process_zero=True)
-    arguments = SimpleNamespace(disable_tqdm=False)
-    table.on_train_begin(arguments, state, None)
-    for logs in ({"loss": 1.0}, {"loss": 2.0}, {"eval_loss": 3.0}):
-        table.on_log(arguments, state, None, logs=logs)
-    table.on_train_end(arguments, state, None)
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["step", "left", "loss"], ["5", "of", "10", "?", "1"], ["5", "of", "10", "?", "2"],
-        ["eval"], ["step", "left", "loss"], ["5", "of", "10", "?", "3"],
-    ]  # fmt: skip
-
-
 def test_a_log_has_the_step_and_the_time_left_on_every_line(capsys):
     lines = said(capsys, 4.0, True, every=2, begin=500)
     assert all(line.startswith("step ") and line.partition(":")[0].endswith(" left") for line in lines)
@@ -172,22 +157,6 @@ def test_a_log_has_the_step_and_the_time_left_on_every_line(capsys):
         "step 600 of 1,000, 27 min left: loss 5.432, grad_norm 0.5, learning_rate 0.01, balance_loss 1.25"
     )
     assert len(lines) == 251  # a row every 8 seconds: nothing more need be said, but the tokens a second
-
-
-def test_a_loss_without_others_beside_it_is_shown_once(capsys):
-    table = Progress(SimpleNamespace(
-        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=False, trained_as="x", packed=None,
-        router_losses=(), row_tokens=None,
-    ))  # fmt: skip
-    state = SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True)
-    arguments = SimpleNamespace(disable_tqdm=True, learning_rate=0.1, lr_scheduler_type="linear")
-    for losses in ((), ("balance",)):
-        table.trainer.router_losses, table.not_shown = losses, LogTable.not_shown
-        table.on_train_begin(arguments, state, None)
-        table.on_log(arguments, state, None, logs={"loss": 1.5, "next_token_loss": 1.5})
-    assert capsys.readouterr().out.splitlines()[1::2] == [
-        "step 0 of 10, ? left: loss 1.5", "step 0 of 10, ? left: loss 1.5, next_token_loss 1.5",
-    ]  # fmt: skip
 
 
 def test_a_notebook_shows_its_own_table(capsys):

@@ -1,13 +1,13 @@
 """Every dense decoder that transformers has: the promises, on a tiny twin; and its checkpoint from folder to folder."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import OTHER_SIZES, SIZES, VOCABULARY, byte_tokenizer, invoke
+from conftest import SIZES, VOCABULARY, byte_tokenizer, invoke, load, moved, refused
 from promises import PROMISES, Twin
+from tables import TABLES
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -17,8 +17,20 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2Model
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand import (
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    average_checkpoints,
+    expand_checkpoint,
+    graft_delta,
+    grow_checkpoint,
+    save_expansion,
+)
 from hf_moe_expand.analysis.similarity import measure_similarity
+from hf_moe_expand.baselines.branches import expand_branches
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.promises import check_architecture, tiny_twin
 from hf_moe_expand.checkpoint.proven import LEFT_OUT, PROVEN, PROVEN_ENCODER_DECODERS, PROVEN_MIXTURES
 from hf_moe_expand.core.errors import InputError
@@ -40,14 +52,6 @@ def saved_twin(name, folder):
     twin = tiny_twin(CONFIG_MAPPING[name]())
     twin.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    return twin
-
-
-def expanded(name, folder):
-    """A dense checkpoint of the architecture and its expansion, every layer with a dense FFN grown to two experts."""
-    twin = saved_twin(name, folder / "dense")
-    counts = [1 if ffn.is_mixture else 2 for ffn in decoder_ffns(twin)]
-    expand_checkpoint(folder / "dense", folder / "expanded", Plan("own", counts, old=["en"], new=["el"]))
     return twin
 
 
@@ -177,15 +181,33 @@ def test_layers_that_are_mixtures_stay_as_they_are(tmp_path):
     assert all(ffn.is_mixture for ffn in decoder_ffns(tiny_twin(CONFIG_MAPPING["mixtral"]())))
 
 
-def test_experts_of_opt_have_the_names_of_its_layers(tmp_path):
-    twin = expanded("opt", tmp_path)
-    model = LayerMoEForCausalLM.from_pretrained(tmp_path / "expanded")
-    weights = model.state_dict()
-    for name, value in twin.state_dict().items():
-        layer, _, inner = name.rpartition(".fc")
-        stored = f"{layer}.fc1.experts.0.fc{inner}" if layer else name
-        assert torch.equal(weights[stored], value), name
-    assert torch.equal(weights["model.decoder.layers.1.fc1.experts.1.fc2.bias"], twin.model.decoder.layers[1].fc2.bias)
+# FFNs of separate layers, parts that the library puts together when it loads, layers that are mixtures already, FFNs of
+# different widths beside other paths.
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["gemma3n_text", "glm4_moe", "olmo_hybrid", "opt"])
+def test_surgery_on_unusual_backbones(name, tmp_path):
+    base, made, out = (tmp_path / name for name in ("base", "made", "out"))
+    dense = [not ffn.is_mixture for ffn in decoder_ffns(saved_twin(name, base))]
+    counts, more = ([1 + times * own for own in dense] for times in (1, 2))
+    expand_checkpoint(base, tmp_path / "fresh", Plan("own", counts, [0], old=["en"], new=["el"]))
+    moved(load(tmp_path / "fresh")).save_pretrained(made)
+    byte_tokenizer().save_pretrained(made)
+    export_dense(made, out, expert=0)
+    assert compare_checkpoints(base, out).same
+    graft_delta(made, out, base, base, overwrite=True)
+    assert compare_checkpoints(made, out).same
+    average_checkpoints([made, made], out, overwrite=True)
+    assert compare_checkpoints(made, out).same
+    plan = Plan("own", more, [0], old=["en", "el"], new=["hu"], grows_from=counts)
+    grow_checkpoint(made, out, plan, overwrite=True)
+    grown = compare_checkpoints(made, out)
+    assert not any(".experts." in name for name in (*grown.changed, *grown.removed))
+    save_expansion(made, out, base=str(base), overwrite=True)
+    with torch.no_grad():
+        alone = LayerMoEForCausalLM.from_pretrained(out, base_model=str(base)).eval()
+        assert torch.equal(alone(IDS).logits, load(made)(IDS).logits)
+        expand_branches([base] * 2, out, Plan("dmoe", counts, groups=[["en"], ["el"]]), overwrite=True)
+        torch.testing.assert_close(load(out)(IDS).logits, load(base)(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_inside_an_ffn_of_separate_layers_is_drawn_for_each_expert():
@@ -210,15 +232,6 @@ def test_dropout_inside_an_ffn_of_separate_layers_is_drawn_for_each_expert():
     torch.testing.assert_close(outputs[1] - outputs[0], torch.full_like(outputs[0], 7.0))  # dropped once, inside
 
 
-def test_an_architecture_that_is_code_in_the_checkpoint_is_refused(tmp_path):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(
-        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
-    )
-    with pytest.raises(InputError, match=r"'mine' is code inside the checkpoint \(auto_map\), which no command runs"):
-        expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("own", [2], new=["el"]))
-
-
 def test_proven_architectures_are_taken_at_once(monkeypatch):
     monkeypatch.setattr("hf_moe_expand.checkpoint.promises.tiny_twin", lambda config: pytest.fail("no twin is needed"))
     check_architecture(CONFIG_MAPPING["llama"](), "base")
@@ -232,34 +245,11 @@ def test_what_the_rule_looks_at():
     model = Qwen2Model(config)
     assert [ffn.name for ffn in decoder_ffns(model)] == [f"layers.{number}.mlp" for number in range(3)]
     del model.layers[1].mlp
-    with pytest.raises(ValueError, match="layer 1 has no FFN; every layer must have one"):
-        decoder_ffns(model)
+    refused(decoder_ffns, model, says="layer 1 has no FFN; every layer must have one", raises=ValueError)
 
 
 TEXT = {**VOCABULARY, **SIZES, "bos_token_id": 1}
-VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-WRAPPERS = {
-    "gemma3": {"vision_config": {**VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
-    "gemma4": {
-        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8}, "audio_config": None,
-        "text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 257, "num_kv_shared_layers": 0},
-    },
-    "llava": {
-        "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
-        "text": {"model_type": "llama"},
-    },
-    "mistral3": {
-        "vision_config": {**VISION, "model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
-        "text": {"model_type": "mistral"},
-    },
-    "qwen3_5": {
-        "vision_config": {
-            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-            "num_position_embeddings": 16,
-        },
-        "text": OTHER_SIZES["qwen3_5_text"],
-    },
-}  # fmt: skip
+WRAPPERS = TABLES["models of images"]
 
 
 @pytest.mark.wide
@@ -286,10 +276,21 @@ def test_the_text_decoder_inside_a_model_of_images_is_taken(name, tmp_path, caps
     assert len(found.similarity) == 3
 
 
-def test_a_model_of_images_without_a_text_decoder_of_its_own_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (lambda file: CONFIG_MAPPING["mllama"]().to_json_file(file), "a mllama checkpoint cannot be expanded: it is"),
+        (
+            lambda file: file.write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}'),
+            r"'mine' is code inside the checkpoint \(auto_map\), which no command runs",
+        ),
+    ],
+    ids=["a model of images without a text decoder of its own", "code in the checkpoint"],
+)
+def test_what_is_no_text_decoder_of_the_library_is_refused(tmp_path, write, says):
     (tmp_path / "base").mkdir()
-    CONFIG_MAPPING["mllama"]().save_pretrained(tmp_path / "base")
-    with pytest.raises(InputError, match="a mllama checkpoint cannot be expanded: it is a model of images, sound or"):
+    write(tmp_path / "base" / "config.json")
+    with pytest.raises(InputError, match=says):
         expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("own", [2], new=["el"]))
 
 

@@ -3,6 +3,7 @@
 import pytest
 from hub_server import TOKEN
 from huggingface_hub import ModelCard
+from tables import TABLES
 
 PRELUDE = f"""
 import os, sys
@@ -12,6 +13,7 @@ import hf_moe_expand.hub.publish
 hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
 from conftest import byte_tokenizer, tiny_dense
 from datasets import Dataset
+from tables import TABLES
 from hf_moe_expand import Plan, PostPretrainConfig, PostPretrainTrainer, MoESFTTrainer, expand_model
 model = expand_model(tiny_dense("qwen2"), Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"]))
 texts = Dataset.from_dict({{"text": ["η γάτα κάθισε στο χαλί"] * 20}})
@@ -127,22 +129,7 @@ made.push_to_hub()
     assert "training_args.bin" not in server.files("me/lora")
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("os.environ.pop('HF_TOKEN')\ntrainer(hub_model_id='me/x').push_to_hub()", "me/x: Token is required .*hf auth"),
-        (
-            "os.environ.pop('HF_TOKEN')\ntrainer(push_to_hub=True, hub_model_id='me/x')",
-            "me/x: .*401 Unauthorized'",
-        ),
-        ("trainer(hub_model_id='a b/c').push_to_hub()", "a b/c: Repo id must use alphanumeric chars"),
-        ("trainer(push_to_hub=True, hub_model_id='other/x')", "other/x: "),
-        (
-            "trainer(push_to_hub=True, hub_model_id='me/x', hub_strategy='checkpoint')",
-            "hub_strategy is 'checkpoint': .*take 'end' or 'every_save'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("code", "message"), TABLES["pushes"])
 def test_what_goes_wrong_is_one_line(run, code, message):
     import re
 

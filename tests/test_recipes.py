@@ -9,14 +9,13 @@ from pathlib import Path
 import papers
 import pytest
 import yaml
-from conftest import invoke, save_dense, tiny_config, write_texts
+from conftest import invoke, refused, save_dense, tiny_config, write_texts
 from encoder_decoders import tiny
 from guides import DOCS, small
+from tables import TABLES
 
-from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.source import load_config
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.runs.recipe import Recipe, keeps_null
@@ -25,19 +24,7 @@ from hf_moe_expand.trainers.losses import LocalizedBalanceLoss
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.
-BASES = {
-    "Qwen/Qwen1.5-1.8B": ("qwen2", 24, 32768),
-    "Qwen/Qwen2.5-0.5B": ("qwen2", 24, 32768),
-    "Qwen/Qwen2.5-1.5B": ("qwen2", 28, 131072),
-    "Qwen/Qwen2.5-7B": ("qwen2", 28, 131072),
-    "bigscience/bloom-1b7": ("bloom", 24, None),
-    "bigscience/bloom-560m": ("bloom", 24, None),
-    "HuggingFaceTB/SmolLM2-135M": ("llama", 30, 8192),
-    "google/gemma-2b": ("gemma", 18, 8192),
-    "meta-llama/Llama-3.1-8B": ("llama", 32, 131072),
-    "meta-llama/Llama-3.2-3B": ("llama", 28, 131072),
-    "$NLLB": ("m2m_100", "12 encoder layers, 12 decoder", 1024),
-}
+BASES = TABLES["bases of recipes"]
 
 
 @pytest.fixture(autouse=True)
@@ -103,40 +90,7 @@ def test_their_files_hold_what_differs():
 
 
 # What is no number of a paper: recipes (patterns), dotted keys of the first expansion, values.
-OURS = {
-    "moe-* loramoe-* deltamoe-* eom-* fom-* cmr-*": {"plan.method": "moe-lpr"},
-    "moe-lpr-*": {"plan.classifier_layers": 0},
-    "loramoe-*": {"expand.expert_kind": "lora", "post_pretrain.balance_coef": 0, "post_pretrain.everything": False},
-    "loramoe-*-no-replay": {"post_pretrain.localized_balance_coef": 0},
-    "layermoe-*": {"plan.method": "layer-moe", "plan.classifier_choice": "similarity"},
-    "dmoe-*": {"plan.method": "dmoe"},
-    "dmoe-*-128-languages": {"deviation.batch_size": 16},
-    "deltamoe-* mola-*": {"graft.scale": 1.0},
-    "deltamoe-qwen2.5-7b mola-*": {"graft.instruct": "Qwen/Qwen2.5-7B-Instruct"},
-    "deltamoe-llama-*": {"graft.instruct": "meta-llama/Llama-3.1-8B-Instruct"},
-    "deltamoe-*-own-sft": {"graft.instruct": "$INSTRUCT"},
-    "mola-*": {"plan.method": "mola", "plan.shape": "inverted-triangle", "expand.expert_kind": "lora"},
-    # Gaelic has 16,316 pairs, two documents each.
-    "eom-* fom-* cmr-*": {
-        "plan.experts": 6, "new": "el hu ga gd", "review.old_documents": 15_000, "review.new_per_old": 2,
-        "sequences.review": 512,
-    },
-    "eom-qwen* fom-qwen* cmr-qwen*": {"post_pretrain.block_size": 1024},
-    "*-nllb-*": {
-        "post_pretrain.block_size": 256, "plan.only_layers": "encoder.1-11/2,decoder.1-11/2",
-        "review.label_smoothing_factor": 0.1,
-    },
-    "recommended": {
-        "plan.method": "exclusive", "average.weight": 0.6,
-        "post_pretrain.learning_rate": 2e-3, "post_pretrain.max_steps": 150,
-        "post_pretrain.block_size": 512, "gates": GateSettings(), "new": "hu",
-    },
-    "laptop-*": {
-        "post_pretrain.learning_rate": 2e-3, "review.learning_rate": 3e-3,
-        "plan.method": "moe-lpr", "plan.experts": 3, "plan.only_layers": "9-20", "post_pretrain.balance_coef": 0.01,
-        "review.language_prior_coef": 0.1, "review.new_per_old": 2, "new": "hu",
-    },
-}  # fmt: skip
+OURS = TABLES["recipes"]
 
 
 def found_at(recipe, key):
@@ -205,10 +159,8 @@ def test_names_and_files(tmp_path, monkeypatch):
     (tmp_path / name).write_text(yaml.safe_dump({**yaml.safe_load(shown), "base": "org/other"}))
     assert "org/other is not on this machine" in invoke("validate", "--offline", name)
     for verb in (["validate"], ["run"], ["recipes", "show"]):
-        with pytest.raises(InputError, match=r"yaml: no such file, .*; did you mean `moe-lpr-qwen1.5-1.8b`"):
-            invoke(*verb, "moe-lpr-qwen.yaml")
-    with pytest.raises(InputError, match=r"zzz: no such file, .* `hf-moe-expand recipes ls` shows them"):
-        find_recipe("zzz")
+        refused(invoke, *verb, "moe-lpr-qwen.yaml", says=r"yaml: no such file, .*; did you mean `moe-lpr-qwen1.5-1.8b`")
+    refused(find_recipe, "zzz", says=r"zzz: no such file, .* `hf-moe-expand recipes ls` shows them")
 
 
 @pytest.mark.parametrize("name", ["moe-qwen1.5-1.8b", "loramoe-qwen1.5-1.8b", "mola-qwen2.5-7b"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, refused, save_dense, write_texts
 from encoder_decoders import save_tiny
 
 from hf_moe_expand import PostPretrainConfig
@@ -80,8 +80,7 @@ def test_a_schedule_for_a_number_of_tokens(base, texts, tmp_path):
     assert "warning: post_pretrain: after more than 4 passes" in said
     few, *_ = written(base, texts, tmp_path, "--tokens", "51200", "--overwrite")
     assert few.post_pretrain.given["learning_rate"] == 1e-3  # steps of 512 tokens
-    with pytest.raises(InputError, match="--tokens is 0: must be at least 1"):
-        new_recipe(str(base), {}, {"hu": str(texts["hu"])}, {}, tokens=0)
+    refused(new_recipe, str(base), {}, {"hu": str(texts["hu"])}, {}, tokens=0, says="--tokens is 0: must be at least 1")
 
 
 def test_steps_follow_from_the_text():
@@ -151,15 +150,12 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
     assert sizes == [(16, False), (1, True)]
 
 
-def test_odd_names_stay_what_they_are(base, tmp_path):
-    for name in ("no: text", "#1", "a {b}", "'x'", "été"):
-        folder = tmp_path / name
-        folder.mkdir()
-        file = write_texts(folder / "no.jsonl", ["en tekst om byen"])
-        text = new_recipe(str(base), {"en": str(file)}, {"no": str(file)}, {}, output=str(folder / "out: run"))
-        recipe = Recipe.of_text(text, "x")
-        assert dict(recipe.new) == {"no": str(file)}
-        assert recipe.output == str(folder / "out: run")
+@pytest.mark.parametrize("name", ["no: text", "#1", "a {b}", "'x'", "été"])
+def test_odd_names_stay_what_they_are(base, tmp_path, name):
+    (tmp_path / name).mkdir()
+    file, out = write_texts(tmp_path / name / "no.jsonl", ["en tekst om byen"]), str(tmp_path / name / "out: run")
+    recipe = Recipe.of_text(new_recipe(str(base), {"en": str(file)}, {"no": str(file)}, {}, output=out), "x")
+    assert (dict(recipe.new), recipe.output) == ({"no": str(file)}, out)
 
 
 def test_what_it_refuses(base, texts, tmp_path):
@@ -171,8 +167,7 @@ def test_what_it_refuses(base, texts, tmp_path):
         invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"en={texts['en']}", "--test", f"de={texts['en']}")
     assert not out.exists()
     out.write_text("mine")
-    with pytest.raises(InputError, match="exists already"):
-        invoke(*arguments, "--new", f"hu={texts['hu']}")
+    refused(invoke, *arguments, "--new", f"hu={texts['hu']}", says="exists already")
     small = save_dense(tmp_path / "short", "llama", max_position_embeddings=64)
     with pytest.raises(InputError, match=r"takes 64 positions, but this recipe's blocks have 512"):
         new_recipe(str(small), {}, {"hu": str(texts["hu"])}, {})

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, refused, save_dense, write_texts
+from tables import TABLES
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (
@@ -23,7 +24,6 @@ from hf_moe_expand import (
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.stages import training_stages
@@ -44,6 +44,14 @@ FULL = {
         {"stage": "graft", "settings": {"instruct": "b"}},
     ],
     "later": {"key": [1.5, None]}, "and": None,
+}  # fmt: skip
+
+
+# The stages of each expansion of what each step writes.
+STAGES = {
+    "expand": [[]], "stage": [["post-pretrain"]], "grow": [["post-pretrain"], []],
+    "graft": [["post-pretrain", "graft"]], "average": [["post-pretrain", "average"]], "dmoe": [[]],
+    "joint": [["joint"]], "adapt": [["joint"], ["adapt"]], "branches": [[]],
 }  # fmt: skip
 
 
@@ -75,10 +83,11 @@ def in_config_json(value):
     return json.dumps(value, sort_keys=True)  # as transformers writes it
 
 
-@pytest.mark.parametrize("kind", ["expand", "stage", "grow", "graft", "average", "dmoe", "joint", "adapt", "branches"])
-def test_what_a_step_writes_comes_back_to_the_byte(folders, kind):
+@pytest.mark.parametrize(("kind", "stages"), STAGES.items())
+def test_what_a_step_writes_comes_back_to_the_byte(folders, kind, stages):
     written = json.loads((folders / kind / "config.json").read_text())["expansions"]
     history = History.of({"expansions": written})
+    assert [[stage.stage for stage in expansion.stages] for expansion in history.expansions] == stages
     assert not any(record.model_extra for record in (*history.expansions, *history.stages))
     assert in_config_json([record.to_dict() for record in history.expansions]) == in_config_json(written)
     # Through the model's own configuration, as a tool saves it that knows nothing of histories.
@@ -101,18 +110,6 @@ def test_a_model_of_the_separable_plan_is_read_as_before(folders, tmp_path):
     settings = {"separability": [0.99, 0.5, 1], "min_separability": 0.9}
     Plan("separable", [2, 1, 2], old=["en"], new=["el"], settings=settings).save(tmp_path / "plan.json")
     expand_checkpoint(folders / "base", tmp_path / "new", Plan.load(tmp_path / "plan.json"))
-
-
-def test_the_steps_are_in_the_history(folders):
-    def stages(kind):
-        history = History.of(json.loads((folders / kind / "config.json").read_text()))
-        return [[stage.stage for stage in expansion.stages] for expansion in history.expansions]
-
-    assert stages("grow") == [["post-pretrain"], []]
-    assert stages("average") == [["post-pretrain", "average"]]
-    assert stages("graft") == [["post-pretrain", "graft"]]
-    assert stages("adapt") == [["joint"], ["adapt"]]
-    assert stages("branches") == [[]]
 
 
 @pytest.mark.parametrize("entry", [EXPANSION, FULL], ids=["least", "all keys"])
@@ -156,25 +153,9 @@ def test_languages_and_their_classes():
         assert (len(history), history.languages, history.classes, history.stages) == (0, [], {}, [])
 
 
-@pytest.mark.parametrize(
-    ("expansions", "message"),
-    [
-        ("x", "expansions: a list is needed, found str"),
-        (["x"], "expansions[0]: must hold `key: value` lines, found 'x'"),
-        ([EXPANSION, {}], "expansions[1]: `method` is missing"),
-        ([{**EXPANSION, "new_languages": [1]}], "expansions[0]: new_languages[0]: expected text, found 1"),
-        ([{**EXPANSION, "seed": -1}], "expansions[0]: seed is -1: must be at least 0"),
-        ([EXPANSION, {**EXPANSION, "stages": [7]}], "expansions[1]: stages[0]: expected `key: value` lines, found 7"),
-        ([{**EXPANSION, "stages": [{"stage": "review"}, {}]}], "expansions[0]: stages[1]: `stage` is missing"),
-        (
-            [{**EXPANSION, "stages": [{"stage": "review", "steps": "3"}]}],
-            "expansions[0]: stages[0].steps: expected an integer, found '3'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("expansions", "message"), TABLES["damaged histories"])
 def test_damaged_histories_name_the_entry(expansions, message):
-    with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
-        History.of({"expansions": expansions})
+    refused(History.of, {"expansions": expansions}, says=re.escape(f"config.json: {message}"))
 
 
 def test_every_stage_that_trains_everything_is_known_to_change_everything():

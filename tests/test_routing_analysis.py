@@ -1,13 +1,15 @@
 """What the routers do: every figure against a slow definition, one token at a time."""
 
+import json
 import math
+import statistics
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_config, tiny_dense
+from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_config, tiny_dense, write_texts
 
-from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.analysis import routing
 from hf_moe_expand.analysis.routing import (
     LargestCorrelation,
@@ -19,10 +21,8 @@ from hf_moe_expand.analysis.routing import (
     random_experts,
     random_routing,
 )
-from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
-from hf_moe_expand.planning.results import RoutingResult
+from hf_moe_expand.planning.results import NO_CHOICE, RoutingResult
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,
@@ -47,8 +47,7 @@ def build(backbone, config_class=LayerMoEConfig, counts=(3, 1, 2, 4), **fields):
 
 
 def slow_tokens(model, tokenizer, texts, settings):
-    """For each token: by layer, its weight of each expert, its score of expert 0, its class; and the nats of those
-    that follow another. Each block by itself, so without padding, and each token by itself."""
+    """For each token by itself: by layer, its weight of each expert, its score of expert 0, its class; and the nats."""
     left, rows, nats = settings["tokens"], [], []
     for text in texts:
         ids = tokenizer(text).input_ids[:left]
@@ -81,12 +80,6 @@ def slow_tokens(model, tokenizer, texts, settings):
 
 def mean(values):
     return sum(values) / len(values)
-
-
-def correlation(xs, ys):
-    x, y = mean(xs), mean(ys)
-    covariance = mean([(a - x) * (b - y) for a, b in zip(xs, ys, strict=True)])
-    return covariance / math.sqrt(mean([(a - x) ** 2 for a in xs]) * mean([(b - y) ** 2 for b in ys]))
 
 
 @pytest.mark.parametrize("backbone", ["qwen2", "bloom"])
@@ -128,7 +121,7 @@ def test_every_figure_is_what_it_says(backbone):
                 assert result.similarity[index][i][j] == pytest.approx(cosine, abs=1e-9)
     for (here, there), found in zip(pairwise(result.layers), result.colocation, strict=True):
         columns = [list(zip(*(row[layer][0] for row in everything), strict=True)) for layer in (here, there)]
-        largest = max(correlation(xs, ys) for xs in columns[0] for ys in columns[1] if len(set(ys)) > 1)
+        largest = max(statistics.correlation(xs, ys) for xs in columns[0] for ys in columns[1] if len(set(ys)) > 1)
         assert found == pytest.approx(largest, abs=1e-6)
 
 
@@ -237,28 +230,22 @@ def test_colocation_by_hand():
 
 def test_random_experts_are_uniform_seeded_and_keep_the_routers_weights():
     logits = torch.tensor([[3.0, 1.0, 0.0, -60.0]]).expand(4000, 4)
-    drawn = random_experts(1, logits.device)(logits, 2)
+    drawn, again, other = (random_experts(seed, logits.device)(logits, 2) for seed in (1, 1, 2))
     kept = drawn.isfinite()
     assert kept.sum(-1).eq(2).all()
     assert torch.equal(drawn[kept], logits[kept])
-    counts = kept.sum(0).tolist()
-    assert all(abs(count - 2000) < 5 * math.sqrt(4000) / 2 for count in counts)
-    assert torch.equal(drawn, random_experts(1, logits.device)(logits, 2))
-    assert not torch.equal(drawn, random_experts(2, logits.device)(logits, 2))
+    assert all(abs(count - 2000) < 5 * math.sqrt(4000) / 2 for count in kept.sum(0).tolist())
+    assert torch.equal(drawn, again)
+    assert not torch.equal(drawn, other)
 
 
 def test_changed_logits_overrule_router_and_classifier():
-    model = build("qwen2")  # its classifier sends some tokens home
-    ids = torch.tensor([byte_tokenizer()("A plain sentence.").input_ids])
-
-    def only_expert_1(logits_TN, top_k):
-        return logits_TN.masked_fill(torch.arange(logits_TN.shape[-1]) != 1, float("-inf"))
-
-    with torch.no_grad():
-        with model.use_expert(1):
-            expected = model(ids).logits
-        with model.routing_control.asking(change_logits=only_expert_1):
-            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    model, ids = build("qwen2"), torch.tensor([byte_tokenizer()("A plain sentence.").input_ids])
+    only_1 = lambda logits, top_k: logits.masked_fill(torch.arange(logits.shape[-1]) != 1, float("-inf"))  # noqa: E731
+    with torch.no_grad(), model.use_expert(1):
+        expected = model(ids).logits
+    with torch.no_grad(), model.routing_control.asking(change_logits=only_1):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_perplexity_under_random_routing():
@@ -290,10 +277,8 @@ def test_the_models_provenance_says_which_languages_are_old():
 
     assert language_classes(Config, ["hu", "en", "el"], [], []) == {"hu": 2, "en": 0, "el": 1}
     assert language_classes(Config, ["hu", "de", "tr"], ["de"], ["tr"]) == {"hu": 2, "de": 0, "tr": 2}
-    with pytest.raises(InputError, match="de, tr: not a known language of this model"):
-        language_classes(Config, ["tr", "en", "de"], [], [])
-    with pytest.raises(InputError, match="de: given as an old and as a new language"):
-        language_classes(Config, ["de"], ["de"], ["de"])
+    refused(language_classes, Config, ["tr", "en", "de"], [], [], says="de, tr: not a known language of this model")
+    refused(language_classes, Config, ["de"], ["de"], ["de"], says="de: given as an old and as a new language")
 
 
 def test_the_nearest_expert_has_most_of_the_weight():
@@ -314,36 +299,34 @@ def test_the_nearest_expert_has_most_of_the_weight():
     assert any(expected.values())  # not expert 0 everywhere
 
 
-def test_bad_input_is_refused():
-    model, tokenizer = build("qwen2"), byte_tokenizer()
-
-    def measure(texts=TEXTS, model=model, **changes):
-        return measure_routing(model, tokenizer, texts, **{**SETTINGS, **changes})
-
-    with pytest.raises(InputError, match="Qwen2ForCausalLM: no layer has experts; give an expanded model"):
-        measure(model=tiny_dense("qwen2"))
-    with pytest.raises(InputError, match="No language was given"):
-        measure({})
-    with pytest.raises(InputError, match=r"Language 'hu' has \d+ tokens, but 9,000 were asked for"):
-        measure({code: texts * (1 if code == "hu" else 100) for code, texts in TEXTS.items()}, tokens=9000)
-    with pytest.raises(InputError, match="Language 'el': no token follows another"):
-        measure({"el": ["a", "b"]}, tokens=2)
-    for wrong in ({"tokens": 0}, {"block_size": 1}, {"batch_size": 0}, {"random_seeds": []}):
-        with pytest.raises(InputError, match="must be at least 1, block_size at least 2"):
-            measure(**wrong)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": tiny_dense("qwen2")}, "Qwen2ForCausalLM: no layer has experts; give an expanded model"),
+        ({"texts": {}}, "No language was given"),
+        ({"tokens": 9000}, r"Language '\w\w' has \d+ tokens, but 9,000 were asked for"),
+        ({"texts": {"el": ["a", "b"]}, "tokens": 2}, "Language 'el': no token follows another"),
+        ({"tokens": 0}, "must be at least 1, block_size at least 2"),
+        ({"block_size": 1}, "must be at least 1, block_size at least 2"),
+        ({"batch_size": 0}, "must be at least 1, block_size at least 2"),
+        ({"random_seeds": []}, "must be at least 1, block_size at least 2"),
+    ],
+)
+def test_bad_input_is_refused(changes, said):
+    given = {"model": build("qwen2"), "tokenizer": byte_tokenizer(), "texts": TEXTS, **SETTINGS, **changes}
+    refused(measure_routing, **given, says=said)
 
 
 def test_json_round_trip(tmp_path):
     result = measure_routing(build("qwen2"), byte_tokenizer(), TEXTS, **SETTINGS)
     result.to_json(tmp_path / "routing.json")
     assert RoutingResult.from_json(tmp_path / "routing.json") == result
-    with pytest.raises(InputError, match="colocation has 0 entries, but there are"):
-        changed(result, colocation=[])
-    with pytest.raises(InputError, match="random_perplexity: lacks "):
-        changed(result, random_perplexity={"x": 1.0})
-    (tmp_path / "other.json").write_text('{"tokens": 3}')
-    with pytest.raises(InputError, match="not a routing analysis: `classes` is missing"):
-        RoutingResult.from_json(tmp_path / "other.json")
+    for changes, said in (
+        ({"colocation": []}, "colocation has 0 entries, but there are"),
+        ({"random_perplexity": {"x": 1.0}}, "random_perplexity: lacks "),
+        ({"classifier_accuracy": {"en": [None] * 3}}, "classifier_accuracy: lacks el, hu, which classes names"),
+    ):
+        refused(changed, result, **changes, says=said)
 
 
 def test_batches_bound_the_logits_and_hardly_pad(monkeypatch):
@@ -397,23 +380,30 @@ def test_where_no_router_can_choose_random_experts_are_its_own(monkeypatch, coun
         assert result.random_perplexity["en"] == pytest.approx(math.exp(mean(nats)), rel=1e-4)
 
 
-def test_progress_counts_tokens_and_names_model_and_language(capsys, tmp_path):
-    build("qwen2").save_pretrained(tmp_path / "qwen-el")
-    model = LayerMoEForCausalLM.from_pretrained(tmp_path / "qwen-el")
-    measure_routing(model, byte_tokenizer(), TEXTS, **SETTINGS)
-    said = capsys.readouterr().err
-    assert "routing of qwen-el: hu: 100%" in said
-    assert f"{2 * 3 * SETTINGS['tokens']}/{2 * 3 * SETTINGS['tokens']}" in said
-    measure_similarity(model, byte_tokenizer(), TEXTS, ["en"], ["el", "hu"], tokens=100, block_size=16, batch_size=2)
-    said = capsys.readouterr().err
-    assert "similarity in qwen-el: hu: 100%" in said
-    assert "300/300" in said
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A checkpoint whose experts are copies of one FFN, one without a choice, and text."""
+    root = tmp_path_factory.mktemp("routing")
+    save_dense(root / "dense")
+    for name, counts, classifiers in (("expanded", [3, 1, 2], [2]), ("no-choice", [2, 1, 2], [])):
+        expand_checkpoint(root / "dense", root / name, Plan("own", counts, classifiers, old=["en"], new=["el"]))
+    for code in ("en", "el"):
+        write_texts(root / f"{code}.jsonl", TEXTS[code])
+    return root
 
 
-def test_a_result_that_lacks_a_language_is_refused():
-    one = {"en": [[0.5, 0.5]]}
-    with pytest.raises(InputError, match="classifier_accuracy: lacks el, which classes names"):
-        RoutingResult(
-            {"en": 0, "el": 1}, 10, [0], one | {"el": one["en"]}, one | {"el": one["en"]}, {"en": [0.5], "el": [0.5]},
-            {"en": [1], "el": [1]}, {"en": [None]}, [[[1.0] * 2] * 2], [], {"en": 2.0, "el": 2.0}, {}, [0],
-        )  # fmt: skip
+@pytest.mark.parametrize("model", ["expanded", "no-choice"])
+def test_the_command_line(root, tmp_path, model):
+    data = [word for code in ("en", "el") for word in ("--data", f"{code}={root / code}.jsonl")]
+    out = ["--out", tmp_path / "routing.json"]
+    small = ["--tokens", 60, "--block-size", 16, "--batch-size", 2]
+    said = invoke("analyze", "routing", root / model, *data, *out, *small)
+    assert all(word in said for word in ("E_50%", "random experts", "co-location"))
+    assert (NO_CHOICE in said) == (model == "no-choice")
+    assert "…" not in said  # no heading is cut off at 80 columns
+    found = json.loads((tmp_path / "routing.json").read_text())
+    assert (found["classes"], found["layers"], found["tokens"]) == ({"en": 0, "el": 1}, [0, 2], 60)
+    assert found["has_choice"] == (model == "expanded")
+    for language, perplexity in found["perplexity"].items():
+        assert found["random_perplexity"][language] == pytest.approx(perplexity, rel=1e-4)
+    refused(invoke, "analyze", "routing", root / model, *data, *out, says=r"routing.json: exists already")

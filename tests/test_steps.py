@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import keywords, save_dense, write_texts
+from conftest import keywords, refused, save_dense, write_texts
 
 from hf_moe_expand import GroupConfig, PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
-from hf_moe_expand.analysis.settings import DeviationSettings, GateSettings
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
+from hf_moe_expand.checkpoint.settings import AverageSettings, GraftSettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.curriculum import Curriculum
@@ -66,17 +66,14 @@ def test_changed_text_and_a_replaced_base_are_noticed_and_named(recipe, tmp_path
     assert repeated(recipe) == ["evaluate"]
     assert repeated(recipe) == []
     write_texts(tmp_path / "en.jsonl", ["another sentence " * 8] * 4)  # the review alone reads it
-    with pytest.raises(InputError, match=r"run: review: texts: changed after step `review` had run with it\. Give an"):
-        run_recipe(recipe)
+    refused(run_recipe, recipe, says=r"run: review: texts: changed after step `review` had run with it\. Give an")
     write_texts(tmp_path / "el.jsonl", ["άλλη πρόταση " * 8] * 4)
-    with pytest.raises(InputError, match=r"run: post_pretrain: texts: changed after step `post_pretrain` had run"):
-        run_recipe(recipe)
+    refused(run_recipe, recipe, says=r"run: post_pretrain: texts: changed after step `post_pretrain` had run")
     for code, words in WORDS.items():
         write_texts(tmp_path / f"{code}.jsonl", [words * 8] * 4)
     assert repeated(recipe) == []
     save_dense(tmp_path / "base", seed=1)
-    with pytest.raises(InputError, match="run: base: changed after step `plan` had run with it"):
-        run_recipe(recipe)
+    refused(run_recipe, recipe, says="run: base: changed after step `plan` had run with it")
 
 
 def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
@@ -84,8 +81,7 @@ def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_
     one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain, "review": recipe.review}
     expansions = [Expansion(new=recipe.new, **one), Expansion(new={"tr": str(tmp_path / "en.jsonl")}, **one)]
     several = Recipe(base=recipe.base, output=recipe.output, old=recipe.old, expansions=expansions)
-    with pytest.raises(InputError, match=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another"):
-        run_recipe(several)
+    refused(run_recipe, several, says=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another")
     assert not (tmp_path / "run" / "1").exists()
 
 
@@ -107,15 +103,11 @@ def test_changed_settings_are_noticed_by_the_first_step_that_has_them(recipe):
         ({"seed": 1}, "seed: changed after step `plan`"),
         ({"expand": changed(recipe.expand, expert_init="random")}, "expand: expand: changed after step `expand`"),
         ({"review": recipe.review.but(balance_coef=0.5)}, "review: review: changed after step `review`"),
-        ({"review": None}, None),
-        ({"evaluation": EvaluationSettings(block_size=8)}, None),
     ]:
-        other = changed(recipe, **changes)
-        if message is None:
-            assert repeated(other) == ["evaluate"]
-        else:
-            with pytest.raises(InputError, match=message):
-                run_recipe(other)
+        with pytest.raises(InputError, match=message):
+            run_recipe(changed(recipe, **changes))
+    for changes in ({"review": None}, {"evaluation": EvaluationSettings(block_size=8)}):
+        assert repeated(changed(recipe, **changes)) == ["evaluate"]
 
 
 def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path):
@@ -152,27 +144,14 @@ def test_validate_asks_every_step(recipe, monkeypatch):
     validate_recipe(recipe)
     assert asked == [step.name for step in steps_of(recipe)[0]]
     assert asked == ["analyze", "plan", "expand", "post_pretrain", "review", "evaluate"]
-    for kind in (AnalyzeSimilarity, MakePlan, Expand, TrainStep, Evaluate):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "check", lambda step, checks: (_ for _ in ()).throw(InputError(step.name)))
-            with pytest.raises(InputError):
-                validate_recipe(recipe)
 
 
 def test_questions_that_a_base_without_a_template_cannot_be_asked_are_refused(recipe, tmp_path):
     questions = {"en": str(write_texts(tmp_path / "asked.jsonl", ["Who?"]))}
     asks = changed(recipe, evaluation=EvaluationSettings(block_size=16, questions=questions))
-    with pytest.raises(InputError, match=r"evaluation.questions: .* chat template, and this base has none: leave them"):
-        validate_recipe(asks)
+    refused(validate_recipe, asks, says=r"evaluation.questions: .* chat template, and this base has none: leave them")
     step = Evaluate(asks, {"base": recipe.base, "result": recipe.base})
     assert step.work().summary.endswith("; no chat: a model has no template")
-
-
-def test_models_that_are_gone_are_named_in_their_order(recipe, tmp_path):
-    gone = ["expanded", "post-pretrained", "grafted", "gated"]
-    models = {"base": recipe.base, **{name: str(tmp_path / name) for name in gone}, "reviewed": recipe.base}
-    step = Evaluate(recipe, models)
-    assert f"2 models ({', '.join(gone)}: no longer kept)" in step.work().summary
 
 
 def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
@@ -183,27 +162,12 @@ def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
     assert final.name == "average"
     assert any(line.startswith("[5/5] average: 0") for line in said)
     before, after = CheckpointReader(final.parent / "review"), CheckpointReader(final)
-    new = [name for name in after.tensors if ".experts.1." in name]
-    assert len(new) == 3 * 3  # layers, matrices
     for name in after.tensors:
         value = before.tensor(name)
-        if name in new:
-            start = before.tensor(name.replace(".experts.1.", ".experts.0."))
-            assert not torch.equal(start, value), name
-            value = 0.25 * value + 0.75 * start
-        torch.testing.assert_close(after.tensor(name), value, rtol=0, atol=1e-7 if name in new else 0)
+        if ".experts.1." in name:
+            value = 0.25 * value + 0.75 * before.tensor(name.replace(".experts.1.", ".experts.0."))
+        torch.testing.assert_close(after.tensor(name), value, rtol=0, atol=1e-7 if ".experts.1." in name else 0)
     assert repeated(recipe) == []
-
-
-def test_an_average_that_cannot_be_is_refused_before_anything_runs(recipe):
-    stages = {"post_pretrain": recipe.post_pretrain, "review": recipe.review}
-    average = {"average": AverageSettings()}
-    first = Expansion(new=recipe.new, plan=recipe.plan, expand=ExpandSettings(expert_kind="lora"), **stages)
-    copied = ExpandSettings(copy_from=1, expert_kind="lora")
-    tr = {"tr": recipe.new["el"]}
-    second = Expansion(new=tr, plan=plan_settings("moe-lpr", experts=1), expand=copied, **stages, **average)
-    with pytest.raises(InputError, match=r"average: expand\.copy_from is 1, but LoRA and added experts are"):
-        validate_recipe(changed(recipe, expansions=[first, second], new={}))
 
 
 def test_a_gate_is_fitted_once_more_on_a_base_that_a_stage_changed(recipe, tmp_path):
@@ -224,32 +188,13 @@ def test_a_gate_may_stand_where_the_plan_puts_no_experts(recipe, quick_gates):
     final = run_recipe(gated, lambda line: None)
     config = json.loads((final / "config.json").read_text())
     assert (config["parts"]["gate"]["layer"], config["num_experts_per_layer"]) == (0, [1, 2, 2])
-    with pytest.raises(InputError, match=r"gates: layer is 9, but the model has the layers 0\.\.2"):
-        validate_recipe(changed(gated, gates=GateSettings(layer=9)))
 
 
-def test_what_a_configuration_answers_is_refused_before_a_run(recipe, tmp_path):
-    dmoe = Recipe(
-        base=recipe.base, output=recipe.output, new={**recipe.new, "en": str(tmp_path / "en.jsonl")},
-        plan=plan_settings("dmoe", groups=2), group=keywords(GroupConfig, block_size=16, **TRAINING),
-    )  # fmt: skip
-    for sizes, said in (
-        ({"block_size": 4096}, "block_size is 4096; this model takes blocks of 2 to 64 tokens"),
-        ({"block_size": 16, "last_layers": 9}, "last_layers is 9; this model has 3 layers"),
-    ):
-        with pytest.raises(InputError, match=f"deviation: {said}"):
-            validate_recipe(changed(dmoe, deviation=DeviationSettings(batch_size=1, steps=1, **sizes)))
+def test_too_little_text_to_replay_is_refused_before_a_run(recipe, tmp_path):
     write_texts(tmp_path / "el.jsonl", ["μια μακριά πρόταση " * 8] * 40)
     replayed = recipe.post_pretrain.but(replay=True, replay_share=0.5)
     with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):
         validate_recipe(changed(recipe, post_pretrain=replayed))
-
-
-@pytest.mark.parametrize("choice", ["last", "random"])
-def test_an_ablation_of_where_classifiers_stand_is_no_contradiction(recipe, choice):
-    plan = plan_settings("layer-moe", total_experts=7, classifier_layers=1, classifier_choice=choice)
-    analysis = changed(recipe.analysis, tokens=30)
-    assert validate_recipe(changed(recipe, plan=plan, analysis=analysis))
 
 
 def test_changed_linguistic_vectors_are_noticed(recipe, tmp_path):
@@ -274,5 +219,4 @@ def test_a_changed_curriculum_is_noticed(recipe, tmp_path):
     run_recipe(scheduled)
     assert repeated(scheduled) == []
     Curriculum(3, {"el": 0}).save(file)
-    with pytest.raises(InputError, match=r"post_pretrain: curriculum.json: changed after step `post_pretrain` had run"):
-        run_recipe(scheduled)
+    refused(run_recipe, scheduled, says=r"post_pretrain: curriculum.json: changed after step `post_pretrain` had run")

@@ -134,19 +134,30 @@ def test_a_handler_of_the_script_is_called_once_the_step_is_saved(root, tmp_path
     assert came[0]
 
 
+@pytest.fixture
+def scored(root, tmp_path):
+    """`scored(2)`: a trainer that scores and saves each step, of which the second is the best."""
+
+    def make(best, *callbacks, **options):
+        text = Dataset.from_dict({"text": TEXTS})
+        given = {**QUICK, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "greater_is_better": True}
+        trainer = PostPretrainTrainer(
+            AutoModelForCausalLM.from_pretrained(root / "expanded"),
+            PostPretrainConfig(
+                str(tmp_path), **given, metric_for_best_model="near", load_best_model_at_end=True, **options
+            ),
+            train_dataset=text, eval_dataset=text, processing_class=AutoTokenizer.from_pretrained(root / "base"),
+            compute_metrics=lambda _: {"near": -abs(trainer.state.global_step - best)}, callbacks=[*callbacks],
+        )  # fmt: skip
+        return trainer
+
+    return make
+
+
 @pytest.mark.parametrize("saves", ["best", "steps"])
-def test_a_step_that_is_not_the_best_is_saved_too(root, tmp_path, capsys, saves):
-    text = Dataset.from_dict({"text": TEXTS})
+def test_a_step_that_is_not_the_best_is_saved_too(scored, tmp_path, capsys, saves):
     signals = Signals(signal.SIGTERM)
-    trainer = PostPretrainTrainer(
-        AutoModelForCausalLM.from_pretrained(root / "expanded"),
-        PostPretrainConfig(
-            str(tmp_path), **QUICK, save_strategy=saves, eval_strategy="steps", eval_steps=1, save_steps=1,
-            metric_for_best_model="worse", greater_is_better=True, load_best_model_at_end=True,
-        ),
-        train_dataset=text, eval_dataset=text, processing_class=AutoTokenizer.from_pretrained(root / "base"),
-        compute_metrics=lambda _: {"worse": -trainer.state.global_step}, callbacks=[signals],
-    )  # fmt: skip
+    trainer = scored(1, signals, save_strategy=saves)
     with pytest.raises(SystemExit):
         trainer.train()
     assert "step 3 of 6 is saved" in capsys.readouterr().out
@@ -155,17 +166,8 @@ def test_a_step_that_is_not_the_best_is_saved_too(root, tmp_path, capsys, saves)
     assert trainer.args.save_total_limit == 1
 
 
-def test_the_history_counts_up_to_the_best_step_that_was_loaded(root, tmp_path):
-    text = Dataset.from_dict({"text": TEXTS})
-    trainer = PostPretrainTrainer(
-        AutoModelForCausalLM.from_pretrained(root / "expanded"),
-        PostPretrainConfig(
-            str(tmp_path), **QUICK, eval_strategy="steps", eval_steps=1, save_steps=1, metric_for_best_model="worse",
-            greater_is_better=True, load_best_model_at_end=True,
-        ),
-        train_dataset=text, eval_dataset=text, processing_class=AutoTokenizer.from_pretrained(root / "base"),
-        compute_metrics=lambda _: {"worse": -abs(trainer.state.global_step - 2)},
-    )  # fmt: skip
+def test_the_history_counts_up_to_the_best_step_that_was_loaded(scored):
+    trainer = scored(2)
     trainer.train()
     assert trainer.state.global_step == 6
     record = trainer.model.config.expansions[-1]["stages"][-1]

@@ -12,6 +12,7 @@ import torch
 import yaml
 from conftest import byte_tokenizer, save_dense, write_texts
 from gated_models import gated_model
+from tables import TABLES
 
 from hf_moe_expand.analysis import gating
 
@@ -140,13 +141,6 @@ def test_a_study_says_what_is_wrong(small_study, words, said):
         small_study(*words)
 
 
-def test_a_language_without_test_text_is_named(small_study, tmp_path):
-    for file in ("help/zh.test.jsonl", "flores/zh.dev.jsonl"):
-        (tmp_path / "data" / file).unlink()
-    with pytest.raises(SystemExit, match="has no test text of zh"):
-        small_study("run")
-
-
 @pytest.fixture
 def figures(study, tmp_path, capsys):
     """`figures(lines, claim)` writes lines as a CSV with a base of 1 bit per byte, and returns the report's cells."""
@@ -172,16 +166,7 @@ def figures(study, tmp_path, capsys):
     return report
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "verdict"),
-    [
-        ([0.90, 0.91], [0.95, 0.96], "holds (-5.0, -5.0)"),
-        ([0.95, 0.96], [0.90, 0.91], "does not hold (+5.0, +5.0)"),
-        ([0.90, 0.97], [0.95, 0.96], "cannot tell (-5.0, +1.0)"),
-        ([0.94, 0.955], [0.95, 0.965], "cannot tell (-1.0, -1.0)"),  # within the spread
-        ([0.90], [0.95, 0.96], "one seed (-5.0)"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "verdict"), TABLES["claims"])
 def test_a_claim_is_judged_by_its_seeds(figures, first, second, verdict):
     lines = [
         {"row": row, "tokens": 8, "seed": seed, "read.documents.hu": value}
@@ -280,15 +265,7 @@ def test_the_pages_have_the_figures_of_the_csv(reported):
 
 
 # Figures of the pages' prose that no row of the CSV has: aims and limits, what other commands print, other studies.
-OTHERS = {
-    "README.md": ["Python 3.11, torch 2.9", "transformers 5.19", "Apache-2.0"],
-    "docs/choose.md": [],
-    "docs/study.md": [
-        "weight 0.6", "5 % warm-up", "25 % of the tokens each", "at most 1 % of", "90 % of the gain", "97 % by the end",
-        "70 % on sentences", "29.9 % of the first 8", "97.4 % of all", "German 4.2 and 0.1 %",
-        "the mean of three at 0.4",
-    ],
-}  # fmt: skip
+OTHERS = TABLES["figures of other studies"]
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -63,25 +63,27 @@ def in_step(model: Any, *calls: Callable[[], Any]) -> list[list[Any]]:
     return found
 
 
+def each_as_alone(model: Any, *calls: Callable[[], Any]) -> list[Any]:
+    """What each call gives alone, which is what it gives beside the others."""
+    alone = [call() for call in calls]
+    for results, wanted in zip(in_step(model, *calls), alone, strict=True):
+        assert all(torch.equal(result, wanted) for result in results)
+    return alone
+
+
 def test_each_threads_languages_are_its_own():
     model, batch = expanded(), text()
     calls = [lambda code=code: model.generate(**batch, languages=code, **OPTIONS) for code in ("en", None, "el")]
-    alone = [call() for call in calls]
+    alone = each_as_alone(model, *calls)
     assert not torch.equal(alone[0], alone[1])
     assert not torch.equal(alone[1], alone[2])
-    for results, wanted in zip(in_step(model, *calls), alone, strict=True):
-        assert all(torch.equal(result, wanted) for result in results)
 
 
 def test_each_threads_expert_expansion_and_capture_are_its_own():
     model, batch = expanded(), text()
 
-    def forced() -> torch.Tensor:
-        with model.use_expert(1):
-            return model(**batch).logits
-
-    def earlier() -> torch.Tensor:
-        with model.use_expansion(0):
+    def inside(block: Any) -> torch.Tensor:
+        with block:
             return model(**batch).logits
 
     def captured() -> torch.Tensor:
@@ -90,10 +92,8 @@ def test_each_threads_expert_expansion_and_capture_are_its_own():
         assert sorted(routing.layers) == [0, 2]
         return torch.cat([layer.router_logits.flatten() for layer in routing])
 
-    calls = [forced, earlier, captured, lambda: model(**batch).logits]
-    alone = [call() for call in calls]
-    for results, wanted in zip(in_step(model, *calls), alone, strict=True):
-        assert all(torch.equal(result, wanted) for result in results)
+    forced, earlier = lambda: inside(model.use_expert(1)), lambda: inside(model.use_expansion(0))
+    each_as_alone(model, forced, earlier, captured, lambda: model(**batch).logits)
 
 
 @pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
@@ -102,9 +102,7 @@ def test_each_threads_text_is_its_own(exclusive):
     model = gated_model(expansions=TWO, exclusive=exclusive)
     batches = [text(length) for length in (7, 12)]
     calls = [lambda batch=batch: model.generate(**batch, **OPTIONS) for batch in batches]
-    alone = [call() for call in calls]
-    for results, wanted in zip(in_step(model, *calls), alone, strict=True):
-        assert all(torch.equal(result, wanted) for result in results)
+    each_as_alone(model, *calls)
 
 
 def test_autograd_in_a_thread_of_its_own_goes_on_with_the_expert_of_the_forward_pass():

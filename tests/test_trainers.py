@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import checkpointed, enable_checkpointing, fork_ranks, tiny_config
+from conftest import checkpointed, enable_checkpointing, fork_ranks, refused, tiny_config
 from datasets import Dataset
 from one_step import rows, train
 from transformers import Trainer, TrainingArguments
@@ -188,8 +188,7 @@ def test_refusals(tmp_path):
         "input_ids": (ids := torch.tensor([r["input_ids"] for r in rows])),
         "labels": ids,
     }
-    with pytest.raises(ValueError, match="and batches with language_ids"):
-        untagged.train()
+    refused(untagged.train, says="and batches with language_ids", raises=ValueError)
     further = plain_trainer(tmp_path, model())
     further.train_dataset = further.train_dataset.map(lambda row: {"language_ids": [7] * len(row["input_ids"])})
     with pytest.raises(ValueError, match=r"A batch has the language id 7, but .* 2 classes, of the ids 0\.\.1\."):
@@ -203,5 +202,4 @@ def test_reentrant_checkpointing_behind_the_trainers_back_is_noticed(tmp_path):
     network = model()
     trainer = plain_trainer(tmp_path, network)
     enable_checkpointing(network, reentrant=True)
-    with pytest.raises(ValueError, match="router logits carry no gradient"):
-        trainer.train()
+    refused(trainer.train, says="router logits carry no gradient", raises=ValueError)

@@ -1,5 +1,4 @@
-"""Every argument of every public function and Trainer, wrong in type, missing, or of a sibling stage, is refused in one
-line that names it."""
+"""Every wrong or missing argument of a public function or Trainer is refused in one line that names it."""
 
 import inspect
 

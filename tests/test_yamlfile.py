@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from conftest import refused
 
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.yamlfile import read_yaml, to_yaml
@@ -83,20 +84,17 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
     ids=lambda text: text[:24],
 )
 def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
-    with pytest.raises(InputError, match=rf"^{tmp_path}/a\.yaml: .*{message}") as refused:
+    with pytest.raises(InputError, match=rf"^{tmp_path}/a\.yaml: .*{message}") as error:
         read(tmp_path, text)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 400
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
 
 
 def test_text_in_another_encoding_names_the_line(tmp_path):
     (tmp_path / "a.yaml").write_bytes(b"a: 1\nb: \xe9\n")
-    with pytest.raises(InputError, match=r"line 2: not UTF-8 text"):
-        read_yaml(tmp_path / "a.yaml")
+    refused(read_yaml, tmp_path / "a.yaml", says=r"line 2: not UTF-8 text")
 
 
 def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(InputError, match="cannot be read"):
-        read_yaml(tmp_path)
+    refused(read_yaml, tmp_path / "none.yaml", says="no such file")
+    refused(read_yaml, tmp_path, says="cannot be read")
