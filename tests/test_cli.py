@@ -235,6 +235,16 @@ def test_a_look_at_the_arguments_refuses_what_cannot_be(tmp_path, error_of, argu
     assert re.fullmatch("error: .+", error_of(*arguments))
 
 
+@pytest.mark.parametrize(
+    "arguments", [["validate", "recipe.yaml"], ["run", "recipe.yaml"]], ids=lambda arguments: arguments[0]
+)
+def test_a_misspelt_key_waits_for_neither_torch_nor_transformers(tmp_path, arguments):
+    (tmp_path / "recipe.yaml").write_text("base: x\noutput: y\nnew: {el: z}\npost_pretrain: {learning_rat: 1}\n")
+    code, error, imported = heavy_imports(arguments[0], tmp_path / arguments[1])
+    assert (code, imported) == (2, set()), error
+    assert "post_pretrain: unknown key `learning_rat`; did you mean `learning_rate`?" in error
+
+
 class Sized(Schema):
     """Settings of a verb that is made up."""
 

@@ -5,15 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import invoke
+from conftest import invoke, refused
 from jsonschema import Draft202012Validator
 from tables import TABLES
 
 from hf_moe_expand.core.schema import keys_of, settings_in
 from hf_moe_expand.core.yamlfile import parse_mapping, read_yaml
 from hf_moe_expand.planning.methods import METHODS, PlanSettings
+from hf_moe_expand.runs.keys import _recipe_stages, _stage_fields, check_recipe_keys
 from hf_moe_expand.runs.recipe import Recipe, recipe_schema
 from hf_moe_expand.runs.recipes import packaged_files
+from hf_moe_expand.stages import all_stages, recipe_stages
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS_FILES = packaged_files("methods")
@@ -91,3 +93,39 @@ def test_which_recipes_pass_it(validator, recipe, good):
 def test_the_readmes_recipe_passes_it(validator):
     (text,) = re.findall(r"```yaml\n# recipe.yaml\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert validator.is_valid(parse_mapping(text, "x"))
+
+
+def test_the_keys_in_the_source_are_those_of_the_classes():
+    assert {*_recipe_stages()} == {*recipe_stages()}
+    for key, stage in all_stages().items():
+        fields, own = _stage_fields(key)
+        assert {*keys_of(stage.settings)} <= {*fields}
+        assert (own and hasattr(stage.settings, "shown_keys")) == bool(own)
+        if own:
+            assert {*[*fields][:own]} == {*[*keys_of(stage.settings)][:own]}
+            assert own == stage.settings.shown_keys()[0]
+
+
+@pytest.mark.parametrize("name", packaged_files())
+def test_the_recipes_that_come_with_the_package_have_keys_of_recipes(name):
+    check_recipe_keys(packaged_files()[name])
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("bsae: x", "unknown key `bsae`; did you mean `base`?"),
+        ("review: {lr_schedler_type: x}", "review: unknown key `lr_schedler_type`; did you mean `lr_scheduler_type`?"),
+        ("review: {blok_size: 8}", "review: unknown key `blok_size`; did you mean `block_size`?"),
+        ("gates: {unseenshare: 1}", "gates: unknown key `unseenshare`; did you mean `unseen_share`?"),
+        ("analysis: {token: 1}", "analysis: unknown key `token`; did you mean `tokens`?"),
+        ("plan: {method: mola, experts: 3}", "plan: `experts` is a key of moe-lpr; this plan is mola."),
+        ("expansions: [{new: {el: x}, revew: {}}]", "expansions[0]: unknown key `revew`; did you mean `review`?"),
+        ("expansions: [{new: {el: x}, expand: {lora_rnk: 1}}]",
+         "expansions[0].expand: unknown key `lora_rnk`; did you mean `lora_rank`?"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_is_refused_before_torch_as_after(tmp_path, lines, sentence):
+    file = tmp_path / "a.yaml"
+    file.write_text(f"base: x\noutput: y\nold: {{en: x}}\n{lines}\n")
+    assert refused(check_recipe_keys, file) == refused(Recipe.load, file) == f"{file}: {sentence}"

@@ -120,11 +120,11 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
+    file = _recipe_file(recipe)
     from ..runs.pipeline import validate_recipe
     from ..runs.recipe import Recipe
-    from ..runs.recipes import find_recipe
 
-    for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
+    for line in validate_recipe(Recipe.load(file, unset_ok=offline), offline):
         print(line)
     print(f"{recipe}: ok")
 
@@ -135,11 +135,21 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
+    file = _recipe_file(recipe)
     from ..runs.pipeline import run_recipe
     from ..runs.recipe import Recipe
+
+    run_recipe(Recipe.load(file))
+
+
+def _recipe_file(name: str) -> Path:
+    """The file of a recipe, whose keys are recipes'."""
+    from ..runs.keys import check_recipe_keys
     from ..runs.recipes import find_recipe
 
-    run_recipe(Recipe.load(find_recipe(recipe)))
+    file = find_recipe(name)
+    check_recipe_keys(file)
+    return file
 
 
 @opt.recipes_app.command("ls")

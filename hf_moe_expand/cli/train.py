@@ -165,12 +165,15 @@ def _settings(key: str, config: Path | None, held_out: dict[str, str] = {}) -> A
     """The keywords of a stage from its file, and held-out text of the command line; the defaults without a file."""
     from ..core.schema import changed, read
     from ..core.yamlfile import read_yaml
+    from ..runs.keys import check_stage_keys
     from ..stages import all_stages
 
+    keys = {} if config is None else read_yaml(config)
+    check_stage_keys(key, keys, str(config))
     stage = all_stages().get(key)
     if stage is None or not hasattr(stage, "built"):
         raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
-    settings: Any = read(stage.settings, {} if config is None else read_yaml(config), str(config or ""))
+    settings: Any = read(stage.settings, keys, str(config or ""))
     if not held_out:
         return settings
     from ..stages.config import ValidationSettings
