@@ -44,7 +44,7 @@ from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
 from hf_moe_expand.analysis import gating
-from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
+from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 

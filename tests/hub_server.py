@@ -426,7 +426,7 @@ for line in sys.stdin:
 PUSH = """
 import dataclasses, os
 import hf_moe_expand.hub.publish as hub
-from hf_moe_expand.checkpoint.published import check_loads_alone
+from hf_moe_expand.hub.published import check_loads_alone
 hub.check_loads_alone = check_loads_alone if check else (lambda folder: None)
 os.environ.update(environment)
 if environment.get("HF_TOKEN") == "":

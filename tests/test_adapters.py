@@ -19,8 +19,8 @@ from hf_moe_expand import (
     grow_checkpoint,
     join_expansions,
 )
-from hf_moe_expand.checkpoint.adapter_maps import all_linear
 from hf_moe_expand.checkpoint.kinds import kind_of
+from hf_moe_expand.checkpoint.new_experts import all_linear
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.modeling.routing import TokenClasses
 from hf_moe_expand.modeling.updates import LoraUpdate
@@ -226,8 +226,8 @@ def test_a_quantised_base_calls_its_adapters_and_so_does_a_graph(el):
             r"updates nothing in the plan's layers \(1 1 2 experts\)",
         ),
         (PLAN, {"expert_init": "random"}, "adapters start with an update of zero"),
-        (PLAN, {"expert_kind": "ffn", "target_modules": "q_proj"}, "only adapters choose the maps"),
-        (PLAN, {"expert_width": 8}, "only added experts have a width"),
+        (PLAN, {"expert_kind": "ffn", "target_modules": "q_proj"}, "set expert_kind to 'lora' or 'adapter'"),
+        (PLAN, {"expert_width": 8}, "leave it out, or set expert_kind to 'added'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(base, tmp_path, plan, given, said):

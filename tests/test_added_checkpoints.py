@@ -6,7 +6,7 @@ from added import EXPERTS, IDS, PLAN, WIDTH, saved_in
 from conftest import invoke, load, move, refused, tiny_config, write_texts
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, join_expansions
-from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.average import average_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_refusals(saved, tmp_path):
     for said, base, options in (
         ("there is no expert_width: give the width", dense, {"expert_kind": "added"}),
         ("expert_width is 0: must be at least 1", dense, {"expert_kind": "added", "expert_width": 0}),
-        ("would not fit into this machine's memory", mixture, {"expert_kind": "added", "expert_width": 1 << 40}),
+        ("more than the disk has free", mixture, {"expert_kind": "added", "expert_width": 1 << 40}),
         ("expert_width is 16, but expert_kind is 'ffn'", dense, {"expert_width": 16}),
     ):
         refused(expand_checkpoint, base, out, PLAN, says=said, **options)

@@ -13,7 +13,7 @@ from test_gates import ANCHORS, SETTINGS, TEXTS
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model, fit_gates
 from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file
-from hf_moe_expand.checkpoint.gate_file import Gate
+from hf_moe_expand.checkpoint.gate import Gate
 from hf_moe_expand.checkpoint.stored import StoredModel, gate_home
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.models import load_for_inference
@@ -36,7 +36,7 @@ def the_gate(folder):
     stored = StoredModel(folder)
     rule = GateRule.of(stored.config)
     place = gate_home(stored.network, rule.layer)
-    return Gate(rule, *(stored.tensor(f"{place}.{inner}") for inner in ("language_gate.weight", "language_gate.bias")))
+    return Gate(rule, *(stored[f"{place}.{inner}"].load() for inner in ("language_gate.weight", "language_gate.bias")))
 
 
 def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):

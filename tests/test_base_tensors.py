@@ -11,14 +11,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model, grow_checkpoint, make_card
-from hf_moe_expand.checkpoint.base_tensors import BASE_CHECK, moved_tensors, recorded_verdict
+from hf_moe_expand.checkpoint.compare import BASE_CHECK, moved_tensors, recorded_verdict
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.peft_export import export_peft
-from hf_moe_expand.checkpoint.published import published_files
+from hf_moe_expand.checkpoint.peft import export_peft
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.cli.chat import _warn_of_moved
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.hub.published import published_files
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
 OLD = Path(__file__).resolve().parent / "checkpoints"

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, make_card
-from hf_moe_expand.checkpoint.gate_file import Gate
+from hf_moe_expand.checkpoint.gate import Gate
 from hf_moe_expand.core.disk import readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed

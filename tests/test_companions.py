@@ -9,7 +9,7 @@ from conftest import refused
 from test_join import EL, HU, make_pack
 
 from hf_moe_expand import expand_checkpoint, graft_delta, join_expansions
-from hf_moe_expand.checkpoint.published import published_files
+from hf_moe_expand.hub.published import published_files
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.graft import graft_delta
-from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
+from hf_moe_expand.checkpoint.graft import graft_delta, merge_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.errors import InputError
 

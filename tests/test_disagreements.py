@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from hf_moe_expand import Plan, expand_checkpoint, expand_model, graft_delta, grow_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.core.errors import InputError

@@ -22,7 +22,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.grow import add_experts
+from hf_moe_expand.checkpoint.expand import add_experts
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.records import ExpansionRecord, History
 from hf_moe_expand.core.errors import InputError

@@ -11,7 +11,7 @@ from conftest import run_python, save_dense, write_texts
 from safetensors.torch import load_file
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_from_peft
-from hf_moe_expand.checkpoint.published import published_files
+from hf_moe_expand.hub.published import published_files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXTS = {"en": "The cat sat on the mat and looked. ", "el": "Η γάτα κάθισε στο χαλί και κοίταξε. "}

@@ -27,9 +27,9 @@ from hf_moe_expand import (
     join_expansions,
     measure_routing,
 )
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.report.inspection import inspect_config

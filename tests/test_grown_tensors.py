@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.checkpoint.expand import versions
-from hf_moe_expand.checkpoint.grow import add_experts
+from hf_moe_expand.checkpoint.expand import add_experts, versions
 from hf_moe_expand.checkpoint.new_experts import new_weight
 from hf_moe_expand.checkpoint.records import ExpansionRecord
 from hf_moe_expand.core.schema import changed, read

@@ -13,14 +13,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.checkpoint import expansion_only
-from hf_moe_expand.checkpoint.merge import average_checkpoints
-from hf_moe_expand.checkpoint.published import check_code, check_loads_alone, published_files
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.private import library_errors_at, refuse_private
-from hf_moe_expand.hub import card
+from hf_moe_expand.hub import base_model, card
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.hub.publish import push_to_hub
+from hf_moe_expand.hub.published import check_code, check_loads_alone, published_files
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 
@@ -162,7 +161,7 @@ def test_a_base_that_cannot_be_asked_for_is_named_and_said(folder, monkeypatch):
     def download(*_, **__):
         raise LocalEntryNotFoundError("not in the cache")
 
-    for module in (expansion_only, card):
+    for module in (base_model, card):
         monkeypatch.setattr(module, "snapshot_download", download)
     said = []
     pushed = push_to_hub(folder, "me/tiny-el", base="org/tiny", dry_run=True, say=said.append)

@@ -98,7 +98,7 @@ def test_modules_import_one_another_in_no_circle():
 def test_what_loads_configurations_registers_the_checkpoints():
     known = modules()
     loads = {name for name, (path, _) in known.items() if "AutoConfig.from_pretrained" in path.read_text("utf-8")}
-    assert loads == {"checkpoint.source", "checkpoint.published"}
+    assert loads == {"checkpoint.source", "hub.published"}
     assert all("modeling" in imported(name, known) for name in loads)
 
 

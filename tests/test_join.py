@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
-from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.checkpoint.source import name_in_results, own_name
 from hf_moe_expand.core.errors import InputError
 
 EL = Plan("layer-moe", [2, 1, 3], old=["en"], new=["el"], exclusive=True)
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(packs, base, tmp_path):
     refused("is a qwen2 checkpoint, which is no language pack", el, base)
     three = make_pack(tmp_path / "qwen-fi", base, one_expert("fi", top_k=3), 3)
     refused("router_top_k is 2 in qwen-el, but 3 in qwen-fi", el, three)
-    refused("router_top_k is 3 in qwen-fi, but 2 in qwen-el: their routers", three, el)
+    refused("router_top_k is 3 in qwen-fi, but 2 in qwen-el: they were not expanded", three, el)
     trained = staged(shutil.copytree(packs["hu"], tmp_path / "trained"), "everything")
     refused("trained: `everything` trained the base inside", el, trained)
     grafted = staged(shutil.copytree(packs["hu"], tmp_path / "grafted"), "graft")

@@ -123,10 +123,10 @@ def test_refusals(saved, tmp_path):
         with pytest.raises(InputError, match=message):
             expand_checkpoint(saved / "base", tmp_path / "out", plan, **{**LORA, **options})
 
-    refused("expert_kind is 'qlora'; known: ffn, lora", expert_kind="qlora")
-    refused("lora_rank is 0: must be at least 1 and below 32", lora_rank=0)
-    refused("lora_rank is 32: must be at least 1 and below 32, the narrowest side", lora_rank=32)
-    refused("lora_alpha is 0: must be above 0", lora_alpha=0)
+    refused("expert_kind is 'qlora': must be 'ffn', 'lora'", expert_kind="qlora")
+    refused("lora_rank is 0: must be at least 1", lora_rank=0)
+    refused("lora_rank is 32: must be below 32, the narrowest side", lora_rank=32)
+    refused("lora_alpha is 0: must be larger than 0", lora_alpha=0)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="lora_rank is None and lora_alpha 1: LoRA experts need a rank"):
         LayerMoEConfig.from_dense(tiny_config("qwen2"), expert_kind="lora", lora_alpha=1)

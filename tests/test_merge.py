@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
+from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.grow import grow_checkpoint
-from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts, merge_delta
+from hf_moe_expand.checkpoint.expand import grow_checkpoint
+from hf_moe_expand.checkpoint.graft import merge_delta
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
@@ -136,7 +137,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
     expand_checkpoint(three[0], tmp_path / "larger", Plan("moe-lpr", [3, 3, 3]))
     refused("is a dense checkpoint; give an expanded one first", [three[0], tmp_path / "expanded"])
-    refused("its backbone is qwen2, but .* is a llama", [tmp_path / "expanded", tmp_path / "llama"])
+    refused("model_type is 'qwen2' in .*, but 'llama'", [tmp_path / "expanded", tmp_path / "llama"])
     refused("num_attention_heads is 4 in .*, but 2", [tmp_path / "expanded", tmp_path / "heads"])
     refused("only these have routers", [tmp_path / "expanded", three[0]], [0.0, 1.0])
     refused("the sum 1", three[:2], [float("nan"), 0.5])

@@ -166,7 +166,7 @@ def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     refused(load, folder, says=r"gates in all layers, of an earlier version.*`hf-moe-expand gates", raises=ValueError)
     plan = Plan("own", [3, 3, 3], old=["en", "el"], new=["hi"], grows_from=[2, 2, 2])
     for call, *given in ((grow_checkpoint, folder, tmp_path / "no", plan), (inspect_checkpoint, folder)):
-        refused(call, *given, says=r"hf-moe-expand gates .*fitted_gates OUT --data LANGUAGE=FILE")
+        refused(call, *given, says=r"hf-moe-expand gates MODEL OUT --data LANGUAGE=FILE")
     texts = {"en": letters("aeioustn", 0), "el": letters("αβγδεζηθ", 1)}
     anchors = {f"q{letter}{letter}": letters(text, n) for n, (letter, text) in enumerate(ALPHABETS.items(), start=2)}
     settings = GateSettings(unseen_share=0.5, tokens=400, anchor_tokens=200)

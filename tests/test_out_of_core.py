@@ -8,9 +8,10 @@ from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
+from hf_moe_expand.checkpoint.graft import merge_delta
 from hf_moe_expand.checkpoint.stored import StoredModel
 
 UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])

@@ -24,7 +24,6 @@ from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.published import published_files
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.settings import ExpandSettings
 from hf_moe_expand.core.errors import InputError
@@ -32,6 +31,7 @@ from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.pairs import texts_for
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.settings import EvaluationSettings
+from hf_moe_expand.hub.published import published_files
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.plan import Plan

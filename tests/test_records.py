@@ -22,7 +22,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.baselines.branches import expand_branches
-from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.sources import LanguageText

@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, invoke, refused, save_dense, write_texts
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, run_recipe
-from hf_moe_expand.checkpoint.local import local_checkpoint, name_in_results
+from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.hub import card as card_module
 from hf_moe_expand.hub.publish import card_to_push, push_to_hub

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta
 from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])

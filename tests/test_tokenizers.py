@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.tokenizer import load_tokenizer
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.tokens import encode_documents

@@ -15,11 +15,11 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.expansion_only import sha256_of
-from ..checkpoint.gate_file import Gate, check_takes_gate, gated, write_gate
-from ..checkpoint.loaded import check_place
+from ..checkpoint.gate import Gate, check_takes_gate, gated, write_gate
 from ..checkpoint.records import History, StageRecord
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
+from ..checkpoint.table import check_place
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError, first_line
 from ..core.languages import same_language

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.expand import check_dense_plan, expanded_tensors, planned_config, planned_record
-from ..checkpoint.merge import averaged, check_same_shape
+from ..checkpoint.expand import check_dense_plan, expansion_rule, planned_config, planned_record
 from ..checkpoint.records import History
-from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, computed
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
+from ..checkpoint.source import load_base_config, resolve_checkpoint
+from ..checkpoint.stored import Place, StoredModel, check_alike
+from ..checkpoint.table import Copy, Mix, rewrite
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
 from ..core.errors import InputError
 from ..modeling import decoder_ffns
 from ..planning.plan import Plan
@@ -43,28 +43,28 @@ def expand_branches(
     models = [StoredModel(branch, load_base_config(resolve_checkpoint(branch))) for branch in branches]
     first = models[0]
     check_output(out, overwrite, *(model.folder for model in models))
-    check_same_shape(models)
+    for model in models[1:]:
+        check_alike(first, model)
     check_dense_plan(plan, first.config, first.folder)
     config: Any = planned_config(first.config, plan)
     counts = zip(decoder_ffns(first.network), config.num_experts_per_layer, strict=True)
     if any(ffn.is_mixture and count > 1 for ffn, count in counts):
         raise InputError(f"{first.folder}: has experts of its own in layers of the plan; branches are dense there.")
-    weights = [1 / len(models)] * len(models)
+    weights, begin = [1 / len(models)] * len(models), expansion_rule(first, "copy", seed)
 
-    def of_branches(place: Any, name: str) -> OutputTensor:
+    def rule(place: Place) -> Any:
+        if place.dense is None:
+            return begin(place)
         if place.expert is None:
-            return averaged(models, place.dense, weights, name)
-        return computed(first[place.dense], [models[place.expert][place.dense]], lambda piece: piece, name)
+            return Mix([Copy(place.dense, number) for number in range(len(models))], weights)
+        return Mix([Copy(place.dense, place.expert)], lambda piece: piece)
 
-    tensors = expanded_tensors(first, config, "copy", seed, of_branches)
-    base_parameters = sum(info.numel for info in first.reader.tensors.values())
-    parameters = sum(tensor.numel for tensor in tensors)
-    names = [model.name for model in models]
     record = planned_record(
-        plan, old_languages=plan.old, base_model=first.name, expert_init="branches", branches=names, seed=seed,
-        base_parameters=base_parameters, parameters=parameters,
+        plan, old_languages=plan.old, base_model=first.name, expert_init="branches",
+        branches=[model.name for model in models], seed=seed,
+        base_parameters=sum(info.numel for info in first.reader.tensors.values()),
     )  # fmt: skip
-    History([record]).write(config)
-    return write_checkpoint(
-        out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches", max_shard_size, overwrite
-    )
+    return rewrite(
+        models, config, rule, out, record=History([record]), title="expand-branches", max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """LLaMA-Pro: inserts copied blocks, which at first leave the output unchanged, into a dense model; streamed."""
 
+import copy
 import os
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
@@ -9,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint.promises import tiny_twin
-from ..checkpoint.records import StageRecord, add_stage
-from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, layer_list
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, write_checkpoint, zeros
+from ..checkpoint.records import StageRecord
+from ..checkpoint.source import load_base_config, resolve_checkpoint
+from ..checkpoint.stored import Place, StoredModel, layer_list
+from ..checkpoint.table import Copy, Mix, rewrite
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
 from ..core.errors import InputError
 
 # The modules whose outputs a block adds to the residual stream.
@@ -71,30 +73,32 @@ def _insert(
     dense: StoredModel, out: str | os.PathLike, blocks: int, max_shard_size: str | int, overwrite: bool
 ) -> list[int]:
     """Writes the deeper model; returns the new layers' numbers."""
-    config, layers = dense.config, layer_list(dense.network)
+    config, layers = copy.deepcopy(dense.config), layer_list(dense.network)
     old = config.num_hidden_layers
     after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
     # Of each layer of the deeper model: the old layer that it comes from, and whether it is an inserted copy.
-    sources = [(layer, copy) for layer in range(old) for copy in (False, True) if layer in after or not copy]
-    new = [layer for layer, (_, copy) in enumerate(sources) if copy]
-    tensors = [dense.copied(key) for key in dense.tensors if not key.startswith(f"{layers}.")]
-    for layer, (source, copy) in enumerate(sources):
-        prefix = f"{layers}.{source}."
-        for key in dense.tensors:
-            if key.startswith(prefix):
-                inner = key.removeprefix(prefix)
-                moved = dense.copied(key, f"{layers}.{layer}.{inner}")
-                silent = copy and inner.startswith(_OUTPUTS)
-                tensors.append(zeros(moved.name, moved.dtype, moved.shape) if silent else moved)
+    sources = [(layer, copied) for layer in range(old) for copied in (False, True) if layer in after or not copied]
     config.num_hidden_layers = len(sources)
     for name in _PER_LAYER:
         values: Sequence[Any] | None = getattr(config, name, None)
         if values is not None:
             setattr(config, name, [values[source] for source, _ in sources])
-    config.new_layers = new
-    add_stage(config, StageRecord(stage="expand-depth", settings={"base": dense.name, "blocks": blocks}))
-    write_checkpoint(out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth", max_shard_size, overwrite)
-    return new
+    config.new_layers = [layer for layer, (_, copied) in enumerate(sources) if copied]
+
+    def rule(place: Place) -> Copy | Mix:
+        if not place.key.startswith(f"{layers}."):
+            return Copy(place.key)
+        layer, inner = place.key.removeprefix(f"{layers}.").split(".", 1)
+        source, copied = sources[int(layer)]
+        of = Copy(f"{layers}.{source}.{inner}")
+        return Mix([of], torch.zeros_like) if copied and inner.startswith(_OUTPUTS) else of
+
+    record = StageRecord(stage="expand-depth", settings={"base": dense.name, "blocks": blocks})
+    rewrite(
+        [dense], config, rule, out, record=record, title="expand-depth", max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+    return config.new_layers
 
 
 @torch.no_grad()

@@ -1,15 +1,25 @@
-"""Compares two checkpoints tensor by tensor: the proof that frozen means frozen."""
+"""Compares tensors: of two checkpoints, the proof that frozen means frozen; and of the base inside an expanded model
+with the hashes that were recorded at its expansion."""
 
+import json
 import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 
 from ..core.errors import InputError
+from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
-from .reader import CheckpointReader, StoredTensor
-from .stored import load_any_config, network_of, stored_tensors
+from ..modeling.part_expansion_only import RECORD
+from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, tensor_bytes
+from .records import History
+from .stored import StoredModel, load_any_config, network_of, stored_tensors
 
 # Names of modules in the backbones.
 _PARTS = {
@@ -97,3 +107,125 @@ def _same(left: StoredTensor, right: StoredTensor) -> bool:
         return left.same_bytes(right)
     pairs = zip(left.pieces(), right.pieces(), strict=True)
     return all(torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True) for x, y in pairs)
+
+
+# The verdict, in the checkpoint's folder.
+BASE_CHECK = "base_check.json"
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the base inside a model is the base that was expanded.
+
+    Attributes:
+        moved: names, in the base, of the tensors that are not those of the base.
+        checked: whether the tensors were compared.
+    """
+
+    moved: list[str] = field(default_factory=list)
+    checked: bool = False
+
+    @property
+    def names(self) -> str:
+        """The first tensors that moved, and the number of the others."""
+        more = len(self.moved) - _FEW
+        return ", ".join(self.moved[:_FEW]) + (f" and {more} more" if more > 0 else "")
+
+    @property
+    def words(self) -> str:
+        """The verdict in a few words."""
+        return f"moved: {self.names}" if self.moved else "as the base" if self.checked else "unchecked"
+
+
+def base_hashes(source: Any) -> list[str]:
+    """A hash of each of the base's tensors, in the order of their names in the base.
+
+    Args:
+        source: a `StoredModel` or a `LoadedModel`, dense or expanded.
+    """
+    return [_hash(tensor.dtype, tensor.shape, tensor.chunks()) for _, tensor in _home(source)]
+
+
+def moved_tensors(source: StoredModel) -> Verdict:
+    """Compares the base inside a checkpoint with the hashes in its history, and records the verdict in its folder.
+
+    A tensor of another type has not moved if its values are the base's. Without hashes nothing is compared.
+    """
+    expansions = History.of(source.config).expansions
+    recorded = next((record.base_hashes for record in expansions if record.base_hashes), None)
+    if recorded is None:
+        return Verdict()
+    known = recorded_verdict(source.folder)
+    if known.checked:
+        return known
+    home = list(_home(source))
+    # A head that is its own tensor since then shifts the order.
+    wanted = [{one} for one in recorded] if len(home) == len(recorded) else [set(recorded)] * len(home)
+    moved = [name for (name, tensor), hashes in zip(home, wanted, strict=True) if not _is_one_of(tensor, hashes)]
+    verdict = Verdict(moved, True)
+    with suppress(OSError, InputError):  # a folder that cannot be written
+        content = {"files": _files(source.folder), "moved": moved}
+        write_json(source.folder / BASE_CHECK, content)
+    return verdict
+
+
+def recorded_verdict(folder: Path) -> Verdict:
+    """The verdict in a checkpoint's folder, if the weights are those that were compared; reads none of them."""
+    file = folder / BASE_CHECK
+    try:
+        if not file.is_file():
+            return Verdict()
+        content = read_json(file, "a verdict on the base")
+        moved = content.get("moved")
+        if content.get("files") != _files(folder) or not isinstance(moved, list):
+            return Verdict()
+    except (InputError, OSError):
+        return Verdict()
+    return Verdict([str(name) for name in moved], True)
+
+
+def _files(folder: Path) -> list[list[Any]]:
+    """Name, size and time of the weight files."""
+    record = [folder / RECORD] if (folder / RECORD).is_file() else []
+    states = [(file.name, file.stat()) for file in [*CheckpointReader(folder).files, *record]]
+    return [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+
+
+def _home(source: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of the dense model at expert 0, by their names in it; tied ones once."""
+    network = source.network
+    # Marian's positions are computed, and not stored.
+    ignored = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
+    held = set(source.tensors)
+    names = {
+        place.dense: key
+        for key, place in source.places.items()
+        if key in held and place.dense is not None and place.expert in (None, 0)
+        and not any(re.search(pattern, place.dense) for pattern in ignored)
+    }  # fmt: skip
+    for name in sorted(names):
+        tensor = source[names[name]]
+        if tensor.dtype in TORCH_DTYPES:
+            yield name, tensor
+
+
+def _hash(dtype: str, shape: Iterable[int], chunks: Iterable[bytes]) -> str:
+    digest = xxhash.xxh3_64(json.dumps([dtype, list(shape)]).encode())
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_one_of(tensor: StoredTensor, hashes: set[str]) -> bool:
+    """Whether a tensor has one of these hashes, in its type or in another one that holds its values."""
+    if _hash(tensor.dtype, tensor.shape, tensor.chunks()) in hashes:
+        return True
+    value = tensor.load()
+    for name, dtype in TORCH_DTYPES.items():
+        if name == tensor.dtype:
+            continue
+        other = value.to(dtype)
+        if torch.equal(other.to(value.dtype), value) and _hash(name, tensor.shape, [tensor_bytes(other)]) in hashes:
+            return True
+    return False

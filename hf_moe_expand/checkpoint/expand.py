@@ -1,10 +1,12 @@
-"""Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model."""
+"""Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model; and further
+experts of an expanded checkpoint, which leave existing weights byte for byte."""
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +16,38 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
-from ..core.errors import InputError
-from ..core.schema import checked, shown_value
+from ..core.errors import InputError, errors_at
+from ..core.languages import check_named_once
+from ..core.schema import changed, checked, shown_value
 from ..modeling import (
     DMoEConfig,
     ExpandedConfig,
     LayerMoEConfig,
     decoder_ffns,
     language_models,
-    model_class,
+    layer_names,
     stack_sizes,
 )
-from ..planning.plan import Plan
-from .base_tensors import base_hashes
-from .gate_file import Gate
+from ..planning.plan import REFUSED, Plan
+from .compare import base_hashes
+from .gate import Gate
 from .kinds import AdapterKind, ExpertKind, set_part
-from .loaded import LoadedModel, blank, filled
-from .local import name_and_commit
-from .new_experts import check_kinds, chosen_kind, first_weight
+from .new_experts import chosen_kind, new_weight, random_weight
 from .promises import check_architecture
 from .reader import TORCH_DTYPES
 from .records import ExpansionRecord, History
-from .settings import LORA_ALPHA, LORA_RANK
-from .source import TOKENIZER_FILES, check_base_config, differences, load_base_config, resolve_checkpoint
-from .stored import Place, StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, computed, in_memory, write_checkpoint
+from .settings import NewExperts
+from .source import (
+    check_base_config,
+    differences,
+    load_base_config,
+    load_expanded_config,
+    name_and_commit,
+    resolve_checkpoint,
+)
+from .stored import LoadedModel, Place, StoredModel
+from .table import Copy, Given, New, Rows, Rule, Source, rewrite
+from .writer import DEFAULT_SHARD_SIZE, check_output
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")
@@ -65,24 +74,18 @@ class ExpansionReport:
         return [f"{part} ({count} tensors)" for part, count in parts.items()]
 
 
-@checked
+@partial(checked, keywords=NewExperts)
 def expand_checkpoint(
     base: str | os.PathLike,
     out: str | os.PathLike,
     plan: Plan,
     *,
-    expert_init: str = "copy",
-    conditional_routing: bool = False,
-    expert_kind: str = "ffn",
-    lora_rank: int = LORA_RANK,
-    lora_alpha: float = LORA_ALPHA,
-    expert_width: int | None = None,
-    target_modules: str | list[str] | None = None,
     seed: int = 0,
     revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
     gate: Gate | None = None,
+    **experts: Any,
 ) -> ExpansionReport:
     """Writes the expanded checkpoint of a dense one.
 
@@ -99,7 +102,7 @@ def expand_checkpoint(
             linear layers (MoLA, LoRAMoE), which is zero at first; or `added`, expert 0 with an FFN of any width beside
             it, whose output is zero at first, for a base that is a mixture of experts too; or `adapter`, low-rank
             updates of all the layer's linear maps, in attention too, which are zero at first.
-        lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
+        lora_rank, lora_alpha: rank (8) and alpha (16) of the updates, which are scaled by `lora_alpha / lora_rank`.
         expert_width: width of the added FFNs.
         target_modules: the linear maps that adapters update, as PEFT names them; all by default.
         seed: random seed of the routers, of random experts and of updates.
@@ -112,49 +115,26 @@ def expand_checkpoint(
         InputError: the base cannot be expanded, the plan is for another model or gives experts to layers below the
             gate, or `out` cannot be written.
     """
-    check_kinds(expert_init, expert_kind)
+    wanted = NewExperts(**experts)
     folder = resolve_checkpoint(base, revision)
     check_output(out, overwrite, folder)
     dense_config = load_base_config(folder)
     check_architecture(dense_config, base)
     check_dense_plan(plan, dense_config, base)
     dense = StoredModel(folder, dense_config)
-    kind = chosen_kind(
-        dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width, target_modules
-    )
-    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
-    if gate is not None:
-        check_plan_of_gate(plan)
-        gate.set_in(config)
-    tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate)
-    held = [dense[key] for key in dense.tensors]
-    base_parameters = sum(stored.numel for stored in held)
-    parameters = sum(tensor.numel for tensor in tensors)
-    name, commit = name_and_commit(base, folder)
-    record = planned_record(
-        plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
-        expert_init=expert_init, base_parameters=base_parameters, parameters=parameters,
-        language_gate=config.language_gate, base_hashes=base_hashes(dense),
+    kind = chosen_kind(dense.network, plan, wanted)
+    config = planned_config(dense_config, plan, kind, gate, conditional_routing=wanted.conditional_routing)
+    _expand(
+        dense, config, plan, name_and_commit(base, folder), wanted.expert_init, seed, gate, out,
+        max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    History([record]).write(config)
-    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "expand", max_shard_size, overwrite)
-    return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
+    record = History.of(config).last
+    return ExpansionReport(Path(out), record.base_parameters or 0, record.parameters or 0, dense.unknown)
 
 
-@checked
+@partial(checked, keywords=NewExperts)
 def expand_model(
-    dense: Any,
-    plan: Plan | ExpandedConfig,
-    *,
-    expert_init: str = "copy",
-    conditional_routing: bool = False,
-    expert_kind: str = "ffn",
-    lora_rank: int = LORA_RANK,
-    lora_alpha: float = LORA_ALPHA,
-    expert_width: int | None = None,
-    target_modules: str | list[str] | None = None,
-    seed: int = 0,
-    gate: Gate | None = None,
+    dense: Any, plan: Plan | ExpandedConfig, *, seed: int = 0, gate: Gate | None = None, **experts: Any
 ) -> Any:
     """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`.
 
@@ -176,77 +156,84 @@ def expand_model(
     Raises:
         InputError: the model cannot be expanded, or the plan or configuration is for another model.
     """
-    check_kinds(expert_init, expert_kind)
+    wanted = NewExperts(**experts)
     _check_dense(dense)
-    if isinstance(plan, ExpandedConfig):
-        wanted = plan
-        of_kind = (lora_rank, lora_alpha, expert_width, target_modules) != (LORA_RANK, LORA_ALPHA, None, None)
-        if conditional_routing or expert_kind != "ffn" or of_kind:
+    given = plan if isinstance(plan, ExpandedConfig) else None
+    if given is not None:
+        if wanted != NewExperts(expert_init=wanted.expert_init):
             raise InputError(
                 "conditional_routing, expert_kind and its settings are fields of the configuration: set them in "
                 "`from_dense`."
             )
-        plan, conditional_routing, expert_kind = _plan_of(wanted), wanted.conditional_routing, wanted.expert_kind
-        lora_rank, lora_alpha = wanted.lora_rank or lora_rank, wanted.lora_alpha or lora_alpha
-        expert_width = wanted.expert_width
-    else:
-        wanted = None
+        wanted, plan = _experts_of(given, wanted.expert_init), _plan_of(given)
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name)
-    if wanted is not None and wanted.adapters:
-        kind: ExpertKind = AdapterKind(wanted.adapters)
-    else:
-        kind = chosen_kind(
-            dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width, target_modules
-        )  # fmt: skip
-    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
-    if gate is not None:
-        check_plan_of_gate(plan)
-        gate.set_in(config)
-    elif wanted is not None:
-        set_part(config, "gate", wanted.language_gate)
-    if wanted is not None:
-        for field, own, needed in differences(wanted, config, _OF_LOADING):
+    source = LoadedModel(dense)
+    if source.unknown:
+        raise InputError(
+            f"{type(dense).__name__}: has tensors that the backbone does not know ({', '.join(source.unknown[:3])}); "
+            "merge an adapter into the model before expanding it."
+        )
+    adapters = None if given is None else given.adapters
+    kind = AdapterKind(adapters) if adapters else chosen_kind(dense, plan, wanted)
+    config = planned_config(dense.config, plan, kind, gate, conditional_routing=wanted.conditional_routing)
+    if given is not None:
+        if gate is None:
+            set_part(config, "gate", given.language_gate)
+        for field, own, needed in differences(given, config, _OF_LOADING):
             raise InputError(
                 f"The configuration is for another model: its {field} is {own!r}, but this dense model needs "
                 f"{needed!r}. Make it with `from_dense(dense.config, ...)`."
             )
-    untied = _untied(dense)
-    if untied and not config.is_encoder_decoder:
-        config.tie_word_embeddings = False  # as `StoredModel` has it
-    expanded = blank(dense, config, untied)
-    filled(expanded, dense, _state(dense, expanded, expert_init, seed, gate))
-    static = model_class(config)
-    expanded.config.architectures = [static.__name__]
-    expanded.config.auto_map = static.auto_map(config)
+    config.tie_word_embeddings = source.config.tie_word_embeddings
+    return _expand(source, config, plan, (name, revision), wanted.expert_init, seed, gate)
+
+
+def _expand(
+    dense: Source, config: Any, plan: Plan, base: tuple[str, str | None], expert_init: str, seed: int,
+    gate: Gate | None, out: Any = None, **written: Any,
+) -> Any:  # fmt: skip
+    """The expanded model of a checkpoint or of a loaded model."""
     record = planned_record(
-        plan, old_languages=plan.old, base_model=name, base_revision=revision, seed=seed,
-        expert_init=expert_init, base_parameters=_parameters(dense),
-        parameters=_parameters(expanded), language_gate=config.language_gate,
-        base_hashes=base_hashes(LoadedModel(expanded)),
+        plan, old_languages=plan.old, base_model=base[0], base_revision=base[1], seed=seed, expert_init=expert_init,
+        base_parameters=sum(dense[key].numel for key in dense.tensors), language_gate=config.language_gate,
+        base_hashes=base_hashes(dense),
     )  # fmt: skip
-    History([record]).write(expanded.config)
-    return expanded
+    rule = expansion_rule(dense, expert_init, seed, gate)
+    return rewrite([dense], config, rule, out, record=History([record]), title="expand", **written)
 
 
-def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
+def expansion_rule(dense: Source, expert_init: str, seed: int, gate: Gate | None = None) -> Rule:
+    """Of what the tensors of an expanded model are made, right after its expansion: of copies of the dense model's, and
+    new ones; `gate` has the rows of the language gate."""
+    ffns, network = decoder_ffns(dense.network), dense.network
+
+    def rule(place: Place) -> Copy | New | Given:
+        if place.layer < 0:
+            return Copy(place.key)
+        ffn = ffns[place.layer]
+        if place.dense is None:
+            # A router and the like have the type in which the layer's FFN is stored.
+            dtype = dense[f"{ffn.name}.{next(inner for inner, _ in ffn.module.named_parameters())}"].dtype
+            if gate is not None and (place.layer, place.inner) in gate.rows:
+                return Given(gate.rows[place.layer, place.inner].to(TORCH_DTYPES[dtype]))
+            return New(partial(new_weight, place.inner, place.shape, (seed, place.layer)), dtype)
+        if expert_init == "random" and place.expert:
+            rest = place.dense.removeprefix(f"{ffn.name}.")
+            draw = partial(random_weight, network, ffn.module, rest, (seed, place.layer, place.expert))
+            return New(draw, dense[place.dense].dtype)
+        return Copy(place.dense)
+
+    return rule
+
+
+def check_layers(plan: Plan, config: PreTrainedConfig, name: str | os.PathLike) -> None:
     """Refuses a plan for another number of layers, or of an encoder's layers."""
-    sizes = stack_sizes(dense_config)
-    layers, encoder = sum(sizes.values()), sizes.get("encoder", 0)
-    if len(plan.experts_per_layer) != layers:
-        raise InputError(
-            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {layers}: "
-            "make a plan for this model."
-        )
-    if plan.encoder_layers != encoder:
-        raise InputError(
-            f"The plan is for {_stacks(plan.encoder_layers, layers)}, but {base} has {_stacks(encoder, layers)}: make "
-            "a plan for this model (`plan --layers MODEL`)."
-        )
-
-
-def _stacks(encoder: int, layers: int) -> str:
-    return f"{encoder} layers of an encoder and {layers - encoder} of a decoder" if encoder else "a decoder"
+    sizes = stack_sizes(config)
+    needed, own = (sum(sizes.values()), sizes.get("encoder", 0)), (len(plan.experts_per_layer), plan.encoder_layers)
+    if own != needed:
+        made, there = (f"{count} layers" + f", {of} of them an encoder's" * (of > 0) for count, of in (own, needed))
+        raise InputError(f"The plan is for {made}, but {name} has {there}: make a plan for this model.")
 
 
 def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.PathLike) -> None:
@@ -257,26 +244,15 @@ def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.
     check_layers(plan, dense_config, name)
 
 
-def check_plan_of_gate(plan: Plan) -> None:
-    """Refuses a plan with what a gate takes the place of."""
-    if plan.groups:
-        raise InputError("A gate sends text home to a frozen base, but DMoE trains the base: leave the gate out.")
-    if plan.classifier_layers:
-        raise InputError(
-            f"The gate takes the place of classifiers, but the plan has some, in layers {plan.classifiers_in_words}: "
-            "plan without classifiers."
-        )
-
-
 def planned_config(
-    dense_config: PreTrainedConfig, plan: Plan, kind: ExpertKind | None = None, **fields: Any
-) -> ExpandedConfig:
-    """The configuration of a dense model expanded by `plan` with experts of a kind, FFNs by default; `fields` are
-    further ones of `ExpandedConfig`."""
-    config_class = DMoEConfig if plan.groups else LayerMoEConfig
+    dense_config: PreTrainedConfig, plan: Plan, kind: ExpertKind | None = None, gate: Gate | None = None, **fields: Any
+) -> Any:
+    """The configuration of a dense model expanded by `plan` with experts of a kind, FFNs by default, and a gate;
+    `fields` are further ones of `ExpandedConfig`."""
+    config_class: Any = DMoEConfig if plan.groups else LayerMoEConfig
     kind = kind or ExpertKind()
     try:
-        return config_class.from_dense(
+        config = config_class.from_dense(
             dense_config,
             num_experts_per_layer=plan.experts_per_layer,
             classifier_layers=plan.classifier_layers,
@@ -288,39 +264,21 @@ def planned_config(
         )
     except ValueError as error:  # of code that checkpoints carry, which has no InputError
         raise InputError(str(error)) from None
+    if gate is not None:
+        check_plan_of_gate(plan)
+        gate.set_in(config)
+    return config
 
 
-def expanded_tensors(
-    dense: StoredModel,
-    config: Any,
-    expert_init: str,
-    seed: int,
-    own: Callable[[Place, str], OutputTensor] | None = None,
-    gate: Gate | None = None,
-) -> list[OutputTensor]:
-    """Every tensor of the expanded checkpoint. `own` makes those that the dense model has too, of their places and
-    names; by default they are copies. `gate` has the rows of the language gate."""
-    expanded, ffns = network_of(config), decoder_ffns(dense.network)
-    outputs = []
-    for name, place in places(expanded).items():
-        if place.dense is not None and place.dense not in dense:  # tied
-            continue
-        ffn = ffns[place.layer]
-        make = first_weight(dense.network, ffn, place, expert_init, seed)
-        if make is not None:
-            # A router and the like have the type in which the layer's FFN is stored.
-            like = place.dense or f"{ffn.name}.{next(inner for inner, _ in ffn.module.named_parameters())}"
-            rows = None if gate is None else gate.rows.get((place.layer, place.inner))
-            dtype = dense[like].dtype
-            outputs.append(
-                computed(name, dtype, place.shape, make)
-                if rows is None
-                else in_memory(name, rows.to(TORCH_DTYPES[dtype]))
-            )
-        else:
-            assert place.dense is not None, "`first_weight` makes what the dense model lacks"
-            outputs += dense.copies(place.dense, name) if own is None else [own(place, name)]
-    return outputs
+def check_plan_of_gate(plan: Plan) -> None:
+    """Refuses a plan with what a gate takes the place of."""
+    if plan.groups:
+        raise InputError("A gate sends text home to a frozen base, but DMoE trains the base: leave the gate out.")
+    if plan.classifier_layers:
+        raise InputError(
+            f"The gate takes the place of classifiers, but the plan has some, in layers {plan.classifiers_in_words}: "
+            "plan without classifiers."
+        )
 
 
 def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
@@ -359,12 +317,6 @@ def _check_dense(dense: Any) -> None:
     wanted: Any = language_models(dense.config)[type(dense.config)]
     if not isinstance(dense, wanted):
         raise InputError(f"{name}: only a model with its language-model head is expanded; load a {wanted.__name__}.")
-    devices = {parameter.device for parameter in dense.parameters()}
-    if len(devices) > 1 or "meta" in {device.type for device in devices}:
-        raise InputError(
-            f"{name}: its weights lie on {', '.join(sorted(map(str, devices)))}; load it onto one device, or expand "
-            "its files (`expand_checkpoint`)."
-        )
 
 
 def _plan_of(config: ExpandedConfig) -> Plan:
@@ -381,41 +333,10 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     )  # fmt: skip
 
 
-def _state(
-    dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int, gate: Gate | None
-) -> dict[str, torch.Tensor]:
-    """Every tensor of the expanded model: the dense model's own, copies of them, and new ones."""
-    weights, ffns, where = dense.state_dict(), decoder_ffns(dense), places(expanded)
-    if unknown := sorted(set(weights) - {place.dense for place in where.values()}):
-        raise InputError(
-            f"{type(dense).__name__}: has tensors that the backbone does not know ({', '.join(unknown[:3])}); merge an "
-            "adapter into the model before expanding it."
-        )
-    state = {}
-    for name, place in where.items():
-        ffn = ffns[place.layer]
-        like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
-        make = first_weight(dense, ffn, place, expert_init, seed)
-        if gate is not None and (place.layer, place.inner) in gate.rows:
-            state[name] = gate.rows[place.layer, place.inner].to(like.dtype).to(like.device)
-        elif make is not None:
-            state[name] = make().to(like.dtype).to(like.device)
-        else:
-            state[name] = like.clone() if place.expert else like
-    return state
-
-
-def _untied(dense: PreTrainedModel) -> list[str]:
-    """The tensors that are tied by the configuration, but have other values than those they are tied to."""
-    get = dense.get_parameter_or_buffer
-    ties = dense.get_expanded_tied_weights_keys(all_submodels=True)
-    return [key for key, source in ties.items() if not torch.equal(get(key), get(source))]
-
-
-def _parameters(model: Any) -> int:
-    """Number of elements in a checkpoint of the model: tied tensors count once."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return sum(value.numel() for name, value in model.state_dict().items() if name not in tied)
+def _experts_of(config: ExpandedConfig, expert_init: str) -> NewExperts:
+    """The settings of the new experts in a configuration."""
+    fields = {name: value for name in NewExperts.model_fields if (value := getattr(config, name, None)) is not None}
+    return NewExperts(expert_init=expert_init, **fields)
 
 
 def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
@@ -435,3 +356,206 @@ def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
 def versions() -> dict[str, str]:
     """The versions of the software that writes a checkpoint."""
     return {"hf_moe_expand": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+
+
+@checked
+def grow_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    plan: Plan,
+    *,
+    copy_from: Mapping[int, int] | None = None,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the further expansion of an expanded checkpoint (LayerMoE section 3.4, lifelong expansion).
+
+    New experts are of the last expansion's kind and size, and exclusive if those are.
+
+    Earlier experts and router rows stay byte for byte. Classifiers get one more class: a layer that had a classifier
+    keeps its rows, and the new class starts as a copy of the last one, so that its decisions do not change until
+    review.
+
+    Args:
+        model: expanded checkpoint.
+        out: folder to write.
+        plan: made with `--from`, for this model: experts of each layer after the growth.
+        copy_from: the expert that the new ones copy, by layer; expert 0 by default.
+
+    Raises:
+        InputError: see `check_growth`; or a layer lacks the expert to copy.
+    """
+    folder = resolve_checkpoint(model)
+    config = check_growth(folder, plan)
+    plan = changed(plan, exclusive=config.exclusive_experts)
+    counts, history = config.num_experts_per_layer, History.of(config)
+    if unknown := sorted({*(copy_from or {})} - {*range(len(counts))}):
+        raise InputError(f"copy_from names layer {unknown[0]}, but {folder} has layers 0 to {len(counts) - 1}.")
+    origin = {layer: (copy_from or {}).get(layer, 0) for layer in range(len(counts))}
+    sources = {
+        layer: [origin[layer]] * (after - before)
+        for layer, (before, after) in enumerate(zip(counts, plan.experts_per_layer, strict=True))
+    }
+    record = planned_record(
+        plan, old_languages=history.languages, base_model=history.first.base_model,
+        base_revision=history.first.base_revision, copied_experts=origin, seed=seed,
+    )  # fmt: skip
+    changes: dict[str, Any] = {
+        "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
+        "classifier_layers": plan.classifier_layers,
+        # A gate knows nothing of the new languages: fit it again.
+        "parts": {name: settings for name, settings in config.parts.items() if name != "gate"},
+    }
+    if config.expert_kind == "adapter":
+        changes["parts"]["adapters"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
+    return add_experts(
+        folder, out, sources, record, config_changes=changes, seed=seed, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _adapter_to_copy(folder: Path, config: Any, origin: Mapping[int, int]) -> dict:
+    """The maps of the next adapter: those of the one that it copies; of the last one, if it begins with zeros."""
+    known = [config.adapters[-1], *config.adapters]  # `add_experts` refuses an expert that is not there
+    adapters = [known[expert] for expert in {*origin.values()} if expert < len(known)] or known
+    if any(adapter != adapters[0] for adapter in adapters):
+        raise InputError(f"{folder}: copy_from names adapters of different maps: copy one adapter in all layers, or 0.")
+    return adapters[0]
+
+
+def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
+    """The configuration of the checkpoint that the plan grows, after checking that the plan is for it."""
+    folder = resolve_checkpoint(model)
+    config: Any = load_expanded_config(folder)
+    plan.checked()
+    if not isinstance(config, LayerMoEConfig):
+        raise InputError(f"{folder}: {REFUSED['dmoe', 'grown']}.")
+    parts: dict[str, Any] = config.parts or {}
+    if any("each" in parts.get(name, {}) for name in ("lora", "added")):
+        raise InputError(
+            f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "
+            "expand the base for the new languages and join that pack too."
+        )
+    counts = config.num_experts_per_layer
+    if plan.grows_from != counts:
+        made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
+        raise InputError(
+            f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
+        )
+    added = [after - before for before, after in zip(counts, plan.experts_per_layer, strict=True)]
+    if config.expert_kind == "adapter" and max(added) > 1:
+        raise InputError(
+            f"{folder}: a language has one adapter, but the plan adds more experts to a layer: plan with 1 (`plan "
+            "exclusive --from MODEL`)."
+        )
+    if plan.exclusive and not config.exclusive_experts:
+        raise InputError(f"{folder}: the plan's experts are exclusive, but its own are not: plan without `exclusive`.")
+    check_layers(plan, config, folder)
+    with errors_at(str(folder)):
+        history = History.of(config)
+        known = [*history.first.old_languages, *history.languages]
+    if again := [code for code in plan.new if code in known]:
+        raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
+    check_named_once([*known, *plan.new])
+    return config
+
+
+def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
+    """What growth by the plan does to the model's classifiers, one sentence for each kind of change."""
+    config = check_growth(model, plan)
+    before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
+    classes, names = len(History.of(config)) + 2, layer_names(config)
+    effects = [
+        (before - after, "removed: the plan names none for these layers"),
+        (before & after, f"kept, with a class for the new languages ({classes} classes)"),
+        (after - before, f"added, with weights of zero ({classes} classes)"),
+    ]
+    changes = [
+        f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {effect}"
+        for layers, effect in effects
+        if layers
+    ]
+    if config.language_gate is not None:
+        changes.append("the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)")
+    return changes
+
+
+def add_experts(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    sources: Mapping[int, Sequence[int]],
+    record: ExpansionRecord,
+    *,
+    copy_router_rows: bool = False,
+    config_changes: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the checkpoint with more experts in its expanded layers.
+
+    Args:
+        model: expanded checkpoint.
+        sources: the experts that the new ones copy, by layer.
+        record: record of the expansion, for the history; its parameter count is filled in here.
+        copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row is drawn.
+        config_changes: further fields of the configuration.
+        seed: random seed of the new rows.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    config: Any = load_expanded_config(folder)
+    counts, names = list(config.num_experts_per_layer), layer_names(config)
+    for layer, experts in sources.items():
+        if not 0 <= layer < len(counts) or (counts[layer] < 2 and experts):
+            name = names[layer] if 0 <= layer < len(counts) else layer
+            raise InputError(f"{folder}: layer {name} has no router, so no expert can be added there.")
+        if wrong := [expert for expert in experts if not 0 <= expert < counts[layer]]:
+            raise InputError(
+                f"{folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
+            )
+    sources = {layer: experts for layer, experts in sources.items() if experts}
+    config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
+    for name, value in (config_changes or {}).items():
+        setattr(config, name, value)
+    stored = StoredModel(folder)
+    return rewrite(
+        [stored], config, _growth(stored, counts, sources, copy_router_rows, seed), out,
+        record=History([*History.of(config).expansions, record]), title="grow", max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _growth(
+    stored: StoredModel, counts: Sequence[int], sources: Mapping[int, Sequence[int]], copy_router_rows: bool, seed: int
+) -> Rule:
+    """Of what the tensors of a grown model are made, whose layers had `counts` experts."""
+
+    def rule(place: Place) -> Copy | Rows | New | None:
+        layer, key = place.layer, place.key
+        draw = partial(new_weight, place.inner, place.shape, (seed, layer))
+        if place.expert is not None and place.expert >= counts[layer]:
+            source = sources[layer][place.expert - counts[layer]]
+            if source or place.dense is not None:
+                return Copy(place.of_expert(source))
+            # A LoRA or added expert that adds zero to expert 0.
+            like = next(name for name in stored.tensors if name.startswith(place.beside("experts.")))
+            return New(draw, stored[like].dtype)
+        if place.inner == "router.weight" and layer in sources:
+            if key not in stored.shapes:  # the first class with a choice, of exclusive experts
+                return New(draw, "F32")
+            rows = [*range(counts[layer])]
+            if copy_router_rows:
+                return Rows(Copy(key), [*rows, *sources[layer]])
+            # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
+            place_of_rows = (seed, layer, counts[layer])
+            return Rows(Copy(key), rows, lambda: new_weight(place.inner, place.shape, place_of_rows)[counts[layer] :])
+        if place.inner == "classifier.weight":
+            if key not in stored.shapes:  # a new one
+                return New(draw, stored[place.beside("router.weight")].dtype)
+            had = stored.shapes[key][0]
+            return Rows(Copy(key), [*range(had), *[had - 1] * (place.shape[0] - had)])
+        return Copy(key)
+
+    return rule

@@ -5,37 +5,21 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from transformers.core_model_loading import dot_natural_key
 
-from ..core.errors import InputError, errors_at
+from ..core.errors import InputError
 from ..core.jsonfile import read_json
-from ..core.private import library_errors_at
 from ..core.progress import Bar
 from ..core.schema import checked
 from ..modeling.part_expansion_only import ADDED, RECORD
-from .graft import COMPUTATION
 from .kinds import set_part
-from .local import name_and_commit
 from .reader import StoredTensor
 from .records import History
-from .source import TOKENIZER_FILES, load_config, load_expanded_config, resolve_checkpoint, text_config
+from .source import load_expanded_config, name_and_commit, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
-
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The dense model inside an expanded one; `hub_id` is None for a model known only as a local folder."""
-
-    name: str
-    hub_id: str | None
-    revision: str | None
+from .table import Copy, rewrite
+from .writer import DEFAULT_SHARD_SIZE, check_output
 
 
 @dataclass(frozen=True)
@@ -51,59 +35,6 @@ class SavedExpansion:
     added: int
     in_base: int
     changed: list[str]
-
-
-def base_of(config: Any) -> BaseModel:
-    """The base that config.json records."""
-    first = History.of(config).first
-    name, revision = first.base_model, first.base_revision  # of a model of the hub only
-    if name is None:
-        raise InputError(
-            "config.json does not say which base model was expanded: give its hub id (`push --base HUB_ID`)."
-        )
-    return BaseModel(name, name if revision else None, revision)
-
-
-def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel:
-    """The base that the hub has under `hub_id`, with its present commit; its configuration must be that of the model
-    that was expanded. Without a connection, or without access to a gated model, nothing is compared and the commit
-    stays unknown."""
-    where = f"--base {hub_id}"
-    if Path(hub_id).is_dir():
-        raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
-    with library_errors_at(where, token):
-        try:
-            folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))
-        except (GatedRepoError, LocalEntryNotFoundError):
-            return BaseModel(hub_id, hub_id, None)
-    with errors_at(where):
-        _compare_configs(config, text_config(load_config(folder)), where)
-    return BaseModel(hub_id, hub_id, folder.name)  # the hub's cache names a snapshot's folder by its commit
-
-
-def _compare_configs(config: Any, base: Any, where: str) -> None:
-    ours: dict[str, Any] = {name: getattr(config, name, None) for name in (*_SIZES, *COMPUTATION)}
-    ours = {"model_type": config.backbone_model_type, **ours}
-    if ours["num_hidden_layers"] is not None:
-        ours["num_hidden_layers"] -= len(getattr(config, "new_layers", None) or ())
-    if any(stage.changes_everything for stage in History.of(config).stages):
-        del ours["vocab_size"]  # a graft may have added tokens
-    for name, value in ours.items():
-        if (theirs := getattr(base, name, None)) != value:
-            raise InputError(
-                f"{where}: is not the model that was expanded: its {name} is {theirs!r}, not {value!r}. Give the "
-                "base's hub id."
-            )
-
-
-def config_with_base(file: Path, base: BaseModel) -> bytes:
-    """A checkpoint's config.json in which every expansion of the first one's base names `base`."""
-    fields = read_json(file, "a configuration")
-    before = fields["expansions"][0].get("base_model")
-    for record in fields["expansions"]:
-        if record.get("base_model") == before:
-            record |= {"base_model": base.name, "base_revision": base.revision}
-    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @checked
@@ -131,55 +62,58 @@ def save_expansion(
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
     config = load_expanded_config(folder)
-    origin = base_of(config)
-    if base is None and origin.hub_id is None:
+    first = History.of(config).first
+    if base is None and first.base_revision is None:
         raise InputError(
-            f"{folder}: was expanded from {origin.name}, a local folder: give `base`, a hub id or, for use on this "
-            "machine alone, a folder."
+            f"{folder}: was expanded from {first.base_model}, a local folder: give `base`, a hub id or, for use on "
+            "this machine alone, a folder."
         )
-    base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
-    name, revision = name_and_commit(base or origin.name, base_folder)
+    origin = base or str(first.base_model)
+    base_folder = resolve_checkpoint(origin, first.base_revision if base is None else None)
+    name, revision = name_and_commit(origin, base_folder)
     reference = {"base_model": name if revision else None, "revision": revision}
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
-    record, added, changed = _compare(expanded, dense)
-    size = sum(tensor.nbytes for tensor in added)
-    in_base = sum(expanded[key].nbytes for key in expanded.tensors) - size
+    record, left, changed = _compare(expanded, dense)
+    size = sum(expanded[key].nbytes for key in expanded.tensors if key not in left)
+    in_base = sum(expanded[key].nbytes for key in left)
     if in_base <= sum(tensor.nbytes for tensor in changed):
         raise InputError(
-            f"{folder}: lacks most tensors of {base or origin.name}, such as {changed[0].name}: give the base model "
+            f"{folder}: lacks most tensors of {origin}, such as {changed[0].name}: give the base model "
             "that was expanded, or publish a model of which all weights were trained without --expansion-only."
         )
     fields = read_json(folder / "config.json", "a configuration")
     set_part(config, "expansion_only", reference)
     contents = {"config.json": {**fields, "parts": config.parts}, RECORD: record}
     files = {name: (json.dumps(it, indent=2, ensure_ascii=False) + "\n").encode() for name, it in contents.items()}
-    write_checkpoint(out, config, added, [(folder, TOKENIZER_FILES)], None, max_shard_size, overwrite, files, ADDED)
+    rewrite(
+        [expanded], config, lambda place: None if place.key in left else Copy(place.key), out, files=files, stem=ADDED,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
     return SavedExpansion(Path(out), size, in_base, [tensor.name for tensor in changed])
 
 
 def _compare(
     expanded: StoredModel, dense: StoredModel
-) -> tuple[dict[str, dict[str, str]], list[OutputTensor], list[StoredTensor]]:
-    """Returns, for each tensor that is byte-identical in the base, its name there and its hash; then all other tensors;
-    then those of the others that the base has with other values."""
-    record, others, changed = {}, [], []
+) -> tuple[dict[str, dict[str, str]], set[str], list[StoredTensor]]:
+    """Returns, for each stored tensor that is byte-identical in the base, its name there and its hash; the places of
+    which all tensors are; and the tensors that the base has with other values."""
+    record: dict[str, dict[str, str]] = {}
+    left, changed = set(), []
     ordered = sorted(expanded.tensors, key=dot_natural_key)
     for key in Bar(ordered, desc="compare with the base", unit="tensor", leave=False):
         place = expanded.places[key]
         own = expanded.in_files(key)
         homes = dense.in_files(place.dense) if place.dense and place.dense in dense and not place.expert else []
         if not own or len(own) != len(homes):
-            others += expanded.copies(key)
             continue
-        for stored, original, copied in zip(own, homes, expanded.copies(key), strict=True):
-            hashed = sha256_of(original)
-            alike = (stored.dtype, stored.shape) == (original.dtype, original.shape)
-            if alike and sha256_of(stored) == hashed:
+        hashes = [sha256_of(original) for original in homes]
+        if all(a.same_type(b) and sha256_of(a) == one for a, b, one in zip(own, homes, hashes, strict=True)):
+            left.add(key)
+            for stored, original, hashed in zip(own, homes, hashes, strict=True):
                 record[stored.name] = {"name": original.name, "sha256": hashed}
-            else:
-                changed.append(stored)
-                others.append(copied)
-    return record, others, changed
+        else:
+            changed += own
+    return record, left, changed
 
 
 def sha256_of(tensor: StoredTensor) -> str:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import (
@@ -21,12 +23,13 @@ from ..modeling.part_lora import LoraLinear
 from ..modeling.parts import PARTS
 from ..modeling.routing_control import classes_of
 from ..modeling.updates import LoraUpdate
-from .base_tensors import moved_tensors
+from .compare import moved_tensors
 from .kinds import has_ffn
-from .records import StageRecord, add_stage
-from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, block_names, network_of, rounded, widened
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
+from .records import StageRecord
+from .source import load_expanded_config, resolve_checkpoint
+from .stored import Place, StoredModel, block_names, network_of
+from .table import Copy, New, Rule, rewrite, widened
+from .writer import DEFAULT_SHARD_SIZE, check_output
 
 # Why a language is no dense model.
 REFUSED = {
@@ -72,10 +75,12 @@ def export_dense(
         chosen = _experts_of_number(source, expert)
     else:
         chosen = experts_of(source, language)
-    config, tensors = dense_config(source.config), _dense_tensors(source, chosen)
+    config = dense_config(source.config)
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
-    add_stage(config, StageRecord(stage="export", settings=settings))
-    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
+    rewrite(
+        [source], config, _dense(source, chosen), out, record=StageRecord(stage="export", settings=settings),
+        title="export", names=_names(config), max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
     if not any(chosen) and (verdict := moved_tensors(source)).moved:
         print(f"{out}: is not the base that was expanded: {verdict.names} moved since")
     return config.architectures[0]
@@ -107,27 +112,32 @@ def _experts_of_number(source: StoredModel, expert: int) -> list[int]:
     return [expert] * len(counts)
 
 
-def _dense_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTensor]:
-    """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer."""
+def _names(config: Any) -> Callable[[str], str]:
+    """The name under which the library saves a tensor of a dense model (GPT-NeoX's `embed_out`)."""
+    rules = get_model_conversion_mapping(network_of(config), add_legacy=False)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
+    reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
+    return lambda key: rename_source_key(key, reverse, [], reverse=True)[0]
+
+
+def _dense(source: StoredModel, experts: Sequence[int]) -> Rule:
+    """Of what the tensors of the dense model are made that has one expert of every expanded layer as its FFN."""
     if any(experts) and source.config.expert_kind == "added":
         raise InputError(
             f"{source.folder}: {REFUSED['added', 'export-language']}: only expert 0, the base, is written (--expert 0)."
         )
-    # The library saves some tensors under other names than the model's (GPT-NeoX's `embed_out`).
-    rules = get_model_conversion_mapping(network_of(dense_config(source.config)), add_legacy=False)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
-    reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
-    tensors, updates = [], lora_updates(source, experts)
+    updates, keys = lora_updates(source, experts), {}
     for key, place in source.places.items():
         expert = experts[place.layer] if place.layer >= 0 else 0
-        is_ffn = has_ffn(source.config, place.layer, expert)
-        if key in source and place.dense is not None and place.expert in (None, expert if is_ffn else 0):
-            name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
-            if key in updates:
-                tensors.append(_merged(source, key, updates[key], name))
-            else:
-                tensors += source.copies(key, name)
-    return tensors
+        if place.expert in (None, expert if has_ffn(source.config, place.layer, expert) else 0):
+            keys[place.dense] = key
+
+    def rule(place: Place) -> Copy | New:
+        key = keys[place.key]
+        update = updates.get(key)
+        return Copy(key) if update is None else New(partial(_merged, source, key, update), source[key].dtype)
+
+    return rule
 
 
 def dense_config(config: Any) -> Any:
@@ -164,15 +174,9 @@ def lora_updates(source: StoredModel, experts: Sequence[int]) -> dict[str, Store
     return updates
 
 
-def _merged(source: StoredModel, key: str, update: StoredUpdate, name: str) -> OutputTensor:
-    """The tensor `key` with its update, `W + alpha / r * B A`, under another name."""
-    copied = source.copied(key, name)
+def _merged(source: StoredModel, key: str, update: StoredUpdate) -> torch.Tensor:
+    """The tensor `key` with its update, `W + alpha / r * B A`."""
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
-
-    def data() -> Iterable[bytes]:
-        b, a = (widened(source.tensor(factor)) for factor in (update.lora_B, update.lora_A))
-        change = b @ a
-        weight = widened(source.tensor(key))
-        yield rounded(weight + update.scaling * (change.T if transposed else change), copied.dtype, copied.name)
-
-    return OutputTensor(copied.name, copied.dtype, copied.shape, data)
+    b, a, weight = (widened(source[name].load()) for name in (update.lora_B, update.lora_A, key))
+    change = b @ a
+    return weight + update.scaling * (change.T if transposed else change)

@@ -1,9 +1,10 @@
 """DeltaMoE: adds the change of a fine-tune to a model that was expanded from the same base; streamed."""
 
+import copy
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,14 @@ import torch
 
 from ..core.errors import InputError
 from ..core.schema import checked
-from ..modeling import ExpandedConfig, count_layers, decoder_ffns
-from ..modeling.backbone import DECODER_LAYERS
+from ..modeling import ExpandedConfig, decoder_ffns
 from .reader import StoredTensor, is_finite
-from .records import History, StageRecord, add_stage
+from .records import History, StageRecord
 from .source import TOKENIZER_FILES, differences
-from .stored import StoredModel, computed, layer_list, rounded
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
+from .stored import Place, StoredModel, check_alike, layer_list
+from .table import Copy, Mix, Rule, rewrite
+from .writer import DEFAULT_SHARD_SIZE, check_output
 
-# Fields that change the computation although the shapes are the same.
-COMPUTATION = (
-    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "activation_function",
-)  # fmt: skip
 # Fields that do not affect the computation, or that each model sets for itself.
 _OWN = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "dtype", "history")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -95,8 +92,28 @@ def graft_delta(
     target = StoredModel(model)
     if not isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is a dense checkpoint; use `merge delta`.")
-    before = StoredModel(base, revision=revision)
-    return add_delta(target, out, before, instruct, scale, keep_tokenizer, max_shard_size, overwrite)
+    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    return _add_delta(target, out, StoredModel(base, revision=revision), instruct, scale, keep_tokenizer, written)
+
+
+def merge_delta(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    base: str | os.PathLike,
+    instruct: str | os.PathLike,
+    *,
+    scale: float = 1.0,
+    keep_tokenizer: bool = False,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> GraftReport:
+    """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
+    of a checkpoint that `expand_depth` made from `base` (LLaMA-Pro). See `graft_delta` for arguments and errors."""
+    target = StoredModel(model)
+    if isinstance(target.config, ExpandedConfig):
+        raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
+    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    return _add_delta(target, out, StoredModel(base), instruct, scale, keep_tokenizer, written)
 
 
 def check_fine_tune(
@@ -109,97 +126,57 @@ def check_fine_tune(
     _cosine(before, after, f"instruct ({after.name})")
 
 
-def add_delta(
-    target: StoredModel,
-    out: str | os.PathLike,
-    before: StoredModel,
-    instruct: str | os.PathLike,
-    scale: float,
-    keep_tokenizer: bool,
-    max_shard_size: str | int,
-    overwrite: bool,
+def _add_delta(
+    target: StoredModel, out: Any, before: StoredModel, instruct: Any, scale: float, keep_tokenizer: bool, written: dict
 ) -> GraftReport:
     """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
     if not isfinite(scale):
         raise InputError(f"scale is {scale}: must be a finite number.")
     after = StoredModel(instruct)
-    check_output(out, overwrite, target.folder, before.folder, after.folder)
+    check_output(out, written["overwrite"], target.folder, before.folder, after.folder)
     new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
-    check_grew_from(target, before, homes)
+    check_alike(target, before, keys=homes)
     own = {home: key for key, home in homes.items() if home is not None and not target.places[key].expert}
     if isinstance(target.config, ExpandedConfig):
         _check_expanded_from(target, before, after, own)
     instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
     model_cosine = _cosine(before, target, f"the model ({target.name})", own)
-    config, fields = target.config, {}
+    config, fields = copy.deepcopy(target.config), {}
     for name, _, new in differences(before.config, after.config, (*_OWN, *(_TOKEN_IDS if keep_tokenizer else ()))):
         if (old := getattr(config, name, None)) != new:
             fields[name] = (old, new)
             setattr(config, name, new)
-    tensors = [
-        target.copied(key) if home is None else _grafted(target, key, home, before, after, scale)
-        for key, home in homes.items()
-    ]
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
     step = "graft" if isinstance(config, ExpandedConfig) else "merge delta"
-    add_stage(config, StageRecord(stage=step, settings=settings))
-    write_checkpoint(out, config, tensors, [(tokenizer.folder, TOKENIZER_FILES)], step, max_shard_size, overwrite)
+    rewrite(
+        [target, before, after], config, _grafted(homes, scale, before, after), out, title=step,
+        record=StageRecord(stage=step, settings=settings), companions=0 if keep_tokenizer else 2,
+        **written,
+    )  # fmt: skip
     return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
 
 
-def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
-    for which in (base, instruct):
-        if isinstance(which.config, ExpandedConfig):
-            raise InputError(f"{which.folder}: is an expanded checkpoint; base and instruct must be dense ones.")
-    for name in ("model_type", "num_hidden_layers", *DECODER_LAYERS, *COMPUTATION):
-        values = [getattr(which.config, name, None) for which in (base, instruct)]
-        if values[0] != values[1]:
-            raise InputError(
-                f"{instruct.folder} is not a fine-tune of {base.folder}: its {name} is {values[1]!r}, not "
-                f"{values[0]!r}. Give the base from which it was trained."
-            )
-    tied = [which.config.tie_word_embeddings for which in (base, instruct)]
-    if tied[0] != tied[1]:
-        raise InputError(
-            f"tie_word_embeddings is {tied[0]} in {base.folder} and {tied[1]} in {instruct.folder}: "
-            + (
-                "fine-tuning gave embedding and head a delta each, but the model has one tensor for both."
-                if tied[0]
-                else "fine-tuning gave embedding and head one tensor, but the model has two."
-            )
-            + " Use a fine-tune with the base's tie_word_embeddings."
-        )
+def _grafted(homes: Mapping[str, str | None], scale: float, before: StoredModel, after: StoredModel) -> Rule:
+    """Of what the tensors of a grafted model are made; `homes` names the tensor of base and instruct for each."""
 
+    def rule(place: Place) -> Copy | Mix | None:
+        home = homes.get(place.key)
+        if home is None:
+            return Copy(place.key)
 
-def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
-    """Refuses a dense model from which `target` cannot have been expanded."""
-    backbone = getattr(target.config, "backbone_model_type", target.config.model_type)
-    if backbone != base.config.model_type:
-        raise InputError(
-            f"{target.folder}: its backbone is {backbone}, but {base.folder} is a {base.config.model_type} checkpoint."
-        )
-    if target.config.tie_word_embeddings != base.config.tie_word_embeddings:
-        raise InputError(
-            f"tie_word_embeddings is {target.config.tie_word_embeddings} in {target.folder} and "
-            f"{base.config.tie_word_embeddings} in {base.folder}: the model did not grow from this base."
-        )
-    for name in COMPUTATION:
-        ours, theirs = (getattr(which.config, name, None) for which in (target, base))
-        if ours != theirs:
-            raise InputError(f"{name} is {ours!r} in {target.folder}, but {theirs!r} in {base.folder}.")
-    layers = count_layers(target.config) - len(getattr(target.config, "new_layers", None) or ())
-    if layers != count_layers(base.config):
-        raise InputError(
-            f"{target.folder}: has {layers} layers of a base, but {base.folder} has {count_layers(base.config)}."
-        )
-    for key, home in homes.items():
-        if home is not None and target.shapes[key] != base.shapes[home]:
-            raise InputError(
-                f"{target.folder}: tensor {key!r} has shape {list(target.shapes[key])}, but {home!r} in {base.folder} "
-                f"has {list(base.shapes[home])}."
-            )
+        def moved(now: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            delta = new - old
+            if not is_finite(delta):
+                raise InputError(f"Tensor {home!r}: {after.folder} minus {before.folder} is not finite (NaN or inf).")
+            result = now + scale * delta
+            # If training left the tensor alone, the sum is `new`, except for its rounding.
+            return torch.where(now == old, new, result) if scale == 1 else result
+
+        return Mix([Copy(place.key), Copy(home, 1), Copy(home, 2)], moved, rest=Copy(home, 2))
+
+    return rule
 
 
 def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: StoredModel, own: dict[str, str]) -> None:
@@ -255,54 +232,21 @@ def dense_names(target: StoredModel) -> dict[str, str | None]:
 
 def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) -> int:
     """The number of tokens that only instruct has, after checking that it is a fine-tune of base."""
-    _check_same_architecture(base, instruct)
+    for which in (base, instruct):
+        if isinstance(which.config, ExpandedConfig):
+            raise InputError(f"{which.folder}: is an expanded checkpoint; base and instruct must be dense ones.")
     if not keep_tokenizer and not any(any(instruct.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
         raise InputError(f"{instruct.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")
-    if differ := sorted(set(base.shapes) ^ set(instruct.shapes)):
-        where = base if differ[0] in base.shapes else instruct
-        raise InputError(
-            f"Tensor {differ[0]!r} is in {where.folder} alone, but instruct must have the tensors of base: give a "
-            "fine-tune of it."
-        )
     modules = [base.network.get_input_embeddings(), base.network.get_output_embeddings()]
     own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     embeddings = {key for key, value in base.network.named_parameters(remove_duplicate=False) if id(value) in own}
-    rows = 0
-    for key, shape in base.shapes.items():
-        other = instruct.shapes[key]
-        if shape == other:
-            continue
-        if key not in embeddings or shape[1:] != other[1:] or other[0] < shape[0]:
-            hint = " Only rows of new tokens at the end of the embeddings are allowed." if key in embeddings else ""
-            raise InputError(
-                f"Tensor {key!r} has shape {list(shape)} in {base.folder}, but {list(other)} in {instruct.folder}."
-                f"{hint}"
-            )
-        rows = other[0] - shape[0]
-    return rows
-
-
-def _grafted(
-    target: StoredModel, key: str, home: str, base: StoredModel, instruct: StoredModel, scale: float
-) -> OutputTensor:
-    stored, of_instruct = target[key], instruct[home]
-
-    def moved(now: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        delta = after - before
-        if not is_finite(delta):
-            raise InputError(f"Tensor {home!r}: {instruct.folder} minus {base.folder} is not finite (NaN or inf).")
-        result = now + scale * delta
-        # If training left the tensor alone, the sum is `after`, except for its rounding.
-        return torch.where(now == before, after, result) if scale == 1 else result
-
-    shared = computed(stored, [stored, base[home], of_instruct], moved)
-
-    def data() -> Iterable[bytes]:
-        yield from shared.data()
-        for rest in of_instruct.pieces(start=stored.numel):
-            yield rounded(rest, stored.dtype, stored.name)
-
-    return replace(shared, shape=instruct.shapes[home], data=data)
+    rows = {
+        key: theirs[0] - ours[0]
+        for key, ours in base.shapes.items()
+        if (theirs := instruct.shapes.get(key)) and key in embeddings and ours[1:] == theirs[1:] and theirs[0] > ours[0]
+    }
+    check_alike(base, instruct, keys={key: key for key in (*base.shapes, *instruct.shapes) if key not in rows})
+    return max(rows.values(), default=0)
 
 
 def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str, str] | None = None) -> float:

@@ -3,10 +3,11 @@ All is streamed."""
 
 import copy
 import os
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from ..core.languages import same_language
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
 from .kinds import ExpertKind, kind_of, kinds_of, set_kinds, set_part
-from .local import pack_and_name
+from .reader import StoredTensor
 from .records import History
-from .source import TOKENIZER_FILES, differences
-from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
+from .source import differences, pack_and_name
+from .stored import Place, StoredModel
+from .table import Copy, New, Rule, rewrite
+from .writer import DEFAULT_SHARD_SIZE, check_output
 
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
 _MAY_DIFFER = (
@@ -53,7 +55,7 @@ class Pack:
         """Its configuration."""
         return self.stored.config
 
-    @property
+    @cached_property
     def history(self) -> History:
         """Its expansions."""
         return History.of(self.config)
@@ -91,9 +93,13 @@ class Pack:
         }
 
     @cached_property
-    def routers(self) -> dict[int, str]:
-        """The key in `stored` of the router of each layer that has one."""
-        return {place.layer: key for key, place in self.stored.places.items() if place.inner == "router.weight"}
+    def routed(self) -> set[int]:
+        """The layers that have a router."""
+        return {place.layer for place in self.stored.places.values() if place.inner == "router.weight"}
+
+    def added(self, layer: int) -> int:
+        """The number of experts that it adds to a layer."""
+        return self.config.num_experts_per_layer[layer] - 1
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,11 @@ def join_expansions(
     loaded = load_packs(packs, out, overwrite)
     check_packs(loaded)
     config = joined_config(loaded)
-    outputs = _outputs(loaded, config)
+    rewrite(
+        [pack.stored for pack in loaded], config, _joined(loaded), out, record=History.of(config),
+        title="join", max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
     history = History.of(config)
-    history.with_last(parameters=sum(tensor.numel for tensor in outputs)).write(config)
-    companions = [(loaded[0].stored.folder, TOKENIZER_FILES)]
-    write_checkpoint(out, config, outputs, companions, "join", max_shard_size, overwrite)
     named: dict[str, list[str]] = {}
     for record in history.expansions:
         named.setdefault(record.pack or "", []).extend(record.new_languages)
@@ -178,15 +184,11 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
             raise InputError(f"{pack}: {REFUSED['routed', 'joined']}: expand the base by a plan with `exclusive`.")
         if stored.config.packs and str(pack) != place:
             raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
-        _check_name(name)  # it is published: a local folder's path is not
+        # It is published: a local folder's path is not.
+        if not name.strip() or len(name) > 200 or not name.isprintable():
+            raise InputError(f"{name[:60]!r} is no name of a pack: it must be of 1 to 200 printable characters.")
         loaded.append(Pack(name, stored))
     return loaded
-
-
-def _check_name(name: str) -> None:
-    """Refuses a pack's name that is empty, too long, or holds line ends or other characters that are not printed."""
-    if not name.strip() or len(name) > 200 or not name.isprintable():
-        raise InputError(f"{name[:60]!r} is no name of a pack: it must be of 1 to 200 printable characters.")
 
 
 def check_packs(packs: Sequence[Pack], bytes_too: bool = True) -> None:
@@ -207,12 +209,9 @@ def check_packs(packs: Sequence[Pack], bytes_too: bool = True) -> None:
             )
     for pack in others:
         _check_config(first, pack)
-    for number, pack in enumerate(packs):
-        for other in packs[:number]:
-            of_other = other.new_languages
-            twice = [code for code in sorted(pack.new_languages) if any(same_language(code, one) for one in of_other)]
-            if twice:
-                raise InputError(f"{', '.join(twice)}: {other.name} and {pack.name} both add it: leave one out.")
+    for pack, other in combinations(packs, 2):
+        if twice := [code for code in other.new_languages if any(same_language(code, c) for c in pack.new_languages)]:
+            raise InputError(f"{', '.join(sorted(twice))}: {pack.name} and {other.name} both add it: leave one out.")
     names = [name for pack in packs for name in dict.fromkeys(pack.names)]
     for name in {name for name in names if names.count(name) > 1}:
         raise InputError(f"{name}: two packs have this name: name one, NAME=FOLDER.")
@@ -227,11 +226,6 @@ def _check_config(first: Pack, pack: Pack) -> None:
         raise InputError(
             f"{own.name}: has {apart[kinds[0]]}, but the experts of {another.name} are {another.kinds[0].words}: "
             f"{apart[kinds[0]]} are joined with {apart[kinds[0]]} alone."
-        )
-    if first.config.router_top_k != pack.config.router_top_k:
-        raise InputError(
-            f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "
-            f"{pack.name}: their routers were trained for different numbers of active experts."
         )
     for field, ours, theirs in differences(first.config, pack.config, _MAY_DIFFER):
         raise InputError(
@@ -284,37 +278,30 @@ def joined_config(packs: Sequence[Pack]) -> Any:
     return config
 
 
-def _outputs(packs: Sequence[Pack], config: Any) -> list[OutputTensor]:
-    base, first = packs[0].base, packs[0].stored
-    experts: dict[tuple[int, str], OutputTensor] = {}
-    before = [0] * count_layers(config)
-    for pack in packs:
-        for key, place in pack.stored.places.items():
-            if place.expert:
-                rest = place.inner.split(".", 2)[2]
-                name = f"experts.{before[place.layer] + place.expert}.{rest}"
-                experts[place.layer, name] = pack.stored.copied(key)
-        before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
-    outputs = []
-    for key, place in places(network_of(config)).items():
+def _joined(packs: Sequence[Pack]) -> Rule:
+    """Of what the tensors of a joined model are made: of the first pack's base, and of the experts of each."""
+    base = packs[0].base
+
+    def rule(place: Place) -> Copy | New | None:
         if place.is_routing:
-            outputs.append(in_memory(key, _joined_router(packs, place.layer)))
-        elif place.expert:
-            outputs.append(replace(experts[place.layer, place.inner], name=key))
-        elif place.dense in base:
-            source = base[place.dense]
-            # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
-            outputs += first.copies(source, None if source == key else key)
-    return outputs
+            routers = [pack.stored[place.key] if place.layer in pack.routed else None for pack in packs]
+            like = next(router for router in routers if router is not None)
+            return New(lambda: _joined_router([pack.added(place.layer) for pack in packs], routers), like.dtype)
+        if not place.expert:
+            return Copy(base[place.dense]) if place.dense in base else None
+        ends = [*accumulate(pack.added(place.layer) for pack in packs)]
+        number = bisect_left(ends, place.expert)
+        return Copy(place.of_expert(place.expert - [0, *ends][number]), number)
+
+    return rule
 
 
-def _joined_router(packs: Sequence[Pack], layer: int) -> torch.Tensor:
+def _joined_router(added: Sequence[int], routers: Sequence[StoredTensor | None]) -> torch.Tensor:
     """The rows of each pack's own experts as they are. Those that no choice reads are zeros: expert 0's, and those of a
     pack that has no router in this layer."""
-    routers = [pack.stored.tensor(pack.routers[layer]) if layer in pack.routers else None for pack in packs]
-    like = next(router for router in routers if router is not None)
+    loaded = [None if router is None else router.load() for router in routers]
+    like = next(router for router in loaded if router is not None)
     rows = [like.new_zeros(1, like.shape[1])]
-    for pack, router in zip(packs, routers, strict=True):
-        own = pack.config.num_experts_per_layer[layer] - 1
+    for own, router in zip(added, loaded, strict=True):
         rows.append(like.new_zeros(own, like.shape[1]) if router is None else router[1:].to(like.dtype))
     return torch.cat(rows)

@@ -1,32 +1,133 @@
-"""What an expansion adds: the kind of the new experts, as the user chooses it, and the first weights of routers,
-classifiers, gates, LoRA updates, added experts and random experts.
+"""What an expansion adds: the kind of the new experts, as the user chooses it; the linear maps that adapters update, as
+PEFT finds them; and the first weights of routers, classifiers, gates, LoRA updates, added experts and random experts.
 
 Each tensor's place (seed, layer, ...) decides its values, which depend neither on other tensors nor on their order.
 """
 
 import copy
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from ..core.disk import readable_size
-from ..core.errors import InputError
-from ..modeling import DecoderFFN, decoder_ffns, layer_names
+from ..core.errors import InputError, first_line
+from ..modeling import decoder_ffns, layer_names
+from ..modeling.part_adapters import update_name
 from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
-from .adapter_maps import ALL_LINEAR, adapter_of
-from .kinds import KINDS, AdapterKind, AddedKind, ExpertKind, LoraKind
-from .settings import LORA_ALPHA, LORA_RANK
-from .stored import Place
+from .kinds import AdapterKind, AddedKind, ExpertKind, LoraKind
+from .settings import NewExperts
+from .stored import network_of
 
-EXPERT_INITS = ("copy", "random")
+ALL_LINEAR = "all-linear"
+Maps = dict[str, list]  # rank and scaling by the name of a map in its layer
+
+
+def layer_modules(network: Any) -> dict[str, nn.Module]:
+    """The layers of a decoder, by their names in the model."""
+    names = [ffn.place.rpartition(".")[0] for ffn in decoder_ffns(network)]
+    return {name: network.get_submodule(name) for name in names}
+
+
+def all_linear(network: Any) -> list[str]:
+    """The linear maps of all layers: of a mixture of experts its shared parts, and not its router; not those of
+    state-space blocks, whose kernels read the weights themselves."""
+    mixtures = tuple(f"{ffn.place}." for ffn in decoder_ffns(network) if ffn.is_mixture)
+    found = []
+    for place, layer in layer_modules(network).items():
+        for inner, module in layer.named_modules():
+            name = f"{place}.{inner}"
+            if not isinstance(module, nn.Linear | Conv1D) or hasattr(_parent(layer, inner), "A_log"):
+                continue
+            is_shared = "shared" in inner and min(module.weight.shape) > 1
+            if not name.startswith(mixtures) or is_shared:
+                found.append(name)
+    return found
+
+
+def _parent(layer: nn.Module, inner: str) -> nn.Module:
+    return layer.get_submodule(inner.rpartition(".")[0])
+
+
+def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
+    """The entry of `adapters` in a configuration for a LoRA of a dense model, whose weights are not read.
+
+    Args:
+        lora: its configuration, of PEFT.
+        where: what has it, for messages.
+
+    Raises:
+        InputError: PEFT refuses it, or it updates modules outside the layers.
+    """
+    if lora.target_modules == ALL_LINEAR:
+        names = all_linear(network)
+        wrapped = _wrapped(network, _with_targets(lora, names), where)
+        # In the layers of some mixtures PEFT takes the names of shared or dense FFNs for those of the experts.
+        known = [name for name in names if isinstance(wrapped.get_submodule(name), LoraLayer)]
+        if left_out := sorted({name.rpartition(".")[2] for name in names} - {n.rpartition(".")[2] for n in known}):
+            warnings.warn(
+                f"{where}: PEFT knows {', '.join(left_out)} of this model as the experts' alone: they are left out",
+                stacklevel=2,
+            )
+        lora = _with_targets(lora, known)
+    wrapped = _wrapped(network, lora, where)
+    places = list(layer_modules(network))
+    layers: list[Maps] = [{} for _ in places]
+    for name, module in wrapped.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        layer = next((number for number, place in enumerate(places) if name.startswith(f"{place}.")), None)
+        if layer is None or not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
+            raise InputError(
+                f"{where}: updates {name}, which is no linear map of a layer: an adapter of a language updates the "
+                "linear maps of the layers alone."
+            )
+        (adapter,) = module.r
+        layers[layer][name.removeprefix(f"{places[layer]}.")] = [module.r[adapter], module.scaling[adapter]]
+    return entry_of(layers)
+
+
+def _with_targets(lora: LoraConfig, names: list[str]) -> LoraConfig:
+    lora = copy.deepcopy(lora)
+    lora.target_modules = names  # type: ignore[assignment]
+    return lora
+
+
+def _wrapped(network: Any, lora: LoraConfig, where: str) -> nn.Module:
+    """The dense model with the LoRA, on the meta device."""
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
+            warnings.filterwarnings("ignore", ".*alpha_pattern keys did not match")  # its own, for fused experts
+            return inject_adapter_in_model(copy.deepcopy(lora), network_of(network.config))
+    except Exception as error:  # of PEFT, in many types
+        raise InputError(
+            f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
+        ) from None
+
+
+def update_of(place: str, map_name: str, expert: int) -> str:
+    """The name in an expanded model of an expert's update of a map of the layer `place`."""
+    return f"{place}.adapters.experts.{expert}.{update_name(map_name)}"
+
+
+def entry_of(layers: list[Maps]) -> dict[str, Any]:
+    """The entry of `adapters` for the maps of each layer: those of most layers, and the layers that differ."""
+    layers = [dict(sorted(maps.items())) for maps in layers]
+    (most, _), *_ = Counter(map(repr, layers)).most_common(1)
+    usual = next(maps for maps in layers if repr(maps) == most)
+    differ = {str(number): maps for number, maps in enumerate(layers) if maps != usual}
+    return {"maps": usual, **({"layers": differ} if differ else {})}
+
+
 _OF_MIXTURES = "of a base's own mixture of experts no copies or LoRA experts are made"
 _WHOLE = "DMoE trains a whole FFN for each group"
 _ZERO = "LoRA experts, added experts and adapters start with an update of zero"
@@ -37,87 +138,74 @@ REFUSED = {
     **{(kind, "dmoe"): _WHOLE for kind in ("lora", "added", "adapters")},
     **{(kind, "random"): _ZERO for kind in ("lora", "added", "adapters")},
 }
+# The kinds that read a setting.
+_READ_BY = {
+    "lora_rank": ("lora", "adapter"), "lora_alpha": ("lora", "adapter"), "target_modules": ("adapter",),
+    "expert_width": ("added",),
+}  # fmt: skip
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
 _DRAWN = (".gate_proj.weight", ".up_proj.weight", ".lora_A.weight")
 
 
-def check_kinds(expert_init: str, expert_kind: str) -> None:
-    """Refuses an unknown expert_init or expert_kind."""
-    if expert_init not in EXPERT_INITS:
-        raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
-    if expert_kind not in KINDS:
-        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(KINDS)}.")
+def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
+    """The kind of the new experts of the dense model `network`, with its settings.
 
-
-def chosen_kind(
-    network: Any,
-    plan: Plan,
-    expert_init: str,
-    expert_kind: str,
-    lora_rank: int,
-    lora_alpha: float,
-    expert_width: int | None,
-    target_modules: str | Sequence[str] | None = None,
-) -> ExpertKind:
-    """The kind of the new experts of the dense model `network`, with its settings."""
-    if target_modules is not None and expert_kind != "adapter":
-        raise InputError(
-            f"target_modules is {target_modules!r}, but expert_kind is {expert_kind!r}: only adapters choose the maps "
-            "that they update; leave it out, or set expert_kind to 'adapter'."
-        )
-    if expert_kind not in ("lora", "adapter") and (lora_rank, lora_alpha) != (LORA_RANK, LORA_ALPHA):
-        raise InputError(
-            f"lora_rank is {lora_rank} and lora_alpha {lora_alpha:g}, but expert_kind is {expert_kind!r}: leave them "
-            "out, or set expert_kind to 'lora' or 'adapter'."
-        )
+    Raises:
+        InputError: a setting belongs to another kind or contradicts the plan, or the model takes no such experts.
+    """
+    name = experts.expert_kind
+    for setting, kinds in _READ_BY.items():
+        value = getattr(experts, setting)
+        if name not in kinds and value != NewExperts.model_fields[setting].default:
+            raise InputError(
+                f"{setting} is {value!r}, but expert_kind is {name!r}: leave it out, or set expert_kind to "
+                f"{' or '.join(map(repr, kinds))}."
+            )
     ffns = decoder_ffns(network)
     grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-    if expert_width is not None and expert_kind != "added":
-        raise InputError(
-            f"expert_width is {expert_width}, but expert_kind is {expert_kind!r}: only added experts have a width of "
-            "their own; leave it out, or set expert_kind to 'added'."
-        )
-    mixtures = [layer for layer in grown if ffns[layer].is_mixture]
-    if mixtures and expert_kind not in ("added", "adapter"):
+    if name in ("ffn", "lora") and (mixtures := [layer for layer in grown if ffns[layer].is_mixture]):
         names = layer_names(network.config)
         raise InputError(
             f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}: take --expert-kind added with an "
             "--expert-width (expert_kind: added), adapters (expert_kind: adapter), or give these layers 1 expert in "
             "the plan."
         )
-    if expert_kind == "ffn":
+    if name == "ffn":
         return ExpertKind()
-    feature = "adapters" if expert_kind == "adapter" else expert_kind
+    feature = "adapters" if name == "adapter" else name
     if plan.groups:
         raise InputError(
-            f"expert_kind is {expert_kind!r}, but {REFUSED[feature, 'dmoe']}: leave it out, or take another method."
+            f"expert_kind is {name!r}, but {REFUSED[feature, 'dmoe']}: leave it out, or take another method."
         )
-    if expert_init != "copy":
-        raise InputError(f"expert_init is {expert_init!r}, but {REFUSED[feature, 'random']}: leave it out.")
-    if expert_kind == "adapter":
-        return _adapters(network, plan, lora_rank, lora_alpha, target_modules)
-    if expert_kind == "lora":
-        _check_lora(ffns, grown, lora_rank, lora_alpha)
-        return LoraKind(lora_rank, float(lora_alpha))
-    _check_width(network, plan, expert_width)
-    return AddedKind(int(expert_width or 0))
+    if experts.expert_init != "copy":
+        raise InputError(f"expert_init is {experts.expert_init!r}, but {REFUSED[feature, 'random']}: leave it out.")
+    if name == "adapter":
+        return _adapters(network, plan, experts)
+    if name == "added":
+        if experts.expert_width is None:
+            raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
+        return AddedKind(experts.expert_width)
+    ffn = ffns[grown[0]].module if grown else next(ffn.module for ffn in ffns if not ffn.is_mixture)
+    narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
+    if experts.lora_rank >= narrowest:
+        raise InputError(
+            f"lora_rank is {experts.lora_rank}: must be below {narrowest}, the narrowest side of the FFN's linear "
+            "layers."
+        )
+    return LoraKind(experts.lora_rank, float(experts.lora_alpha))
 
 
-def _adapters(
-    network: Any, plan: Plan, rank: int, alpha: float, target_modules: str | Sequence[str] | None
-) -> AdapterKind:
+def _adapters(network: Any, plan: Plan, experts: NewExperts) -> AdapterKind:
     if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
         raise InputError(
             f"expert_kind is 'adapter', but the plan has {plan.counts_in_words} experts"
             f"{'' if plan.exclusive else ' and a router'}: a language has one adapter and no router; take the plan "
             "`exclusive` (`plan exclusive`; `plan: {method: exclusive}`)."
         )
-    if alpha <= 0 or rank < 1:
-        raise InputError(f"lora_rank is {rank} and lora_alpha {alpha:g}: rank must be at least 1, and alpha above 0.")
-    targets = ALL_LINEAR if target_modules is None else target_modules
-    if isinstance(targets, str) and targets != ALL_LINEAR and _NAMES.fullmatch(targets):  # else PEFT takes a pattern
+    targets: Any = experts.target_modules or ALL_LINEAR
+    if targets != ALL_LINEAR and _NAMES.fullmatch(targets):  # else PEFT takes a pattern
         targets = targets.split(",")
-    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
+    lora = LoraConfig(r=experts.lora_rank, lora_alpha=experts.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
     kind = AdapterKind([adapter_of(network, lora, f"target_modules {targets!r}")])
     if not any(kind.maps(0, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
         raise InputError(
@@ -127,42 +215,11 @@ def _adapters(
     return kind
 
 
-def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alpha: float) -> None:
-    ffn = ffns[grown[0]].module if grown else next(ffn.module for ffn in ffns if not ffn.is_mixture)
-    narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
-    if not 1 <= rank < narrowest:
-        raise InputError(
-            f"lora_rank is {rank}: must be at least 1 and below {narrowest}, the narrowest side of the FFN's linear "
-            "layers."
-        )
-    if alpha <= 0:
-        raise InputError(f"lora_alpha is {alpha:g}: must be above 0.")
-
-
-def _check_width(network: Any, plan: Plan, width: int | None) -> None:
-    """Refuses a width that is missing, below 1, or too large for the new experts of one layer to fit into memory."""
-    if width is None:
-        raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
-    if width < 1:
-        raise InputError(f"expert_width is {width}: must be at least 1.")
-    memory, hidden = psutil.virtual_memory().total, network.config.hidden_size
-    most = max(plan.experts_per_layer) - 1
-    if 3 * 4 * hidden * width * most > memory:
-        raise InputError(
-            f"expert_width is {width:,}: the new experts of one layer ({most} of 3 x {hidden:,} x {width:,} weights in "
-            f"float32) would not fit into this machine's memory of {readable_size(memory)}."
-        )
-
-
 def _place_seed(*numbers: int) -> int:
     value = 0
     for number in numbers:
         value = (value * 1_000_003 + number + 1) % ((1 << 61) - 1)
     return value
-
-
-def _place_generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(_place_seed(*numbers))
 
 
 def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...]) -> torch.Tensor:
@@ -176,31 +233,13 @@ def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...]) -> torc
     """
     weight = torch.zeros(tuple(shape))
     if inner == "router.weight":
-        init_router(weight, _place_generator(*place))
+        init_router(weight, torch.Generator().manual_seed(_place_seed(*place)))
     elif inner.endswith(_DRAWN):
-        init_kaiming(weight, _place_generator(*place, *inner.encode()))
+        init_kaiming(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
     return weight
 
 
-def first_weight(
-    network: Any, ffn: DecoderFFN, place: Place, expert_init: str, seed: int
-) -> Callable[[], torch.Tensor] | None:
-    """A function that makes a tensor of the expanded model which the dense one lacks, or one of a random expert; None
-    for the dense model's own and copies of them.
-
-    Args:
-        network: the dense model.
-        ffn: its FFN in the tensor's layer.
-    """
-    if place.dense is None:
-        return partial(new_weight, place.inner, place.shape, (seed, place.layer))
-    if expert_init == "random" and place.expert:
-        rest = place.dense.removeprefix(f"{ffn.name}.")
-        return partial(_random_weight, network, ffn.module, rest, (seed, place.layer, place.expert))
-    return None
-
-
-def _random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
+def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
     """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it."""
     module_name, _, parameter_name = rest.rpartition(".")
     modules = [(ffn.get_submodule(module_name), parameter_name, (*place, *module_name.encode()))]

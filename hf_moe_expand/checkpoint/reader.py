@@ -56,6 +56,7 @@ class StoredTensor(Sized):
         parts: the stored tensors, by their names in the model, of which transformers makes this one when it loads the
             checkpoint; none of a tensor that is stored whole.
         compute: makes it of its parts.
+        held: the tensor itself, of a loaded model.
     """
 
     name: str
@@ -65,10 +66,13 @@ class StoredTensor(Sized):
     start: int = 0
     parts: Mapping[str, "StoredTensor"] = field(default_factory=dict)
     compute: Callable[[], torch.Tensor] | None = None
+    held: torch.Tensor | None = None
     _is_finite: bool = False
 
     def load(self) -> torch.Tensor:
         """The tensor, on the CPU."""
+        if self.compute is not None:
+            return self.compute()
         entry = {self.name: {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": [0, self.nbytes]}}
         header = json.dumps(entry).encode()
         return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self.chunks()))[self.name]
@@ -82,9 +86,13 @@ class StoredTensor(Sized):
             for piece in whole.split(_CHUNK // whole.element_size()):
                 yield tensor_bytes(piece)
 
+    def same_type(self, other: "StoredTensor") -> bool:
+        """Whether another tensor has the same type and shape."""
+        return (self.dtype, self.shape) == (other.dtype, other.shape)
+
     def same_bytes(self, other: "StoredTensor") -> bool:
         """Whether another tensor has the same type, shape and bytes."""
-        if (self.dtype, self.shape) != (other.dtype, other.shape):
+        if not self.same_type(other):
             return False
         if (self.file, self.start) == (other.file, other.start) and self.compute is None and other.compute is None:
             return True

@@ -8,9 +8,6 @@ from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.recipe_paths import Place
 from ..core.schema import Count, Flag, Number, Positive, Schema, Text, Whole
 
-# Of LoRA experts.
-LORA_RANK, LORA_ALPHA = 8, 16.0
-
 
 def _joined(value: Any) -> Any:
     """PEFT's list of names, as one text."""
@@ -18,19 +15,16 @@ def _joined(value: Any) -> Any:
     return ",".join(value) if is_list else value
 
 
-class ExpandSettings(Schema):
+class NewExperts(Schema):
     """Kind and initial weights of the new experts."""
 
-    expert_init: Text = Field("copy", description="`copy` of the original FFN, or `random` weights (an ablation)")
-    copy_from: Annotated[Whole, Field(ge=0)] | Literal["nearest"] = Field(
-        0,
-        description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
-        "which each layer routes the new languages' text most",
+    expert_init: Literal["copy", "random"] = Field(
+        "copy", description="`copy` of the original FFN, or `random` weights (an ablation)"
     )
     conditional_routing: Flag = Field(
         False, description="share the original FFN among all tokens; a gate weighs the other experts (CMR)"
     )
-    expert_kind: Text = Field(
+    expert_kind: Literal["ffn", "lora", "added", "adapter"] = Field(
         "ffn",
         description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); `added`: small FFNs beside "
         "the original block, which may be a mixture of experts; or `adapter`: low-rank updates of all linear layers, "
@@ -39,10 +33,25 @@ class ExpandSettings(Schema):
     target_modules: Annotated[Text | None, BeforeValidator(_joined)] = Field(
         None, description="the linear layers that adapters update, as PEFT names them: `q_proj,v_proj`; all by default"
     )
-    lora_rank: Count = Field(LORA_RANK, description="rank of the updates")
-    lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")
+    lora_rank: Count = Field(8, description="rank of the updates")
+    lora_alpha: Positive = Field(16.0, description="the updates are scaled by lora_alpha / lora_rank")
     expert_width: Count | None = Field(None, description="width of the added FFNs")
+
+
+class ExpandSettings(NewExperts):
+    """Kind and initial weights of the new experts."""
+
+    copy_from: Annotated[Whole, Field(ge=0)] | Literal["nearest"] = Field(
+        0,
+        description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
+        "which each layer routes the new languages' text most",
+    )
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+
+    @property
+    def experts(self) -> NewExperts:
+        """The settings of the new experts alone."""
+        return NewExperts(**self.model_dump(include=set(NewExperts.model_fields)))
 
 
 class JoinSettings(Schema):

@@ -5,23 +5,24 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
 from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json
 from ..core.private import in_one_line
-from ..core.schema import Count, Flag, Positive, Schema, Text, Whole, read
+from ..core.saying import say_once
+from ..core.schema import Count, Flag, Positive, Schema, Text, read
+from ..core.scratch import leftovers, restore
 from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
-from .local import ADAPTER, EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded, refuse_adapter
 from .proven import reason_left_out
-from .records import History, StageRecord
+from .records import History
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (
@@ -35,27 +36,20 @@ TOKENIZER_FILES = (
 OLD_GATES = ("prefix_gate", "gate_languages")
 # The code that travels inside an expanded checkpoint, by file name.
 CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
-# No model comes near these numbers; building larger lists and modules would take for ever.
-MOST_ELEMENTS = 1 << 31
+MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
+# Ends of the names of files that are read from a checkpoint.
+_READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".py")
+ADAPTER = "adapter_config.json"  # of PEFT
+# The model types of expanded checkpoints.
+EXPANDED = ("layer_moe", "dmoe")
+
 
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
 )  # fmt: skip
-_SIZES = (
-    "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "n_inner", "ffn_hidden_size", "head_dim",
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "num_kv_heads", "n_positions",
-    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank", "expert_width", "encoder_ffn_dim",
-    "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "d_ff", "d_kv",
-)  # fmt: skip
-_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
-_DTYPES = ("dtype", "torch_dtype")
 
 
-_Experts = Annotated[Count, Field(le=MOST_ELEMENTS)]
-_Layer = Annotated[Whole, Field(ge=0, le=MOST_LAYERS)]
-
-
-_Size = Annotated[Positive, Field(le=MOST_ELEMENTS)]
+_Size = Annotated[Positive, Field(le=1 << 31)]
 _Each = dict[Text, _Size | list[dict[Text, _Size] | None]]  # of all expansions, or `each`
 
 
@@ -69,27 +63,135 @@ class _Parts(Schema):
     lora: _Each | None = None
     added: _Each | None = None
     adapters: list[dict[Text, Any]] | None = None
-    joined: list[_Experts] | None = None
+    joined: list[Annotated[Count, Field(le=MOST_EXPERTS)]] | None = None
     expansion_only: dict[Text, Text | None] | None = None
 
 
-class _OwnFields(Schema):
-    """The fields of config.json that this package adds, each of which may be missing or null."""
+def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Path | None:
+    """The folder of a checkpoint on this machine; None for a hub id."""
+    if not str(name):
+        raise InputError("The name of a model is empty: give a folder or hub id.")
+    folder = Path(name)
+    try:
+        restore(folder)
+        there = folder.exists()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
+    if there and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
+    if not there:
+        try:
+            validate_repo_id(str(name))
+        except HFValidationError:
+            raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+        return None
+    folder = last_checkpoint(folder)
+    if revision is not None:
+        raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
+    refuse_adapter(folder, folder)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
+    for entry in folder.iterdir():  # reading a pipe would never end
+        if entry.name.endswith(_READ) and not entry.is_file():
+            kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
+            raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
+    return folder
 
-    num_experts_per_layer: list[_Experts] | None = None
-    earlier_experts_per_layer: list[list[_Experts]] | None = None
-    classifier_layers: list[_Layer] | None = None
-    new_layers: list[_Layer] | None = None
-    parts: _Parts | None = None
-    packs: list[_Experts] | None = None
-    # Rank and alpha of a pack's updates, the width of its added FFNs, or null.
-    updates_of_packs: list[Annotated[list[Positive], Field(min_length=1, max_length=2)] | None] | None = None
-    language_gate: dict[Text, Any] | None = None
-    exclusive_experts: Flag | None = None
-    router_top_k: _Experts | None = None
-    language_groups: list[list[Text]] | None = None
-    conditional_routing: Flag | None = None
-    history: list[StageRecord] | None = None
+
+def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
+    """Refuses an adapter of PEFT in the place of a model, or beside a model's weights: transformers would load it too,
+    and nothing says whether the weights have it already. Messages call the checkpoint `name`."""
+    file = folder / ADAPTER
+    if file.is_file():
+        base = read_json(file, "an adapter's configuration").get("base_model_name_or_path")
+    elif any(folder.glob("adapter_model.*")) and not (folder / "config.json").is_file():
+        base = None
+    else:
+        return
+    of = f" of {base}" if isinstance(base, str) else ""
+    beside = any(weights.name.startswith("model") for weights in folder.glob("*.safetensors"))
+    kind = f"has an adapter{of} beside a model's weights" if beside else f"is an adapter{of}, not a model"
+    there = " If the weights have it already, move adapter_config.json away." if beside else ""
+    raise InputError(
+        f"{name}: {kind}: merge it into its base, and give the merged model: with PEFT, "
+        "PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER). Or make an "
+        f"expansion of it: hf-moe-expand from-peft ADAPTER OUT --base BASE_MODEL --language CODE.{there}"
+    )
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """For the folder of a run, the checkpoint of its last finished step, which is said; any other folder as it is."""
+    file = folder / "steps.json"
+    if (folder / "config.json").is_file() or not file.is_file():
+        return folder
+    outputs = [step.get("output") for step in read_json(file, "the record of a run").values() if isinstance(step, dict)]
+    made = [folder / output for output in outputs if isinstance(output, str)]
+    for checkpoint in reversed(made):
+        if (checkpoint / "config.json").is_file():
+            say_once(
+                f"{folder} is the folder of a run: the checkpoint of its last finished step is taken, {checkpoint}"
+            )
+            return checkpoint
+    raise InputError(
+        f"{folder}: the folder of a run that has no finished checkpoint: run its recipe again, or give a checkpoint's "
+        "folder."
+    )
+
+
+def run_of(folder: Path) -> Path | None:
+    """The folder of the run that made this checkpoint; None for a checkpoint outside of it."""
+    return next((parent for parent in folder.resolve().parents[:2] if (parent / "steps.json").is_file()), None)
+
+
+def own_name(name: str | os.PathLike) -> str:
+    """The name of a model for cards and packs, without this machine's folders: that of its run's folder, since a run
+    names its checkpoints by their stages; else that of its own folder; or its hub id."""
+    folder = Path(name)
+    return (run_of(folder) or folder.resolve()).name if folder.is_dir() else str(name)
+
+
+def name_in_results(name: str | os.PathLike) -> str:
+    """The name of a model in tables of results: in a run `RUN/STAGE`, else that of its folder; or its hub id."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return str(name)
+    folder = last_checkpoint(folder)
+    run = run_of(folder)
+    return folder.resolve().relative_to(run.parent).as_posix() if run else folder.resolve().name
+
+
+def name_and_commit(name: str | os.PathLike, folder: Path) -> tuple[str, str | None]:
+    """The name of a model for histories, and its commit: of a folder, its last part and None; of a hub id, the id and
+    the name of its `folder` in the hub's cache."""
+    return (folder.resolve().name, None) if Path(name).is_dir() else (str(name), folder.name)
+
+
+def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
+    """A pack's folder or hub id, and its name: in `NAME=PACK` the one that stands there, else `own_name`."""
+    text = str(pack)
+    name, equals, place = text.partition("=")
+    if equals and name and place and not Path(text).is_dir():
+        return place, name
+    return text, own_name(text)
+
+
+def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:
+    """Refuses what is no checkpoint, and a dense checkpoint on this machine; names what interrupted commands left where
+    it would be."""
+    left = leftovers(Path(name)) if str(name) else []
+    if left and not Path(name).exists():
+        raise InputError(f"{name}: no such folder. {' '.join(left)}")
+    folder = local_checkpoint(name, revision)
+    if folder is None:
+        return
+    model_type = read_json(folder / "config.json", "a configuration").get("model_type")
+    if isinstance(model_type, str) and model_type not in EXPANDED:
+        raise not_expanded(folder, model_type)
+
+
+def not_expanded(folder: Path, model_type: str) -> InputError:
+    """The refusal of a dense checkpoint where an expanded one is needed."""
+    return InputError(f"{folder}: a {model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first.")
 
 
 def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
@@ -168,8 +270,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if hasattr(config, "validate"):
             config.validate()  # as `save_pretrained` does, before the work that is then saved
+        History.of(config)
+        read(_Parts, fields.get("parts") or {}, "parts")
     except Exception as error:  # the library raises many types for wrong values
-        raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
+        raise InputError(f"{folder}: its configuration cannot be read ({first_line(error).rstrip('.')}).") from error
     check_values(config, folder)
     return config
 
@@ -249,43 +353,20 @@ def grown_from(name: str) -> tuple[list[int], list[str], int, bool]:
 
 
 def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
-    """Checks the fields of config.json that decide how large a model is, and those that this package adds."""
-    for where, mapping in [("", fields), *((f"{key}.", value) for key, value in fields.items())]:
-        if not isinstance(mapping, Mapping):
-            continue
-        for names, most in ((_LAYERS, MOST_LAYERS), (_SIZES, MOST_ELEMENTS)):
-            for name in names:
-                value = mapping.get(name)
-                by_layer = value if isinstance(value, list) and names is _SIZES else [value]
-                counts = [type(one) is int and 1 <= one <= most for one in by_layer]
-                if value is not None and not (counts and all(counts)):
-                    raise _wrong(folder, where + name, value, f"a whole number from 1 to {most:,}")
-        for name in _ACTIVATIONS:
-            if isinstance(value := mapping.get(name), str) and value not in ACT2FN:
-                raise _wrong(folder, where + name, value, "an activation that transformers knows")
-        for name in _DTYPES:
+    """Checks what transformers would not refuse in config.json: numbers of layers that would take for ever to build,
+    and another file of weights."""
+    for mapping in [fields, *(value for value in fields.values() if isinstance(value, Mapping))]:
+        for name in _LAYERS:
             value = mapping.get(name)
-            if isinstance(value, str) and not isinstance(
-                getattr(torch, value.removeprefix("torch."), None), torch.dtype
-            ):
-                raise _wrong(folder, where + name, value, "a type that torch knows")
-    if any(fields.get(name) is not None for name in OLD_GATES):
-        raise InputError(
-            f"{folder}: has gates in all layers, of an earlier version: fit the one gate that takes their place, with "
-            f"`hf-moe-expand gates {folder} OUT --data LANGUAGE=FILE ...`."
-        )
+            if value is not None and not (type(value) is int and 1 <= value <= MOST_LAYERS):
+                raise _wrong(folder, name, value, f"a whole number from 1 to {MOST_LAYERS:,}")
     if "transformers_weights" in fields:
         raise InputError(
             f"{folder}: config.json names a weights file of its own (transformers_weights), which is not read: rename "
             "that file to model.safetensors and take the field out."
         )
-    try:
-        read(_OwnFields, {name: value for name, value in fields.items() if name in _OwnFields.model_fields})
-        History.of(fields)
-    except InputError as error:
-        raise InputError(f"{folder}: its configuration cannot be read ({str(error).rstrip('.')}).") from None
-    experts = fields.get("num_experts_per_layer") or []
-    if sum(experts) > MOST_EXPERTS:
+    experts = fields.get("num_experts_per_layer")
+    if isinstance(experts, list) and all(type(count) is int for count in experts) and sum(experts) > MOST_EXPERTS:
         raise _wrong(folder, "num_experts_per_layer", sum(experts), f"at most {MOST_EXPERTS:,} experts in all")
 
 

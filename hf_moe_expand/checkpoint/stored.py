@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.integrations import deepspeed
@@ -20,12 +21,16 @@ from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedLayer
 from ..modeling.part_mixture import mixture_rules
 from .kinds import has_ffn
-from .local import name_and_commit
-from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, is_finite, tensor_bytes
-from .source import load_base_config, load_config, resolve_checkpoint
-from .writer import OutputTensor, copy_of
+from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor
+from .source import load_base_config, load_config, name_and_commit, resolve_checkpoint
+from .writer import DTYPE_NAMES, OutputTensor
 
 GATE_ROWS = ("language_gate.weight", "language_gate.bias")
+# What decides the computation of a dense model although the shapes are the same, and what says more than they do.
+BASE_FIELDS = (
+    "model_type", "layers", "tie_word_embeddings", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "hidden_activation", "activation_function",
+)  # fmt: skip
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
 
@@ -120,25 +125,18 @@ class StoredModel:
                 return self._stored[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
 
-    def tensor(self, key: str) -> torch.Tensor:
-        """A tensor, on the CPU."""
-        return self[key].load()
-
-    def copied(self, key: str, name: str | None = None) -> OutputTensor:
-        """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
-        return copy_of(self[key], name)
-
     def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
-        """`copied`; of a tensor whose parts are stored, a mixture's, its parts under the names of the same layout."""
+        """A byte-for-byte copy of a tensor, under its name in the files or under `name`; of a tensor whose parts are
+        stored, a mixture's, copies of its parts under the names of the same layout."""
         parts = self._parts(key)
         if not parts:
-            return [self.copied(key, name)]
+            return [OutputTensor.copy_of(self[key], name)]
         name = name or key
         same = 0  # characters at the end of both names, which are the tensor's name in the block
         while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
             same += 1
         old, new = key[: len(key) - same], name[: len(name) - same]
-        return [copy_of(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
+        return [OutputTensor.copy_of(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
 
     def in_files(self, key: str) -> list[StoredTensor]:
         """A tensor or, of a mixture's, its parts; none of a tensor that the library puts together otherwise."""
@@ -155,6 +153,64 @@ class StoredModel:
     @cached_property
     def _mixtures(self) -> tuple[str, ...]:
         return tuple(f"{ffn.place}." for ffn in decoder_ffns(self.network) if ffn.is_mixture)
+
+
+class LoadedModel:
+    """The tensors of a loaded model under their names, tied ones once; see `StoredModel`.
+
+    Attributes:
+        untied: the tensors that are tied by the configuration, but have other values than those they are tied to.
+
+    Raises:
+        InputError: its weights lie on several devices.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.network: Any = model
+        self.config: Any = copy.deepcopy(model.config)
+        self.name = str(model.config.name_or_path or type(model).__name__).rstrip("/").rpartition("/")[2]
+        self.folder = Path(self.name)  # what messages call it
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1 or "meta" in {device.type for device in devices}:
+            raise InputError(
+                f"{type(model).__name__}: its weights lie on {', '.join(sorted(map(str, devices)))}: load it onto one "
+                "device, or give its folder to the function that takes checkpoints."
+            )
+        ties, values = self.network.get_expanded_tied_weights_keys(all_submodels=True), model.state_dict()
+        self.untied = [key for key, source in ties.items() if not torch.equal(values[key], values[source])]
+        if self.untied and not self.config.is_encoder_decoder:
+            self.config.tie_word_embeddings = False  # as `StoredModel` has it
+        tied = {key for key in getattr(model, "all_tied_weights_keys", None) or {} if key not in self.untied}
+        self._stored = {key: self._as_stored(key, value) for key, value in values.items() if key not in tied}
+        self.shapes = {key: tuple(value.shape) for key, value in values.items()}
+        self.tensors = list(self._stored)
+
+    def _as_stored(self, key: str, value: torch.Tensor) -> StoredTensor:
+        dtype = DTYPE_NAMES.get(value.dtype, str(value.dtype))
+        return StoredTensor(
+            key, dtype, tuple(value.shape), self.folder / key, compute=lambda: value.detach().cpu(), held=value
+        )
+
+    @cached_property
+    def places(self) -> dict[str, "Place"]:
+        """The place of each tensor in the model."""
+        return places(self.network)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The tensors that the backbone does not know, such as an adapter's."""
+        return sorted({*self.shapes} - {*network_of(self.config).state_dict()})
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it has the tensor itself; of tied tensors it has one."""
+        return key in self._stored
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        return self._stored[key]
+
+    def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
+        """The tensor itself."""
+        return [OutputTensor.copy_of(self[key], name)]
 
 
 def load_any_config(folder: Path) -> Any:
@@ -255,6 +311,7 @@ class Place:
     """Where a tensor of a model belongs.
 
     Attributes:
+        key: its name in the model.
         dense: its name in the dense model; None for routers, classifiers, gates, updates and added experts.
         shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
@@ -262,6 +319,7 @@ class Place:
         inner: its name inside the layer's block: the FFN, or the adapters; of a gate, inside the layer.
     """
 
+    key: str
     dense: str | None
     shape: tuple[int, ...]
     layer: int = -1
@@ -273,6 +331,14 @@ class Place:
         """Whether it is of a router, classifier or gate."""
         return self.layer >= 0 and self.expert is None
 
+    def beside(self, inner: str) -> str:
+        """The name in the model of another tensor of the same block."""
+        return self.key.removesuffix(self.inner) + inner
+
+    def of_expert(self, expert: int) -> str:
+        """The name in the model of the same tensor of another expert."""
+        return self.beside(f"experts.{expert}.{self.inner.split('.', 2)[2]}")
+
 
 def block_names(network: Any) -> dict[int, str]:
     """The name in an expanded model of each expanded layer's block: its FFN, or its adapters."""
@@ -281,7 +347,7 @@ def block_names(network: Any) -> dict[int, str]:
 
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
-    by_key = {key: Place(key, tuple(value.shape)) for key, value in network.state_dict().items()}
+    by_key = {key: Place(key, key, tuple(value.shape)) for key, value in network.state_dict().items()}
     blocks = block_names(network)
     ffns = decoder_ffns(network) if blocks else []
     for layer, name in blocks.items():
@@ -290,11 +356,11 @@ def places(network: Any) -> dict[str, Place]:
             if inner.startswith("experts."):
                 expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
                 dense = f"{ffns[layer].name}.{rest}" if has_ffn(network.config, layer, expert) else None
-            by_key[key] = Place(dense, by_key[key].shape, layer, expert, inner)
+            by_key[key] = Place(key, dense, by_key[key].shape, layer, expert, inner)
     if (rule := getattr(network.config, "language_gate", None)) is not None:
         for inner in GATE_ROWS:
             key = f"{gate_home(network, rule['layer'])}.{inner}"
-            by_key[key] = Place(None, by_key[key].shape, rule["layer"], inner=inner)
+            by_key[key] = Place(key, None, by_key[key].shape, rule["layer"], inner=inner)
     return by_key
 
 
@@ -303,31 +369,32 @@ def gate_home(network: Any, layer: int) -> str:
     return decoder_ffns(network)[layer].place.rpartition(".")[0]
 
 
-def computed(
-    like: StoredTensor, sources: Sequence[StoredTensor], function: Callable[..., torch.Tensor], name: str | None = None
-) -> OutputTensor:
-    """An element-wise function of tensors, computed piece by piece in float32 (float64 if a tensor is) and rounded once
-    to the type of `like`, whose shape and, by default, name it has. Of a larger tensor the first elements are taken."""
-    name = name or like.name
+def check_alike(one: Any, other: Any, fields: Sequence[str] = BASE_FIELDS, keys: Any = None) -> None:
+    """Refuses two sources of which a field of the configuration, or the shape of a tensor, differs.
 
-    def data() -> Iterable[bytes]:
-        for pieces in zip(*(source.pieces(stop=like.numel) for source in sources), strict=True):
-            yield rounded(function(*map(widened, pieces)), like.dtype, name)
+    Args:
+        keys: the other's name of each tensor of `one`, None where it has none; by default the names are the same.
+    """
+    for name in fields:
+        ours, theirs = field_of(one.config, name), field_of(other.config, name)
+        if ours != theirs:
+            raise InputError(f"{name} is {ours!r} in {one.folder}, but {theirs!r} in {other.folder}.")
+    for key, home in (keys or {key: key for key in (*one.shapes, *other.shapes)}).items():
+        ours, theirs = one.shapes.get(key, "none"), other.shapes.get(home, "none")
+        if home is not None and ours != theirs:
+            shapes = [shape if shape == "none" else list(shape) for shape in (ours, theirs)]
+            raise InputError(
+                f"Tensor {key!r} has shape {shapes[0]} in {one.folder}, but {shapes[1]} in {other.folder}."
+            )
 
-    return OutputTensor(name, like.dtype, like.shape, data)
 
-
-def widened(piece: torch.Tensor) -> torch.Tensor:
-    """The piece in float32, or in float64 if it is."""
-    return piece.to(torch.promote_types(piece.dtype, torch.float32))
-
-
-def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
-    """The bytes of `piece` in another type, in which its values must be finite."""
-    result = piece.to(TORCH_DTYPES[dtype])
-    if not is_finite(result):
-        raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
-    return tensor_bytes(result)
+def field_of(config: Any, name: str) -> Any:
+    """A field of the dense model that a configuration describes, or that was expanded. Layers that the base has beyond
+    its own base (`expand-depth`) do not count."""
+    if name == "layers":
+        return count_layers(config) - len(getattr(config, "new_layers", None) or ())
+    backbone = getattr(config, "backbone_model_type", None) if name == "model_type" else None
+    return backbone or getattr(config, name, None)
 
 
 def layer_list(network: Any) -> str:

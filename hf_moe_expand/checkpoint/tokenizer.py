@@ -13,8 +13,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES a
 
 from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json
-from .local import EXPANDED
-from .source import TOKENIZER_FILES, load_config, text_config
+from .source import EXPANDED, TOKENIZER_FILES, load_config, text_config
 
 _SETTINGS = ("special_tokens_map", "chat_template", "padding_side", "truncation_side", "model_max_length")
 # These make no tokenizer.

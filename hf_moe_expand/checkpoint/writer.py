@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
@@ -24,11 +22,10 @@ from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
-from ..modeling.part_expansion_only import ADDED, RECORD
+from ..modeling.part_expansion_only import RECORD
 from .kinds import set_part
-from .local import ADAPTER
-from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
-from .source import CODE, TOKENIZER_FILES, lies_inside
+from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor
+from .source import ADAPTER, CODE, TOKENIZER_FILES, lies_inside
 from .tokenizer import keep_tokenizer
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -46,39 +43,24 @@ _BELONGS = (
 # Removed from a configuration before it is written: the base's own code.
 _LEFT_OUT = ("auto_map", "custom_pipelines")
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
-_ZEROS = 16 << 20
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class OutputTensor(Sized):
-    """A tensor to write; `data()` is called when the tensor is written, and gives its bytes in pieces."""
+    """A tensor to write; `data()` is called when the tensor is written, and gives its bytes in pieces. `stored` is the
+    tensor of which it is a copy."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: Callable[[], Iterable[bytes]]
+    stored: StoredTensor | None = None
 
-
-def zeros(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
-    """A tensor of zeros."""
-    size = prod(shape) * ITEM_BITS[dtype] // 8
-    return OutputTensor(name, dtype, shape, lambda: (bytes(min(_ZEROS, size - at)) for at in range(0, size, _ZEROS)))
-
-
-def computed(name: str, dtype: str, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> OutputTensor:
-    """A tensor that `make` gives when it is written, in any type."""
-    return OutputTensor(name, dtype, tuple(shape), lambda: [tensor_bytes(make().to(TORCH_DTYPES[dtype]))])
-
-
-def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
-    """A tensor of a floating-point type that is at hand."""
-    return computed(name, DTYPE_NAMES[tensor.dtype], tensor.shape, lambda: tensor)
-
-
-def copy_of(tensor: StoredTensor, name: str | None = None) -> OutputTensor:
-    """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
-    return OutputTensor(name or tensor.name, tensor.dtype, tensor.shape, tensor.finite_chunks)
+    @classmethod
+    def copy_of(cls, tensor: StoredTensor, name: str | None = None) -> "OutputTensor":
+        """A byte-for-byte copy of a tensor, under its own name or another one."""
+        return cls(name or tensor.name, tensor.dtype, tensor.shape, tensor.finite_chunks, tensor)
 
 
 def check_shard_size(size: str | int) -> None:
@@ -138,6 +120,18 @@ def write_tensors(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None
             bar.update()
 
 
+def name_code(config: Any, is_whole: bool) -> None:
+    """Lets a configuration name the code of an expanded model, or none; `is_whole` says whether its checkpoint has all
+    tensors."""
+    for name in _LEFT_OUT:
+        vars(config).pop(name, None)
+    if isinstance(config, ExpandedConfig):
+        if is_whole:
+            set_part(config, "expansion_only", None)
+        static = model_class(config)
+        config.architectures, config.auto_map = [static.__name__], static.auto_map(config)
+
+
 def write_checkpoint(
     out: str | os.PathLike,
     config: Any,
@@ -161,15 +155,8 @@ def write_checkpoint(
     """
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
     with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
-        for name in _LEFT_OUT:
-            vars(config).pop(name, None)
         if isinstance(config, ExpandedConfig):
-            if stem != ADDED:
-                set_part(config, "expansion_only", None)
-            static = model_class(config)
-            config.architectures = [static.__name__]
-            config.auto_map = static.auto_map(config)
-            custom_object_save(static, partial)
+            custom_object_save(model_class(config), partial)
         config.save_pretrained(partial)
         for folder, patterns in companions:
             copy_companions(folder, partial, patterns)

@@ -73,7 +73,7 @@ def chat(
 
 def _warn_of_moved(model: str, revision: str | None) -> None:
     """Says where the recorded verdict is that the base inside is not the base."""
-    from ..checkpoint.base_tensors import recorded_verdict
+    from ..checkpoint.compare import recorded_verdict
     from ..checkpoint.source import resolve_checkpoint
 
     if (verdict := recorded_verdict(resolve_checkpoint(model, revision))).moved:

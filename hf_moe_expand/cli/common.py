@@ -46,7 +46,7 @@ def check_checkpoints(*names: str, revision: str | None = None, expanded: bool =
     Args:
         expanded: refuse dense checkpoints too.
     """
-    from ..checkpoint.local import check_expanded, local_checkpoint
+    from ..checkpoint.source import check_expanded, local_checkpoint
 
     for name in names:
         (check_expanded if expanded else local_checkpoint)(name, revision)
@@ -101,7 +101,7 @@ def evaluate_models(
 
 def model_label(name: str, taken: Collection[str]) -> str:
     """The name of a model in results: its folder's name, in a run `RUN/STAGE`, or its hub id."""
-    from ..checkpoint.local import name_in_results
+    from ..checkpoint.source import name_in_results
 
     label = name_in_results(name)
     if label in taken:

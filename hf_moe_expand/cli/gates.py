@@ -126,7 +126,7 @@ def from_peft(
         raise InputError("Settings of scores belong to --data, which is not given.")
     check_checkpoints(base, revision=revision)
     sources = text_sources(data or [], look=True)
-    from ..checkpoint.peft_adapter import codes_of, expand_from_peft
+    from ..checkpoint.peft import codes_of, expand_from_peft
 
     fitted = None
     if gate is not None:
@@ -204,7 +204,7 @@ def join(
                 f"--name: {len(name)} names were given for {len(packs)} packs; give one for each, in order."
             )
         packs = [f"{one}={pack}" for one, pack in zip(name, packs, strict=True)]
-    from ..checkpoint.local import pack_and_name
+    from ..checkpoint.source import pack_and_name
 
     check_checkpoints(*(pack_and_name(pack)[0] for pack in packs), expanded=True)
     from ..checkpoint.join import join_expansions

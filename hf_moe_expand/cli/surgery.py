@@ -42,7 +42,6 @@ def expand(
     made = Plan.load(plan)
     from ..checkpoint.expand import expand_checkpoint
 
-    options = settings.model_dump(exclude={"copy_from"})
     fitted = None
     if gate is not None:
         from ..analysis.gating import gate_from_file
@@ -50,8 +49,9 @@ def expand(
         fitted, of_gate = gate_from_file(gate, base, made.new, revision)
         print("\n".join(of_gate.lines()))
     report = expand_checkpoint(
-        base, out, made, **options, seed=seed, revision=revision, overwrite=overwrite, gate=fitted
-    )
+        base, out, made, **settings.experts.model_dump(), seed=seed, revision=revision,
+        max_shard_size=settings.max_shard_size, overwrite=overwrite, gate=fitted,
+    )  # fmt: skip
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
@@ -88,7 +88,7 @@ def grow(
 
     check_checkpoints(model, expanded=True)
     growth = Plan.load(plan)
-    from ..checkpoint.grow import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
     from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
 
@@ -186,8 +186,7 @@ def _delta_verb(dense: bool) -> Callable[..., None]:
         overwrite: opt.Overwrite = False,
     ) -> None:
         check_checkpoints(model, base, settings.instruct)
-        from ..checkpoint.graft import graft_delta
-        from ..checkpoint.merge import merge_delta
+        from ..checkpoint.graft import graft_delta, merge_delta
 
         report = (merge_delta if dense else graft_delta)(
             model, out, base, **settings.model_dump(), max_shard_size=max_shard_size, overwrite=overwrite
@@ -239,7 +238,7 @@ def merge_average(
     Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
     """
     check_checkpoints(*models)
-    from ..checkpoint.merge import average_checkpoints, average_experts
+    from ..checkpoint.average import average_checkpoints, average_experts
 
     written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
     if len(models) == 1:
@@ -280,7 +279,7 @@ def export(
         raise InputError("--max-shard-size: --peft writes one file: leave it out.")
     check_checkpoints(model, expanded=True)
     if peft:
-        from ..checkpoint.peft_export import export_peft
+        from ..checkpoint.peft import export_peft
 
         print("\n".join(export_peft(model, out, language=language, overwrite=overwrite).lines()))
         return
@@ -345,8 +344,7 @@ def inspect(
         made = Plan.load(plan)
         from ..report.inspection import inspect_plan
 
-        kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"})
-        print("\n".join(inspect_plan(model, made, revision, **kind).lines()))
+        print("\n".join(inspect_plan(model, made, revision, **settings.experts.model_dump()).lines()))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..report.inspection import inspect_checkpoint

@@ -106,27 +106,30 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
         raise InputError(_explained(error, cls, where)) from None
 
 
-def checked(function: F) -> F:
+def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
     """Lets a public function, a class method, or a class's constructor, refuse an argument whose type is not the
-    annotated one, that is missing, or that is unknown. The InputError names it."""
+    annotated one, that is missing, or that is unknown. The InputError names it. `keywords` are settings whose keys the
+    function takes as further keywords, and reads itself."""
     called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     signature = inspect.signature(called)
     kinds = {name: one.kind for name, one in signature.parameters.items() if name not in ("self", "cls")}
     named = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
+    known = [*named, *(keys_of(keywords) if keywords else ())]
+    takes_any = keywords is None and len(named) < len(kinds)
     hints = cache(lambda: typing.get_type_hints(called, include_extras=True))
 
     @wraps(called)
-    def call(*args: Any, **keywords: Any) -> Any:
+    def call(*args: Any, **given_keywords: Any) -> Any:
         owner = args[0].__name__ + "." if "cls" in signature.parameters else ""
         with errors_at(type(args[0]).__name__ if "self" in signature.parameters else owner + function.__name__):
-            if unknown := next((name for name in keywords if len(named) == len(kinds) and name not in named), None):
-                raise InputError(f"{unknown_key(unknown, named)} The arguments are {', '.join(named)}.")
+            if unknown := next((name for name in given_keywords if not takes_any and name not in known), None):
+                raise InputError(f"{unknown_key(unknown, known)} The arguments are {', '.join(known)}.")
             try:
-                given = signature.bind(*args, **keywords).arguments
+                given = signature.bind(*args, **given_keywords).arguments
             except TypeError as error:  # its message names the argument
-                raise InputError(f"{error}; the arguments are {', '.join(named)}.") from None
+                raise InputError(f"{error}; the arguments are {', '.join(known)}.") from None
             check_types(given, {name: hint for name, hint in hints().items() if name in named})
-        return called(*args, **keywords)
+        return called(*args, **given_keywords)
 
     if not isinstance(function, type):
         return call  # type: ignore[return-value]

@@ -15,12 +15,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load,
 from markupsafe import Markup
 
 from .. import __version__
-from ..checkpoint.base_tensors import Verdict, moved_tensors
-from ..checkpoint.expansion_only import BaseModel, base_of, base_on_hub
-from ..checkpoint.local import name_in_results, own_name
-from ..checkpoint.published import CARD
+from ..checkpoint.compare import Verdict, moved_tensors
 from ..checkpoint.records import History, StageRecord, without_folders
-from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..core.disk import readable_size
 from ..core.errors import InputError
@@ -33,6 +30,8 @@ from ..evaluation.report import THIS, Evaluation, markdown_table
 from ..modeling.language_gate import GateRule
 from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
+from .base_model import BaseModel, base_of, base_on_hub
+from .published import CARD
 
 # Settings about routers, classifiers and conditional routing.
 _OF_ROUTERS = (

@@ -11,11 +11,9 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
-from ..checkpoint.expansion_only import BaseModel, base_of, base_on_hub, config_with_base, save_expansion
-from ..checkpoint.local import name_in_results, own_name, run_of
-from ..checkpoint.published import CARD, EVALUATION, check_code, check_loads_alone, published_files
+from ..checkpoint.expansion_only import save_expansion
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint, run_of
 from ..core.disk import readable_size
 from ..core.errors import InputError, goes_on, named_as
 from ..core.private import library_errors_at, refuse_private
@@ -24,7 +22,9 @@ from ..core.schema import checked
 from ..evaluation.report import Evaluation
 from ..modeling.part_expansion_only import RECORD
 from ..stages import recipe_stages
+from .base_model import BaseModel, base_of, base_on_hub, config_with_base
 from .card import make_card
+from .published import CARD, EVALUATION, check_code, check_loads_alone, published_files
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..checkpoint.local import name_in_results
 from ..checkpoint.records import History
+from ..checkpoint.source import name_in_results
 from ..core.errors import InputError, first_line
 from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig

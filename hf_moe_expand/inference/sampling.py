@@ -10,9 +10,8 @@ import torch
 from transformers import GenerationConfig
 
 from ..checkpoint.expand import versions
-from ..checkpoint.local import name_and_commit
 from ..checkpoint.records import History
-from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.source import name_and_commit, resolve_checkpoint
 from ..core.errors import InputError
 from ..core.jsonfile import write_text
 from ..core.progress import Bar

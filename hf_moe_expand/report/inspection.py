@@ -7,15 +7,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.base_tensors import recorded_verdict
+from ..checkpoint.compare import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
 from ..checkpoint.kinds import kind_of, kinds_of
-from ..checkpoint.local import check_expanded
-from ..checkpoint.new_experts import check_kinds, chosen_kind
+from ..checkpoint.new_experts import chosen_kind
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import ExpansionRecord, History, StageRecord
-from ..checkpoint.settings import LORA_ALPHA, LORA_RANK
-from ..checkpoint.source import load_base_config, load_expanded_config, resolve_checkpoint
+from ..checkpoint.settings import NewExperts
+from ..checkpoint.source import check_expanded, load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
 from ..core.errors import InputError
 from ..core.languages import in_words
@@ -161,26 +160,13 @@ def inspect_config(config: Any) -> Inspection:
     )  # fmt: skip
 
 
-def inspect_plan(
-    base: str | os.PathLike,
-    plan: Plan,
-    revision: str | None = None,
-    *,
-    expert_kind: str = "ffn",
-    lora_rank: int = LORA_RANK,
-    lora_alpha: float = LORA_ALPHA,
-    expert_width: int | None = None,
-    target_modules: str | list[str] | None = None,
-) -> Inspection:
-    """Inspects the model that `plan` makes of `base`; reads config.json alone."""
+def inspect_plan(base: str | os.PathLike, plan: Plan, revision: str | None = None, **experts: Any) -> Inspection:
+    """Inspects the model that `plan` makes of `base` with new `experts` (`NewExperts`); reads config.json alone."""
     if plan.grows_from:
         raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan.")
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
     check_layers(plan, dense, base)
-    check_kinds("copy", expert_kind)
-    kind = chosen_kind(
-        network_of(dense), plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width, target_modules
-    )
+    kind = chosen_kind(network_of(dense), plan, NewExperts(**experts))
     return inspect_config(planned_config(dense, plan, kind))
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..checkpoint.local import EXPANDED
 from ..checkpoint.records import History, StageRecord
-from ..checkpoint.source import load_expanded_config
+from ..checkpoint.source import EXPANDED, load_expanded_config
 from ..checkpoint.stored import network_of
 from ..core.errors import InputError
 from ..core.jsonfile import read_json

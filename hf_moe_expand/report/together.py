@@ -8,8 +8,8 @@ from ..modeling.parts import PARTS
 # The modules with a table `REFUSED`: why a feature does not stand beside another one, or is refused by an operation.
 ROOMS = (
     "planning.plan",
-    "checkpoint.new_experts", "checkpoint.gate_file", "checkpoint.join", "checkpoint.merge", "checkpoint.export",
-    "checkpoint.peft_export", "trainers.sft", "stages.config", "stages.mixing", "stages.kinds.review",
+    "checkpoint.new_experts", "checkpoint.gate", "checkpoint.join", "checkpoint.average", "checkpoint.export",
+    "checkpoint.peft", "trainers.sft", "stages.config", "stages.mixing", "stages.kinds.review",
 )  # fmt: skip
 _FEATURES = {"encoder_decoder": "encoder-decoder", "cmr": "conditional", "gate": "gated"}  # of parts
 WORDS = {

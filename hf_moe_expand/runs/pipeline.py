@@ -10,10 +10,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.local import pack_and_name
 from ..checkpoint.promises import check_architecture
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, resolve_checkpoint
+from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, pack_and_name, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checkpoint.writer import check_apart, check_place
 from ..core.disk import StepOutput, check_room, free_bytes, peak, readable_size

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings, GateSettings
-from ..checkpoint.settings import ExpandSettings, JoinSettings
+from ..checkpoint.settings import ExpandSettings, JoinSettings, NewExperts
 from ..core.errors import InputError
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
@@ -257,7 +257,7 @@ class Recipe(Expansion):
     def _check_further(self, number: int, expansion: Expansion) -> None:
         """Refuses settings of further experts that are other than the first ones': they are as those."""
         first = self.all_expansions[0]
-        kinds = [name for name in ExpandSettings.model_fields if name not in ("copy_from", "max_shard_size")]
+        kinds = [*NewExperts.model_fields]
         for part, names in {"plan": ["top_k"], "expand": kinds}.items():
             own, of_first = getattr(expansion, part), getattr(first, part)
             for name in [name for name in names if name in getattr(own, "model_fields_set", ())]:

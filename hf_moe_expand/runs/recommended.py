@@ -11,9 +11,8 @@ import psutil
 import torch
 
 from ..checkpoint.expand import planned_config
-from ..checkpoint.local import own_name
 from ..checkpoint.promises import check_architecture
-from ..checkpoint.source import load_base_config, resolve_checkpoint
+from ..checkpoint.source import load_base_config, own_name, resolve_checkpoint
 from ..checkpoint.stored import network_of
 from ..core.disk import readable_size
 from ..core.errors import InputError, errors_at

@@ -16,8 +16,8 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoint.local import EXPANDED
 from ..checkpoint.records import History, StageRecord, add_stage, without_folders
+from ..checkpoint.source import EXPANDED
 from ..core.errors import DivergedError, InputError
 from ..core.schema import checked, shown_value
 from ..data.packing import PackedText, collate_blocks

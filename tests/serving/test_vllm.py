@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.gate_file import Gate
-from hf_moe_expand.checkpoint.peft_adapter import expand_from_peft
-from hf_moe_expand.checkpoint.peft_export import export_peft
+from hf_moe_expand.checkpoint.gate import Gate
+from hf_moe_expand.checkpoint.peft import expand_from_peft, export_peft
 from hf_moe_expand.modeling.language_gate import GateRule
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.

@@ -5,9 +5,8 @@ from typing import Any
 
 from ...analysis.gating import gate_from_file
 from ...analysis.routing import nearest_experts
-from ...checkpoint.expand import check_dense_plan, expand_checkpoint, planned_config
-from ...checkpoint.grow import grow_checkpoint
-from ...checkpoint.new_experts import check_kinds, chosen_kind
+from ...checkpoint.expand import check_dense_plan, expand_checkpoint, grow_checkpoint, planned_config
+from ...checkpoint.new_experts import chosen_kind
 from ...checkpoint.stored import network_of
 from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
@@ -18,9 +17,6 @@ from ...stages.outlook import Found, Outlook, StepResult
 from .analyze import check_tokens
 from .base import RunStep
 from .base_gate import gate_file
-
-# The settings that say what the new experts are.
-_KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "target_modules"}
 
 
 class Expand(RunStep):
@@ -41,7 +37,6 @@ class Expand(RunStep):
     def check(self, outlook: Outlook) -> Found:
         settings = self.run.expansion.expand
         with errors_at("expand"):
-            check_kinds(settings.expert_init, settings.expert_kind)
             check_shard_size(settings.max_shard_size)
         lines = check_tokens(self.run, outlook) if self._copies_nearest else []
         if outlook.plan is None:
@@ -55,7 +50,7 @@ class Expand(RunStep):
         with errors_at("expand"):
             if not plan.grows_from:
                 check_dense_plan(plan, dense, self.run.start)
-            kind = chosen_kind(network_of(dense), plan, **settings.model_dump(include=_KIND))
+            kind = chosen_kind(network_of(dense), plan, settings.experts)
             config = planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing)
         self.run.history.write(config)
         return network_of(config)
@@ -81,8 +76,7 @@ class Expand(RunStep):
             run.start,
             self.output,
             plan,
-            conditional_routing=settings.conditional_routing,
-            **settings.model_dump(include=_KIND),
+            **settings.experts.model_dump(),
             revision=run.revision,
             gate=gate,
             **options,

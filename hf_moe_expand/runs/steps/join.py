@@ -7,11 +7,10 @@ from typing import Any
 
 from ...analysis.gating import check_languages
 from ...checkpoint.join import Pack, check_packs, join_expansions, joined_config, load_packs
-from ...checkpoint.local import pack_and_name
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.records import History
 from ...checkpoint.settings import JoinSettings
-from ...checkpoint.source import resolve_checkpoint
+from ...checkpoint.source import pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel, network_of
 from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput

@@ -6,7 +6,7 @@ Example: hf-moe-expand merge average qwen-el-2 --weight 0.8 --out qwen-el
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.merge import average_experts
+from ...checkpoint.average import average_experts
 from ...checkpoint.settings import AverageSettings
 from ...core.errors import InputError
 from ..base import Stage

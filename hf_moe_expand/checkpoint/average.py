@@ -1,6 +1,6 @@
-"""Averages checkpoints, or a model's new experts with the FFNs that they copied; adds a fine-tune's delta to a dense
-model. Streamed."""
+"""Averages checkpoints, or a model's new experts with the FFNs that they copied; streamed."""
 
+import copy
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -12,20 +12,18 @@ from transformers import PreTrainedModel
 from ..core.errors import InputError
 from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
-from ..modeling.backbone import DECODER_LAYERS
 from ..modeling.part_joined import joins_packs
-from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
+from .graft import dense_names
 from .kinds import kinds_of
-from .loaded import check_place, finished, opened
-from .records import History, StageRecord, add_stage
+from .records import History, StageRecord
 from .settings import AverageSettings
-from .stored import StoredModel, computed
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor
+from .stored import BASE_FIELDS, Place, check_alike
+from .table import Copy, Mix, Rule, Source, opened, rewrite
+from .writer import DEFAULT_SHARD_SIZE
 
 # Fields that must agree between averaged models, besides all shapes.
 _SAME = (
-    "model_type", "backbone_model_type", "num_hidden_layers", *DECODER_LAYERS, *COMPUTATION, "tie_word_embeddings",
-    "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
+    *BASE_FIELDS, "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
     "language_groups", "new_layers",
 )  # fmt: skip
 _FACTORS = "the mean of their updates' factors is not the mean of the updates"
@@ -74,10 +72,7 @@ def average_checkpoints(
     if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6 or min(weights) < 0:
         count, given = len(models), [round(one, 6) for one in weights]
         raise InputError(f"weights is {given}: {count} checkpoints need {count} weights with the sum 1, none below 0.")
-    if len({isinstance(model, PreTrainedModel) for model in models}) > 1:
-        raise InputError("models holds loaded models and names of checkpoints: give one kind of them.")
-    stored = [opened(model) for model in models]
-    check_place(models[0], out, overwrite, *(model.folder for model in stored))
+    stored = opened(models, out, overwrite)
     for model in stored:
         kinds = {"lora": ("LoRA experts", "--expert"), "adapter": ("adapters", "--language")}
         for kind, (what, option) in kinds.items() if isinstance(model.config, ExpandedConfig) else ():
@@ -92,63 +87,43 @@ def average_checkpoints(
                 f"{model.folder}: has added experts, which the dense checkpoint lacks: average the model alone, with "
                 "the weight of its new experts."
             )
-    first = stored[0]
-    tensors = _mean_of_expanded_and_dense(stored, weights)
-    settings = {"models": [model.name for model in stored], "weights": weights}
-    add_stage(first.config, StageRecord(stage="average", settings=settings))
-    return finished(first, tensors, out, "average", max_shard_size, overwrite)
+    rule = _mean(stored, weights)
+    record = StageRecord(
+        stage="average", settings={"models": [model.name for model in stored], "weights": weights}
+    )  # fmt: skip
+    config = copy.deepcopy(stored[0].config)
+    return rewrite(
+        stored, config, rule, out, record=record, title="average", max_shard_size=max_shard_size, overwrite=overwrite
+    )
 
 
-def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:
-    """The tensors of the mean, under the first model's names."""
+def _mean(models: Sequence[Source], weights: Sequence[float]) -> Rule:
+    """Of what the tensors of the mean are made, under the first model's names."""
     first = models[0]
     expanded = [model for model in models if isinstance(model.config, ExpandedConfig)]
     dense = [model for model in models if model not in expanded]
     if expanded and dense and first in dense:
         raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, as the mean is expanded.")
-    check_same_shape(expanded or dense)
+    for model in (expanded or dense)[1:]:
+        check_alike((expanded or dense)[0], model, _SAME)
     if not expanded or not dense:
-        return [averaged(models, key, weights) for key in first.tensors]
+        return lambda place: Mix([Copy(place.key, number) for number in range(len(models))], weights)
     homes = dense_names(first)
     for model in dense:
-        check_grew_from(first, model, homes)
-    of_expanded = [weight for model, weight in zip(models, weights, strict=True) if model in expanded]
-    share = sum(of_expanded)
+        check_alike(first, model, keys=homes)
+    share = sum(weight for weight, model in zip(weights, models, strict=True) if model in expanded)
     if not share:
         raise InputError(
             "The weights of the expanded checkpoints are 0, but only these have routers: give one a weight above 0."
         )
-    alone = [weight / share for weight in of_expanded]
-    return [
-        averaged(expanded, key, alone) if home is None
-        else averaged(models, key, weights, names=[home if model in dense else key for model in models])
-        for key, home in homes.items()
-    ]  # fmt: skip
 
+    def rule(place: Place) -> Mix:
+        home = homes.get(place.key)
+        of = [number for number, model in enumerate(models) if home is not None or model in expanded]
+        names = [Copy(str(home) if models[number] in dense else place.key, number) for number in of]
+        return Mix(names, [weights[number] / (share if home is None else 1) for number in of])
 
-def averaged(
-    models: Sequence[StoredModel],
-    key: str,
-    weights: Sequence[float],
-    name: str | None = None,
-    names: Sequence[str] | None = None,
-) -> OutputTensor:
-    """The weighted mean of a tensor over models of one shape; equal tensors stay as they are, bit for bit.
-
-    Args:
-        key: name of the tensor in the first model.
-        name: name to write it under, if not the first model's.
-        names: name of the tensor in each model, where the names differ.
-    """
-    sources = [model[own] for model, own in zip(models, names or [key] * len(models), strict=True)]
-    heaviest = max(range(len(models)), key=lambda number: weights[number])
-
-    def mean(*pieces: torch.Tensor) -> torch.Tensor:
-        # The mean is taken around one of the tensors: equal values keep their value, as does a tensor of weight 1.
-        middle = pieces[heaviest]
-        return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
-
-    return computed(models[0][key], sources, mean, name)
+    return rule
 
 
 @checked
@@ -178,28 +153,25 @@ def average_experts(
     """
     if not 0 <= weight <= 1:
         raise InputError(f"weight is {weight}: must be from 0 to 1.")
-    stored = opened(model)
-    check_place(model, out, overwrite, stored.folder)
+    (stored,) = opened([model], out, overwrite)
     origins = _origins(stored)
-    tensors = []
-    for key in stored.tensors:
-        place = stored.places[key]
+
+    def rule(place: Place) -> Copy | Mix:
         origin = origins.get((place.layer, place.expert))
-        if origin is None:
-            tensors += stored.copies(key)
-        elif place.dense is not None:
-            beginning = key.removesuffix(place.inner) + f"experts.{origin}." + place.inner.split(".", 2)[2]
-            mean = partial(torch.lerp, weight=weight)
-            tensors.append(computed(stored[key], [stored[beginning], stored[key]], mean))
-        elif place.inner.endswith(_UPDATES):
-            tensors.append(computed(stored[key], [stored[key]], lambda update: weight * update))
-        else:
-            tensors.append(stored.copied(key))
-    add_stage(stored.config, StageRecord(stage="average-experts", settings={"weight": weight}))
-    return finished(stored, tensors, out, "average", max_shard_size, overwrite)
+        if origin is not None and place.dense is not None:
+            return Mix([Copy(place.of_expert(origin)), Copy(place.key)], partial(torch.lerp, weight=weight))
+        if origin is not None and place.inner.endswith(_UPDATES):
+            return Mix([Copy(place.key)], lambda update: weight * update)
+        return Copy(place.key)
+
+    record = StageRecord(stage="average-experts", settings={"weight": weight})
+    return rewrite(
+        [stored], copy.deepcopy(stored.config), rule, out, record=record, title="average",
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
 
 
-def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
+def _origins(stored: Source) -> dict[tuple[int, int | None], int]:
     """The expert that each new expert copied, by layer and expert."""
     config = stored.config
     if not isinstance(config, LayerMoEConfig):
@@ -223,38 +195,3 @@ def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
         for layer, ffn in stored.network.expanded_ffns().items()
         for expert in range(1 if joined else ffn.experts_after_expansion[-2], len(ffn.experts))
     }
-
-
-def check_same_shape(models: Sequence[StoredModel]) -> None:
-    """Refuses models that are not of one architecture and one shape."""
-    first = models[0]
-    for other in models[1:]:
-        for name in _SAME:
-            ours, theirs = getattr(first.config, name, None), getattr(other.config, name, None)
-            if ours != theirs:
-                raise InputError(f"{name} is {ours!r} in {first.folder}, but {theirs!r} in {other.folder}.")
-        for key in dict.fromkeys([*first.shapes, *other.shapes]):
-            shapes = [list(model.shapes[key]) if key in model.shapes else "none" for model in (first, other)]
-            if shapes[0] != shapes[1]:
-                raise InputError(
-                    f"Tensor {key!r} has shape {shapes[0]} in {first.folder}, but {shapes[1]} in {other.folder}."
-                )
-
-
-def merge_delta(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    base: str | os.PathLike,
-    instruct: str | os.PathLike,
-    *,
-    scale: float = 1.0,
-    keep_tokenizer: bool = False,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
-) -> GraftReport:
-    """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
-    of a checkpoint that `expand_depth` made from `base` (LLaMA-Pro). See `graft_delta` for arguments and errors."""
-    target = StoredModel(model)
-    if isinstance(target.config, ExpandedConfig):
-        raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
-    return add_delta(target, out, StoredModel(base), instruct, scale, keep_tokenizer, max_shard_size, overwrite)

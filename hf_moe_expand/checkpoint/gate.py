@@ -1,6 +1,7 @@
 """Writes a fitted language gate into a checkpoint, in place of its classifiers or gate. All is streamed, and all other
 tensors stay byte for byte."""
 
+import copy
 import json
 import os
 import shutil
@@ -20,12 +21,12 @@ from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.language_gate import GateRule
 from ..modeling.parts import PARTS
 from .kinds import set_part
-from .loaded import check_place, finished, opened
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
 from .source import OLD_GATES, load_expanded_config, resolve_checkpoint
-from .stored import GATE_ROWS, StoredModel, gate_home
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, in_memory
+from .stored import GATE_ROWS, Place, gate_home
+from .table import Copy, Given, opened, rewrite
+from .writer import DEFAULT_SHARD_SIZE
 
 # Why a model takes no gate.
 REFUSED = {
@@ -106,23 +107,20 @@ def write_gate(
 ) -> Any:
     """An expanded model with this gate, and the step's `record` in its history: a checkpoint's folder, which is
     written, or a loaded model."""
-    stored = opened(model)
-    check_place(model, out, overwrite, stored.folder)
-    config: Any = stored.config
-    judging = ("classifier.weight", *GATE_ROWS)
-    kept = [key for key in stored.tensors if stored.places[key].inner not in judging]
-    outputs = [one for key in kept for one in stored.copies(key)]
-    outputs += gate_tensors(stored, gate)
+    (stored,) = opened([model], out, overwrite)
+    config: Any = copy.deepcopy(stored.config)
     gate.set_in(config)
-    parameters = sum(tensor.numel for tensor in outputs)
     fields = {"classifier_layers": config.classifier_layers, "language_gate": config.language_gate}
-    History.of(config).with_last(parameters=parameters, **fields).with_stage(record).write(config)
-    return finished(stored, outputs, out, "gates", max_shard_size, overwrite)
-
-
-def gate_tensors(stored: StoredModel, gate: Gate) -> list[OutputTensor]:
-    """The gate's tensors, in the type of its layer's first expert."""
-    place = gate_home(stored.network, gate.rule.layer)
-    like = next(key for key in stored.tensors if key.startswith(f"{place}.") and stored[key].dtype in TORCH_DTYPES)
+    history = History.of(config).with_last(**fields).with_stage(record)
+    home = gate_home(stored.network, gate.rule.layer)
+    # In the type of its layer.
+    like = next(key for key in stored.tensors if key.startswith(f"{home}.") and stored[key].dtype in TORCH_DTYPES)
     dtype = TORCH_DTYPES[stored[like].dtype]
-    return [in_memory(f"{place}.{inner}", rows.to(dtype)) for (_, inner), rows in gate.rows.items()]
+
+    def rule(place: Place) -> Copy | Given:
+        rows = gate.rows.get((place.layer, place.inner))
+        return Copy(place.key) if rows is None else Given(rows.to(dtype))
+
+    return rewrite(
+        [stored], config, rule, out, record=history, title="gates", max_shard_size=max_shard_size, overwrite=overwrite
+    )

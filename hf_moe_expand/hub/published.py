@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import modeling
+from ..checkpoint.compare import BASE_CHECK
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import CODE, TOKENIZER_FILES, lies_inside, load_expanded_config, run_of
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
 from ..core.progress import Bar
@@ -17,10 +20,6 @@ from ..core.recipe_paths import RECIPE, SETTINGS
 from ..modeling import MODEL_CLASSES
 from ..modeling.part import parts_text
 from ..modeling.part_expansion_only import RECORD
-from .base_tensors import BASE_CHECK
-from .local import run_of
-from .reader import CheckpointReader
-from .source import CODE, TOKENIZER_FILES, lies_inside, load_expanded_config
 
 CARD = "README.md"
 EVALUATION = "evaluation.json"

@@ -1,0 +1,306 @@
+"""A checkpoint is a table of tensors. An operation is a rule, which says of what each tensor of the new model is made;
+`rewrite` makes it of checkpoints, streamed, or of loaded models, and alone writes checkpoints."""
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from ..core.errors import InputError
+from ..modeling import ExpandedConfig, auto_class
+from .reader import TORCH_DTYPES, StoredTensor, is_finite, tensor_bytes
+from .records import History, StageRecord, add_stage
+from .source import TOKENIZER_FILES
+from .stored import LoadedModel, Place, StoredModel, network_of, places
+from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, check_output, name_code, write_checkpoint
+
+Source = StoredModel | LoadedModel
+_PIECE = 1 << 22  # elements
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The tensor `key` of a source, byte for byte; the parts of a mixture's that is stored in parts."""
+
+    key: str
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows `index` of a tensor, and below them those that `more` makes, in its type."""
+
+    of: Copy
+    index: Sequence[int]
+    more: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Mix:
+    """An element-wise function of tensors, computed piece by piece in float32 (float64 if a tensor is) and rounded once
+    to the type of the first.
+
+    Attributes:
+        of: the tensors.
+        how: the function of a piece of each; or the weight of each in their mean, in which equal values stay as they
+            are, bit for bit.
+        rest: a tensor whose further elements are taken where the new tensor has more than the first.
+    """
+
+    of: Sequence[Copy]
+    how: Callable[..., torch.Tensor] | Sequence[float]
+    rest: Copy | None = None
+
+
+@dataclass(frozen=True)
+class New:
+    """A tensor that `make` gives, in any type, when it is written; `dtype` is a type by its name in safetensors."""
+
+    make: Callable[[], torch.Tensor]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor at hand, in its own type: one in memory, or of a file that is no source."""
+
+    tensor: torch.Tensor | StoredTensor
+
+
+# What a tensor of the new model is made of; None leaves it out.
+Rule = Callable[[Place], Copy | Rows | Mix | New | Given | None]
+
+
+def opened(models: Sequence[Any], out: str | os.PathLike | None, overwrite: bool) -> list:
+    """The checkpoints or loaded models from which `out` is made, after checking that it may be written.
+
+    Raises:
+        InputError: a checkpoint cannot be read, or `out` not be written: it is there, it is missing, or loaded models,
+            of which a loaded one is made, have one.
+    """
+    if len({isinstance(model, PreTrainedModel) for model in models}) > 1:
+        raise InputError("models holds loaded models and names of checkpoints: give one kind of them.")
+    if isinstance(models[0], PreTrainedModel):
+        check_place(models[0], out, overwrite)
+        return [LoadedModel(model) for model in models]
+    sources = [StoredModel(model) for model in models]
+    check_place(models[0], out, overwrite, *(source.folder for source in sources))
+    return sources
+
+
+def check_place(model: Any, out: str | os.PathLike | None, overwrite: bool, *inputs: str | os.PathLike) -> None:
+    """Refuses a folder to write that is missing, or is there already; a loaded model needs none. `inputs` are folders
+    that are read."""
+    if isinstance(model, PreTrainedModel):
+        if out is not None:
+            raise InputError(f"out is {str(out)!r}: a loaded model gives a loaded one, which save_pretrained writes.")
+    elif out is None:
+        raise InputError(f"out is None: give the folder to write, as model is {str(model)!r}, a checkpoint.")
+    else:
+        check_output(out, overwrite, *inputs)
+
+
+def rewrite(
+    sources: Sequence[Any],
+    config: Any,
+    rule: Rule,
+    out: str | os.PathLike | None = None,
+    *,
+    record: StageRecord | History | None = None,
+    title: str | None = None,
+    names: Callable[[str], str] | None = None,
+    companions: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    **written: Any,
+) -> Any:
+    """Makes the model of a configuration: of checkpoints a folder, whole or not at all; of loaded models a loaded one,
+    which shares each tensor that is copied once.
+
+    A tensor that a source's model has, but not its files (a tied one), is left out. One that stays where it was keeps
+    its name in the files; any other has the name of its place, unless `names` gives one.
+
+    Args:
+        sources: what `opened` gives, or folders, hub ids or loaded models.
+        config: of the new model, and changed: it gets its history.
+        rule: of what the tensor at each place of the new model is made.
+        record: the step, for the history; or the whole history, whose last expansion gets the count of parameters.
+        title: name of the progress bar; None shows none.
+        companions: number of the source whose tokenizer, templates and generation config are copied.
+        written: further arguments of `write_checkpoint`.
+
+    Returns:
+        The folder, or the loaded model.
+
+    Raises:
+        InputError: the rule needs a tensor that its source lacks, or one of another shape; a tensor is stored in a
+            quantised type, or not finite; or `out` cannot be written. The message names the tensor.
+    """
+    if not all(isinstance(source, Source) for source in sources):
+        sources = opened(sources, out, overwrite)
+    made: dict[str, list[OutputTensor]] = {}
+    for place in places(network_of(config)).values():
+        entry = rule(place)
+        if entry is not None:
+            made[place.key] = _tensors(place, entry, sources, config, names)
+    tensors = [tensor for of_place in made.values() for tensor in of_place]
+    if isinstance(record, History):
+        record.with_last(parameters=sum(tensor.numel for tensor in tensors)).write(config)
+    elif record is not None:
+        add_stage(config, record)
+    name_code(config, "stem" not in written)
+    if isinstance(sources[0], LoadedModel):
+        return _loaded(sources, config, tensors)
+    copied = [(sources[companions].folder, TOKENIZER_FILES)]
+    return write_checkpoint(out, config, tensors, copied, title, max_shard_size, overwrite, **written)  # type: ignore[arg-type]
+
+
+def _tensors(
+    place: Place, entry: Any, sources: Sequence[Any], config: Any, names: Callable[[str], str] | None
+) -> list[OutputTensor]:
+    """The tensor of a place, or the parts of a mixture's; none of one that its source's files do not have."""
+    name = names(place.key) if names else place.key
+    if isinstance(entry, New):
+        return [_computed(name, entry.dtype, place.shape, lambda: [entry.make()])]
+    if isinstance(entry, Given) and isinstance(entry.tensor, StoredTensor):
+        stored = entry.tensor
+        if stored.dtype not in TORCH_DTYPES:
+            raise InputError(f"{stored.file}: tensor {stored.name!r} is stored as {stored.dtype}: give it unquantised.")
+        return [_checked(OutputTensor.copy_of(stored, name), place, stored)]
+    if isinstance(entry, Given):
+        given = entry.tensor
+        return [_computed(name, DTYPE_NAMES[given.dtype], tuple(given.shape), lambda: [given])]
+    of = entry if isinstance(entry, Copy) else entry.of[0] if isinstance(entry, Mix) else entry.of
+    source = sources[of.source]
+    if of.key not in source.shapes:
+        raise InputError(f"{source.folder}: has no tensor {of.key!r}, of which {place.key!r} is made.")
+    if of.key not in source:
+        return []
+    first = source[of.key]
+    stays = of == Copy(place.key) and isinstance(source.config, ExpandedConfig) == isinstance(config, ExpandedConfig)
+    if names is None and stays:
+        name = first.name
+    if isinstance(entry, Copy):
+        copies = source.copies(of.key, None if names is None and stays else name)
+        return [_checked(copies[0], place, first)] if len(copies) == 1 else copies
+    if isinstance(entry, Rows):
+        shape = (len(entry.index) if entry.more is None else place.shape[0], *first.shape[1:])
+        made = _computed(name, first.dtype, shape, lambda: [_rows(first, entry)])
+    else:
+        shape = first.shape if entry.rest is None else sources[entry.rest.source][entry.rest.key].shape
+        made = _computed(name, first.dtype, shape, lambda: _mixed(entry, sources))
+    return [_checked(made, place, first)]
+
+
+def _checked(tensor: OutputTensor, place: Place, stored: StoredTensor) -> OutputTensor:
+    """Refuses a tensor that does not fit its place; `stored` is the one of which it is made."""
+    if tensor.shape != place.shape:
+        raise InputError(
+            f"{stored.file.parent}: tensor {stored.name!r} has shape {list(stored.shape)}, but {place.key!r} of the "
+            f"new model needs {list(place.shape)}."
+        )
+    return tensor
+
+
+def _computed(
+    name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], Iterable[torch.Tensor]]
+) -> OutputTensor:
+    """A tensor of the pieces that `make` gives, which are rounded, and must be finite, in its type."""
+
+    def data() -> Iterable[bytes]:
+        for made in make():
+            for piece in made.detach().flatten().split(_PIECE):
+                result = piece.to(TORCH_DTYPES[dtype])
+                if not is_finite(result):
+                    raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
+                yield tensor_bytes(result)
+
+    return OutputTensor(name, dtype, shape, data)
+
+
+def _rows(tensor: StoredTensor, rows: Rows) -> torch.Tensor:
+    value = tensor.load()
+    more = [] if rows.more is None else [rows.more().to(value.dtype)]
+    return torch.cat([value[list(rows.index)], *more])
+
+
+def _mixed(mix: Mix, sources: Sequence[Any]) -> Iterable[torch.Tensor]:
+    of = [sources[one.source][one.key] for one in mix.of]
+    how = mix.how if callable(mix.how) else mean_of(mix.how)
+    for pieces in zip(*(tensor.pieces(stop=of[0].numel) for tensor in of), strict=True):
+        yield how(*map(widened, pieces))
+    if mix.rest is not None:
+        yield from sources[mix.rest.source][mix.rest.key].pieces(start=of[0].numel)
+
+
+def widened(piece: torch.Tensor) -> torch.Tensor:
+    """The piece in float32, or in float64 if it is."""
+    return piece.to(torch.promote_types(piece.dtype, torch.float32))
+
+
+def mean_of(weights: Sequence[float]) -> Callable[..., torch.Tensor]:
+    """The weighted mean of tensors; equal values stay as they are, bit for bit."""
+    heaviest = max(range(len(weights)), key=lambda number: weights[number])
+
+    def mean(*pieces: torch.Tensor) -> torch.Tensor:
+        # The mean is taken around one of the tensors: equal values keep their value, as does a tensor of weight 1.
+        middle = pieces[heaviest]
+        return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
+
+    return mean
+
+
+# --- in memory --------------------------------------------------------------------------------------------------------
+
+
+def _loaded(sources: Sequence[LoadedModel], config: Any, tensors: Sequence[OutputTensor]) -> Any:
+    """The loaded model of these tensors, of the type, attention and mode of the first source's. The first place of a
+    copied tensor shares it; other places have copies of their own."""
+    like, shared = sources[0].network, set()
+    state: dict[str, torch.Tensor] = {}
+    for tensor in tensors:
+        if (stored := tensor.stored) is not None and stored.held is not None:
+            state[tensor.name] = stored.held.clone() if stored in shared else stored.held
+            shared.add(stored)
+        else:
+            value = torch.frombuffer(bytearray().join(tensor.data()), dtype=TORCH_DTYPES[tensor.dtype])
+            state[tensor.name] = value.view(tensor.shape).to(like.device)
+    model = blank(like, config, sources[0].untied)
+    return filled(model, like, state)
+
+
+def blank(like: PreTrainedModel, config: Any, untied: Sequence[str] = ()) -> Any:
+    """A model without weights, of the type and attention of `like`. The tensors `untied` have values of their own,
+    though the configuration ties them to others."""
+    with torch.device("meta"), init.no_init_weights():
+        model: Any = auto_class(config).from_config(
+            config, dtype=like.dtype, attn_implementation=like.config._attn_implementation
+        )
+    for key in untied:
+        model.all_tied_weights_keys.pop(key, None)
+    return model
+
+
+def filled(model: Any, like: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Any:
+    """A `blank` model with these tensors, which it shares, and the buffers, the mode and the settings of `like`."""
+    tied = {target: state[source] for target, source in (model.all_tied_weights_keys or {}).items() if source in state}
+    model.load_state_dict({**tied, **state}, assign=True)
+    # As `tie_weights` does, which makes a copy of the head's bias.
+    for target, source in (model.all_tied_weights_keys or {}).items():
+        module, _, name = target.rpartition(".")
+        setattr(model.get_submodule(module), name, model.get_parameter(source))
+    # Buffers that checkpoints do not hold, such as rotary frequencies; `like` may be the dense model.
+    buffers, held = dict(like.named_buffers()), model.state_dict().keys()
+    for name, _ in list(model.named_buffers()):
+        if name not in held:
+            module, _, buffer = name.rpartition(".")
+            own = buffers[name if name in buffers else re.sub(r"\.experts\.\d+\.", ".", name)]
+            model.get_submodule(module).register_buffer(buffer, own.clone(), persistent=False)
+    model.generation_config = copy.deepcopy(like.generation_config)
+    return model.train(like.training)

@@ -1,0 +1,102 @@
+"""A checkpoint is a table: an operation of one's own is a rule of a few lines; `rewrite` refuses what does not fit."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import load, refused, save_dense
+from safetensors.torch import load_file
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.records import StageRecord
+from hf_moe_expand.checkpoint.table import Copy, Given, Mix, New, Rows, opened, rewrite
+
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+def drop_last_experts(model, out=None):
+    """The model without the new experts of its last layer, of which expert 0 is left."""
+    (source,) = opened([model], out, overwrite=False)
+    config = copy.deepcopy(source.config)
+    config.num_experts_per_layer = [*config.num_experts_per_layer[:-1], 1]
+    home = {place.dense: key for key, place in source.places.items() if place.expert in (None, 0)}
+
+    def rule(place):
+        return Copy(place.key if place.key in source.shapes else home[place.key])
+
+    return rewrite([source], config, rule, out, record=StageRecord(stage="drop"), title="drop")
+
+
+@pytest.fixture(scope="module")
+def expanded(tmp_path_factory):
+    root = tmp_path_factory.mktemp("table")
+    save_dense(root / "base")
+    expand_checkpoint(root / "base", root / "expanded", Plan("moe-lpr", [2, 2, 3], old=["en"], new=["el"]))
+    return root / "expanded"
+
+
+@torch.no_grad()
+def test_an_operation_of_ones_own(expanded, tmp_path):
+    out = drop_last_experts(expanded, tmp_path / "out")
+    before, after = load_file(expanded / "model.safetensors"), load_file(out / "model.safetensors")
+    last = "model.layers.2.mlp."
+    assert all(torch.equal(value, before[name]) for name, value in after.items() if not name.startswith(last))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(after[f"{last}{name}.weight"], before[f"{last}experts.0.{name}.weight"])
+    assert {name for name in after if name.startswith(last)} == {
+        f"{last}{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    model, loaded = load(out), load(expanded)
+    assert model.config.expansions[0]["stages"] == [{"stage": "drop"}]
+    in_memory = drop_last_experts(loaded)
+    assert torch.equal(in_memory(IDS).logits, model(IDS).logits)
+    assert in_memory.model.norm.weight.data_ptr() == loaded.model.norm.weight.data_ptr()
+    assert loaded.config.num_experts_per_layer == [2, 2, 3]
+
+
+def test_each_entry_against_the_obvious_arithmetic(expanded, tmp_path):
+    one, two = "model.layers.0.mlp.router.weight", "model.layers.1.mlp.router.weight"
+    rules = {
+        "model.norm.weight": Given(torch.full((32,), 0.5)),
+        one: Mix([Copy(one), Copy(two)], [0.25, 0.75]),
+        two: Rows(Copy(one), [1], more=lambda: torch.ones(1, 32)),
+        "lm_head.weight": New(lambda: torch.full((257, 32), 1 / 3, dtype=torch.float64), "F32"),
+    }
+    (source,) = opened([expanded], tmp_path / "out", overwrite=False)
+    out = rewrite([source], source.config, lambda place: rules.get(place.key, Copy(place.key)), tmp_path / "out")
+    before, after = load_file(expanded / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert {name for name in after if not torch.equal(before[name], after[name])} == rules.keys()
+    assert torch.equal(after["model.norm.weight"], torch.full((32,), 0.5))
+    torch.testing.assert_close(after[one], 0.25 * before[one] + 0.75 * before[two], rtol=0, atol=1e-7)
+    assert torch.equal(after[two], torch.cat([before[one][1:2], torch.ones(1, 32)]))
+    assert torch.equal(after["lm_head.weight"], torch.full((257, 32), 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (Copy("model.nothing"), "expanded: has no tensor 'model.nothing', of which 'model.norm.weight' is made"),
+        (Copy("lm_head.weight"), r"'lm_head.weight' has shape \[257, 32\], but 'model.norm.weight' .* needs \[32\]"),
+        (Rows(Copy("model.norm.weight"), [0, 1]), r"'model.norm.weight' of the new model needs \[32\]"),
+        (New(lambda: torch.full((32,), torch.inf), "F32"), "the result is not finite in F32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_nothing(expanded, tmp_path, entry, says):
+    (source,) = opened([expanded], tmp_path / "out", overwrite=False)
+
+    def rule(place):
+        return entry if place.key == "model.norm.weight" else Copy(place.key)
+
+    refused(rewrite, [source], source.config, rule, tmp_path / "out", says=says)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_refused_before_the_first_byte(expanded, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    read = pytest.fail
+    (source,) = opened([expanded], tmp_path / "out", overwrite=False)
+    rule = lambda place: New(lambda: read("the disk has no room"), "F32")  # noqa: E731
+    refused(rewrite, [source], source.config, rule, tmp_path / "out", says="more than the disk has free")
+    assert not list(tmp_path.iterdir())
