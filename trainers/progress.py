@@ -58,7 +58,7 @@ class LogTable(ProgressCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.has_bar:
             super().on_step_end(args, state, control, **kwargs)
-        elif self._is_due() and state.global_step < state.max_steps:
+        elif self._is_due() and state.global_step < state.max_steps and not getattr(control, "should_log", False):
             self.say(self.where(state))
 
     def on_prediction_step(
