@@ -5,10 +5,13 @@ import gc
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -36,6 +39,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.modeling import auto_class
+from hf_moe_expand.stages.config import StageConfig
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
@@ -89,8 +93,7 @@ def given_anchors_alone():
 
 @pytest.fixture
 def quick_gates(monkeypatch):
-    """Gates from every tenth of the package's anchor languages, 300 tokens of each and a fit of a few iterations, for
-    what is run from one end to the other."""
+    """Gates from a tenth of the package's anchors, 300 tokens of each and a few iterations."""
     from hf_moe_expand.analysis import gate_fit, gate_text, gating
 
     few = lambda **given: dict(list(shipped_anchors(**given).items())[::10])  # noqa: E731
@@ -106,14 +109,9 @@ def quick_gates(monkeypatch):
 BEGIN = sorted(pre_tokenizers.ByteLevel.alphabet()).index("\N{LATIN CAPITAL LETTER A WITH MACRON}")
 VOCABULARY = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 256}
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 # Backbones whose configuration has names of its own.
 OTHER_SIZES = {
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
@@ -236,6 +234,20 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@contextmanager
+def interrupted(step: int, kind: type[StageConfig] = StageConfig, callback: TrainerCallback | None = None):
+    """Inside, trainings of stages end after this step, or have another callback."""
+    made = kind.make_trainer
+
+    def make(*arguments):
+        trainer = made(*arguments)
+        trainer.add_callback(callback or StopAt(step))
+        return trainer
+
+    with patch.object(kind, "make_trainer", make):
+        yield
+
+
 def write_texts(path: Path, texts) -> Path:
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
     return path
@@ -318,11 +330,7 @@ FOR_RANKS = ["ranks", "one_sft_step", "hf_moe_expand.stages.run", *(["deepspeed"
 
 
 def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mapping[str, str] = {}) -> None:
-    """Runs a script of this folder, or a module, on several ranks, with further variables of the environment.
-
-    They are forked from a process that has imported all they need, which takes seconds. With `SAID` in the environment,
-    each prints to the file of this name and `.0`, `.1`...
-    """
+    """Runs a script of this folder, or a module, on forked ranks; rank 0 prints to the file `$SAID.0`."""
     started, _ = start_ranks(script, *arguments, count=count, environment=environment)
     deadline = time.monotonic() + 600
     while not started.join(timeout=1):
@@ -332,10 +340,25 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
             raise TimeoutError(f"{script}: the ranks hang.")
 
 
+def _run_rank(rank: int, script: str, arguments: tuple, count: int, port: int, environment: dict[str, str]) -> None:
+    """Runs a script of this folder, or a module, as one of the ranks, which meet at the store on this port."""
+    gc.freeze()  # what was imported before the fork; accelerate collects garbage after each training
+    os.environ.update(environment)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    sys.argv = [script, *arguments]
+    if said := os.environ.get("SAID"):
+        sys.stdout = open(f"{said}.{rank}", "w", 1, "utf-8")  # noqa: SIM115
+    if script.endswith(".py"):
+        runpy.run_path(str(HERE / script), run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__")
+
+
 def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mapping[str, str] = {}) -> tuple:
     """As `fork_ranks`, which the caller waits for: their processes, and the store at which they meet."""
-    from forked_rank import run_rank
-
     server = forkserver._forkserver
     if server._forkserver_pid is None or server._forkserver_pid not in _FOR_RANKS_ALONE:
         server._stop()  # a benchmark's, with other modules, or none
@@ -345,7 +368,7 @@ def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mappi
         _FOR_RANKS_ALONE.add(server._forkserver_pid)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"nprocs": count, "start_method": "forkserver", "join": False}
-    return start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options), store
+    return start_processes(_run_rank, (script, arguments, count, store.port, dict(environment)), **options), store
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1,8 +1,4 @@
-"""Checkpoints load and compute the same with an older transformers, without this package (`make floor`).
-
-`python tests/floor.py make FOLDER` writes checkpoints of each kind and what they compute; `python tests/floor.py load
-FOLDER`, in an environment with torch and another transformers alone, loads them with their own code and compares.
-"""
+"""Checkpoints compute the same with an older transformers: `floor.py make FOLDER`, there `load FOLDER`."""
 
 import sys
 from pathlib import Path

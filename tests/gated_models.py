@@ -99,8 +99,7 @@ def all_go_to(model, number: int) -> None:
 
 @torch.no_grad()
 def slow_sums(model, text: Sequence[int]) -> list[float]:
-    """The evidence of one text for each later class, in nats: the base reads its end alone, and each token's evidence
-    is written out."""
+    """The evidence of one text for each later class, in nats: the base reads its end, each token written out."""
     rule, text = GateRule.of(model.config), list(text)
     begin = [] if rule.begin is None else [rule.begin]
     own = text[len(begin) :] if begin and text[:1] == begin else text

@@ -89,8 +89,7 @@ def small_file(text: str, steps: int = 1) -> dict:
 
 
 def workplace_in(tmp_path, monkeypatch, help_text):
-    """Makes the folder that the guides speak of, with a base model and text; returns what writes the settings files of
-    a guide, and those that all guides use, there."""
+    """Makes the folder that the guides speak of; returns what writes a guide's settings files there."""
     monkeypatch.chdir(tmp_path)
     save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=8)
     for code in ("en", "es", "el", "hu", "tr", "hi"):

@@ -1,8 +1,6 @@
 """A hub on localhost that speaks the protocol of the real one, as far as pushing and pulling models needs it.
 
-Repositories live in memory: commits are immutable, large files go through the LFS endpoints, a private repository
-answers to its owner's token only. Every request is recorded, so that a test can say what was *not* sent. Clients are
-processes of their own with `server.environment(...)`: the endpoint is read when huggingface_hub is imported.
+Every request is recorded, so that a test can say what was *not* sent. Clients are processes of their own.
 """
 
 import base64
@@ -127,42 +125,27 @@ def git_sha1(data: bytes) -> str:
 def metadata_errors(card: str) -> list[str]:
     """What the hub finds wrong in a README's metadata (the fields that our cards use)."""
     found = re.match(r"---\r?\n(.*?)\r?\n---(\r?\n|$)", card, re.DOTALL)
-    if not found:
-        return ["no metadata block"]
     try:
-        data = yaml.safe_load(found[1])
+        data = yaml.safe_load(found[1] if found else "")
     except yaml.YAMLError as error:
         return [f"not YAML: {error}"]
     if not isinstance(data, dict):
         return ["metadata must be a mapping"]
-    errors = []
-    languages = data.get("language", [])
-    for code in [languages] if isinstance(languages, str) else languages:
-        if not (isinstance(code, str) and _LANGUAGE.match(code)):
-            errors.append(f'"language" with value {code!r} is not valid. It must be an ISO 639-1, 639-2 or 639-3 code')
-    for key in ("license", "library_name", "pipeline_tag", "base_model_relation"):
-        if key in data and not isinstance(data[key], str):
-            errors.append(f'"{key}" must be a string')
+    listed = {key: value if isinstance(value, list) else [value] for key, value in data.items()}
+    texts = ("license", "library_name", "pipeline_tag", "base_model_relation", "tags")
+    errors = [f'"{key}" must hold strings' for key in texts if not all(isinstance(v, str) for v in listed.get(key, []))]
+    for key, form in (("language", _LANGUAGE), ("base_model", _REPO)):
+        errors += [f'"{key}" with value {v!r} is not valid' for v in listed.get(key, []) if not form.match(str(v))]
     if data.get("base_model_relation") not in (None, "adapter", "finetune", "merge", "quantized"):
         errors.append('"base_model_relation" must be one of [adapter, finetune, merge, quantized]')
-    bases = data.get("base_model", [])
-    for base in [bases] if isinstance(bases, str) else bases:
-        if not (isinstance(base, str) and _REPO.match(base)):
-            errors.append(f'"base_model" with value {base!r} is not valid. Use a model id from https://hf.co/models')
-    if not all(isinstance(tag, str) for tag in data.get("tags", [])):
-        errors.append('"tags" must be an array of strings')
-    for index, model in enumerate(data.get("model-index", [])):
-        if not isinstance(model.get("name"), str):
-            errors.append(f'"model-index[{index}].name" is required')
-        for number, result in enumerate(model.get("results", [])):
-            where = f'"model-index[{index}].results[{number}]'
-            needed = [("task", "type"), ("dataset", "type"), ("dataset", "name")]
-            errors += [f'{where}.{a}.{b}" is required' for a, b in needed if not isinstance(result[a].get(b), str)]
-            if not result.get("metrics"):
-                errors.append(f'{where}.metrics" is required')
-            for metric in result.get("metrics", []):
-                if not isinstance(metric.get("type"), str) or metric.get("value") is None:
-                    errors.append(f'{where}.metrics" needs type and value')
+    for model in data.get("model-index", []):
+        results = model.get("results") if isinstance(model.get("name"), str) else None
+        for result in results or [{}]:
+            of = [result.get("task", {}).get("type"), *(result.get("dataset", {}).get(key) for key in ("type", "name"))]
+            metrics = result.get("metrics") or [{}]
+            of += [one.get("type") for one in metrics]
+            if not all(isinstance(text, str) for text in of) or any(one.get("value") is None for one in metrics):
+                errors.append(f'"model-index" {model.get("name")!r} has a result without task, data set or metrics')
     return errors
 
 

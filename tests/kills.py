@@ -31,8 +31,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def forked(line: str, work: Path, stop: int = 0, ending: int = 0) -> tuple[int, int]:
-    """Runs a command line in a fork, to which something happens at the write `stop`: its exit code (negative: a
-    signal), and how often it wrote."""
+    """Runs a command line in a fork, to which something happens at the write `stop`: exit code, number of writes."""
     read, write = os.pipe()
     if not (process := os.fork()):
         _child(line, work, stop, ending, write)

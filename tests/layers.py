@@ -85,10 +85,7 @@ def gradients(y_Th, inputs):
 
 
 def assert_is_the_definition(run, experts, x_Th, weights_TK, index_TK, autocast=False):
-    """Compares the output of `run(experts, x, weights, index)` and every gradient with the slow definition in float64.
-
-    Gradients of frozen parameters are left out on both sides.
-    """
+    """Compares output and gradients of `run(experts, x, weights, index)` with slow ones in float64."""
     x_Th, weights_TK = x_Th.detach().requires_grad_(), weights_TK.detach().requires_grad_()
     trained = [parameter.requires_grad for parameter in experts.parameters()]
     exact = copy.deepcopy(experts).double()

@@ -1,5 +1,4 @@
-"""One optimizer step of MoESFTTrainer on fixed text; writes the trained parameters. Run by test_trl.py, alone or under
-torchrun: `python one_sft_step.py OUT.pt '{"settings": ...}'`."""
+"""One optimizer step of MoESFTTrainer on fixed text, alone or on ranks: `one_sft_step.py OUT.pt '{...}'`."""
 
 import json
 import os
@@ -15,19 +14,12 @@ from trl import SFTConfig
 from hf_moe_expand import BalanceLoss, ClassifierLoss, LanguagePriorLoss, MoESFTTrainer, Plan, expand_checkpoint
 from hf_moe_expand.stages.distributed import leave_ranks
 
-ROWS = [
-    {"language": language, "prompt": prompt, "completion": completion}
-    for language, prompt, completion in (
-        ("en", "Good day. ", "Hello!"),
-        ("el", "Καλημέρα. ", "Γεια!"),
-        ("el", "Πώς; ", "Καλά."),
-        (None, "1 + 1 = ", "2"),
-        ("en", "a", "bcd"),
-        ("tr", "Günaydın, nasılsın? ", "İyiyim."),
-        ("en", "Say more, please: ", "No"),
-        ("el", "Ν", "α, όχι."),
-    )
-]
+TEXTS = [
+    ("en", "Good day. ", "Hello!"), ("el", "Καλημέρα. ", "Γεια!"), ("el", "Πώς; ", "Καλά."), (None, "1 + 1 = ", "2"),
+    ("en", "a", "bcd"), ("tr", "Günaydın, nasılsın? ", "İyiyim."), ("en", "Say more, please: ", "No"),
+    ("el", "Ν", "α, όχι."),
+]  # fmt: skip
+ROWS = [dict(zip(("language", "prompt", "completion"), row, strict=True)) for row in TEXTS]
 LANGUAGES = {"en": 0, "el": 1, "tr": 1}
 # LoRA on every linear layer of the new experts; of expert 0 and of attention nothing.
 NEW_EXPERTS = {"target_modules": "all-linear", "exclude_modules": r"(?!.*\.experts\.[1-9]).*"}

@@ -1,5 +1,4 @@
-"""One optimizer step of a stage trainer on fixed data; writes the trained parameters. Run by test_trainers.py, alone or
-under torchrun: `python one_step.py OUT.pt '{"settings": ...}'`."""
+"""One optimizer step of a stage trainer on fixed data, alone or on ranks: `one_step.py OUT.pt '{...settings}'`."""
 
 import json
 import os

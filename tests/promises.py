@@ -22,8 +22,7 @@ class Twin:
 
     @classmethod
     def of(cls, config) -> "list[Twin]":
-        """One with experts that are FFNs, unless all layers are mixtures of experts of the backbone's own, and one with
-        added experts if some are."""
+        """With FFNs as experts, unless all layers are mixtures; with added experts if some are."""
         dense = tiny_twin(config)
         mixtures, kinds = [ffn.is_mixture for ffn in decoder_ffns(dense)], []
         if not all(mixtures):

@@ -1,9 +1,9 @@
-"""What test_distributed.py runs on two ranks, `python ranks.py FOLDER CHECK...`: each check leaves FOLDER/CHECK.pt, and
-the checkpoints that it saved beside it. One launch runs many checks, since starting costs more than they do."""
+"""What test_distributed.py runs on two ranks, all in one launch: `ranks.py FOLDER CHECK...` leaves FOLDER/CHECK.pt."""
 
 import json
 import os
 import sys
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
-from conftest import StopAt, enable_checkpointing
+from conftest import StopAt, enable_checkpointing, interrupted
 from gated_models import CODES, GREEDY, KINDS, gated_model, tokens
 from one_step import build, full, in_halves, rows, train
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +36,6 @@ from hf_moe_expand import (
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.stages import run
-from hf_moe_expand.stages.config import StageConfig
 from hf_moe_expand.stages.distributed import leave_ranks
 from hf_moe_expand.trainers import pieces
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
@@ -59,8 +58,7 @@ SPEED = {"learning_rate": 0.3, "optim": "adamw_torch", "adam_epsilon": 0.1, "dis
 
 
 def model_of(step, backbone="qwen2"):
-    """The model that a step starts from. Of `idle` ones, routers see two components of the embedding alone: in both
-    expanded layers expert 1 gets no token of the last four blocks, expert 2 none of the first four, expert 3 none."""
+    """The model before a step. Of `idle` ones each half of the blocks leaves one of experts 1 and 2 without tokens."""
     model = build(backbone, vocab_size=258)  # which two ranks share alike
     if step.startswith("idle"):
         with torch.no_grad():
@@ -208,8 +206,7 @@ def tensor_parallel(folder):
 
 
 def judging(folder):
-    """Texts of a model with a gate, shared out in each way: classes, logits and answers, beside those of the whole
-    model. Ranks read the same texts, or a half each."""
+    """Classes, logits and answers of a model with a gate, shared out in each way, beside those of the whole model."""
     found, ids = {}, tokens(8, 12, seed=3)
     whole = gated_model(**KINDS["exclusive"], vocab_size=258, rule={"begin": 255})
     if dist.get_rank() == 0:
@@ -264,20 +261,9 @@ def stage(folder, name, config, callback=None, start="ffn"):
     data = {code: LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
     if isinstance(config, PostPretrainConfig):
         del data["en"]
-    made = StageConfig.make_trainer
-
-    def with_callback(*arguments):
-        trainer = made(*arguments)
-        trainer.add_callback(callback)
-        return trainer
-
-    StageConfig.make_trainer = with_callback if callback else made
-    try:
+    watched = interrupted(0, callback=callback) if callback else nullcontext()
+    with watched, suppress(*[KeyboardInterrupt] if isinstance(callback, StopAt) else []):
         train_stage(folder / start, folder / name, data, config)
-    except KeyboardInterrupt:
-        assert isinstance(callback, StopAt)
-    finally:
-        StageConfig.make_trainer = made
 
 
 def post_pretraining(per_device, **changes):
@@ -343,8 +329,7 @@ def on_this_machine():
 
 
 def stage_accelerate(folder):
-    """`train_stage` under accelerate's FSDP2 or DeepSpeed, interrupted and gone on with. ZeRO-3 would wait for ever if
-    a rank fetched only the experts that its own tokens use, as `DifferentTokens` has them do."""
+    """`train_stage` under FSDP2 or ZeRO-3, interrupted and gone on with; `DifferentTokens` must not make ranks wait."""
     found = {}
     # Each training has a configuration of its own: DeepSpeed's part of it belongs to one training.
     config = partial(post_pretraining, 1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)

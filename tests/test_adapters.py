@@ -10,15 +10,7 @@ from gated_models import GREEDY, tokens
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from hf_moe_expand import (
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    Plan,
-    expand_checkpoint,
-    expand_model,
-    grow_checkpoint,
-    join_expansions,
-)
+from hf_moe_expand import LayerMoEConfig, Plan, expand_checkpoint, expand_model, grow_checkpoint, join_expansions
 from hf_moe_expand.checkpoint.kinds import kind_of
 from hf_moe_expand.checkpoint.new_experts import all_linear
 from hf_moe_expand.checkpoint.promises import tiny_twin
@@ -108,19 +100,6 @@ UNUSUAL = {
 }
 
 
-def gated(model):
-    """The model with a gate that decides now one way, now the other."""
-    fields = model.config.to_dict() | {
-        "language_gate": {"layer": 1, "languages": [["en"], ["el"]], "window": 4, "bound": 2.0},
-        "expansions": [{"method": "x", "old_languages": ["en"], "new_languages": ["el"]}],
-    }
-    made = LayerMoEForCausalLM(LayerMoEConfig(**{k: v for k, v in fields.items() if k != "model_type"})).eval()
-    made.load_state_dict(model.state_dict(), strict=False)
-    weight, draw = made.language_gate.weight, torch.Generator().manual_seed(5)
-    torch.nn.init.normal_(weight, generator=draw)
-    return made
-
-
 def unusual(name):
     dense = tiny_twin(CONFIG_MAPPING[name]()).eval()
     plan = Plan("moe-lpr", [2] * dense.config.num_hidden_layers, old=["en"], new=["el"], exclusive=True)
@@ -146,24 +125,6 @@ def test_each_row_of_an_unusual_layer_has_its_languages_maps(name):
             in_training.append(logits(model))
     close(in_training[2], torch.stack([in_training[0][0], in_training[1][1]]))
     assert not torch.allclose(in_training[0], in_training[1], atol=1e-2)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", *UNUSUAL])
-def test_behind_a_gate_a_text_is_told_its_class(name):
-    """Also padded, where positions are learned; in layers that map what the cache holds anew; in those of mixtures."""
-    dense, model = unusual(name) if name in UNUSUAL else (tiny_dense(name), None)
-    model = gated(model or moved(expand_model(dense, PLAN, **KIND)))
-    ids = tokens(12, 12, seed=3)
-    classes = model.judge(ids)
-    assert {*classes.tolist()} == {0, 1}
-    codes = ["el" if number else "en" for number in classes]
-    assert torch.equal(model(ids).logits, model(ids, languages=codes).logits)
-    assert torch.equal(model.generate(ids, **GREEDY), model.generate(ids, languages=codes, **GREEDY))
-    padded, mask = (torch.nn.functional.pad(x, (6, 0), value=0) for x in (ids, torch.ones_like(ids)))
-    assert torch.equal(model.judge(padded, mask), classes)
-    found, told = (model.generate(padded, attention_mask=mask, **GREEDY, **more) for more in ({}, {"languages": codes}))
-    assert torch.equal(found, told)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])

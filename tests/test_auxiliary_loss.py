@@ -1,5 +1,4 @@
-"""A mixture's own auxiliary loss is off in an expanded model, whichever trainer trains it, and config.json stays as it
-was."""
+"""A mixture's own auxiliary loss is off in an expanded model, whichever trainer trains it."""
 
 import copy
 import json

@@ -57,16 +57,6 @@ def test_cases_run_in_turn_and_ratios_are_of_the_fastest_rounds(script):
     assert timing.ratio({"a": [2.0, 40.0, 6.0], "b": [4.0, 10.0, 1.0]}, "a", "b") == 2.0
 
 
-def test_a_short_case_is_repeated_after_calls_that_do_not_count(script, monkeypatch):
-    timing = script("timing")
-    ran = []
-    monkeypatch.setattr(timing, "MIN_SECONDS", 0.02)
-    monkeypatch.setattr(timing, "_seconds", lambda call, calls, *_: ran.append(calls) or 0.005 * calls)
-    times = timing.time_in_turn({"a": lambda: None}, repeats=2)
-    assert ran == [1, 1, 2, 4, 2, 4]  # half of them do not count
-    assert times == {"a": [0.005, 0.005]}
-
-
 def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
     peak = script("timing").in_own_process(hold, 48)
     assert 95 << 20 <= peak < 3 * 48 << 20  # the kernel counts pages in batches
@@ -90,14 +80,12 @@ def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 def test_expert_speed_compares_the_same_function(script, mode):
     module = script("expert_speed")
-    dense, found = module.build(32, 3, mode, "cpu", seed=0)
+    _, found = module.build(32, 3, mode, "cpu", seed=0)
     x, most = module.draw_tokens(20, 32, 3, mode, "cpu", seed=0), module.TOLERANCE[mode]
     assert set(found) == set(module.COLUMNS)
     for number, what in enumerate(("output", "gradient")):
         of = {name: module.training_pass(one, x, mode, seed=0)()[number] for name, one in found.items()}
         module.check_agreement(of, what, most)
-    one_expert = sum(p.numel() for p in found["default"].experts[0].parameters())
-    assert sum(p.numel() for p in dense.parameters()) == 2 * one_expert
     with torch.no_grad():
         found["loop"].experts[1].down_proj.weight.mul_(1.2)  # shared with ours, not with Mixtral's copies
     outputs = {name: module.forward_pass(implementation, x, mode)() for name, implementation in found.items()}

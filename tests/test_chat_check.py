@@ -32,19 +32,13 @@ def short(monkeypatch):
     monkeypatch.setattr(chat, "_TOKENS", 6)
 
 
-def test_an_expansion_before_training_answers_as_its_base(home):
+def test_a_model_answers_as_its_base_before_training_and_told_its_language(home):
     found = check_chat(str(home / "base"), str(home / "same"), "en", ASKED)
     assert found.base == found.result == found.told
     assert found.equal == 1.0
-
-
-def test_told_the_language_a_changed_model_answers_as_its_base(home):
     found = check_chat(str(home / "base"), str(home / "other"), "en", ASKED)
     assert found.told == found.base != found.result
     assert found.equal == sum(a == b for a, b in zip(found.base, found.result, strict=True)) / 2 < 1
-
-
-def test_a_model_that_knows_no_language_is_not_told_one(home):
     assert check_chat(str(home / "base"), str(home / "base"), "en", ASKED).told is None
     assert check_chat(str(home / "base"), str(home / "other"), "de", ASKED).told is None
 

@@ -1,5 +1,4 @@
-"""Chat models in docs/trainers.md: its training and its commands run, and the training leaves all but the new experts
-alone."""
+"""Chat models in docs/trainers.md: training and commands run; all but the new experts stays as it was."""
 
 import json
 import re

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import invoke, run_fresh, write_texts
+from conftest import interrupted, invoke, run_fresh, write_texts
 from safetensors.torch import load_file
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, ReviewTrainer, expand_checkpoint, train_stage
@@ -68,16 +68,8 @@ def test_an_interrupted_review_goes_on_with_the_layers_that_it_chose(root, data,
     config = ReviewConfig(classifier_layers=1, **QUICK)
     train_stage(root / "plain", tmp_path / "whole", data, config)
 
-    def stop(self, *_, **__):
-        if self.state.global_step == 2 and not self.resumed:
-            raise KeyboardInterrupt
-
-    step = ReviewTrainer.training_step
-    monkeypatch.setattr(ReviewTrainer, "resumed", False, raising=False)
-    monkeypatch.setattr(ReviewTrainer, "training_step", lambda self, *a, **k: (stop(self), step(self, *a, **k))[1])
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(3), pytest.raises(KeyboardInterrupt):
         train_stage(root / "plain", tmp_path / "out", data, config)
-    monkeypatch.setattr(ReviewTrainer, "resumed", True)
     monkeypatch.setattr(ReviewConfig, "_chosen", lambda *_: pytest.fail("measured again"))
     train_stage(root / "plain", tmp_path / "out", data, config)
     whole, out = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))

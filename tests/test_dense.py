@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import StopAt, invoke, refused, save_dense, tensors, write_texts
+from conftest import interrupted, invoke, refused, save_dense, tensors, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -124,11 +124,6 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
     chosen = config(method=method, max_steps=5, save_steps=2)
     train_stage(root / "base", tmp_path / "whole", data, chosen)
 
-    class Stopped(DenseTrainer):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self.add_callback(StopAt(3))
-
     resumed = []
 
     class Watched(DenseTrainer):
@@ -136,20 +131,17 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
             resumed.append(resume_from_checkpoint)
             return super().train(resume_from_checkpoint=resume_from_checkpoint)
 
-    monkeypatch.setattr(DenseConfig, "trainer_class", Stopped)
     torch.manual_seed(123)  # the seed is the run's own
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(3, DenseConfig), pytest.raises(KeyboardInterrupt):
         train_stage(root / "base", tmp_path / "out", data, chosen)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(DenseConfig, "trainer_class", Watched)
     refused(train_stage, root / "base", tmp_path / "out", data, chosen, says="interrupted run with other seed", seed=1)
     other = save_dense(tmp_path / "other", seed=1)
     refused(train_stage, other, tmp_path / "out", data, chosen, says="interrupted run with other model")
-    edited = (root / "en.jsonl").read_text().replace("30 times 30", "30 TIMES 30")
-    kept = (root / "en.jsonl").read_bytes()
-    (root / "en.jsonl").write_text(edited)
-    refused(train_stage, root / "base", tmp_path / "out", data, chosen, says="interrupted run with other data")
-    (root / "en.jsonl").write_bytes(kept)
+    write_texts(tmp_path / "en.jsonl", [text.replace("30 times 30", "30 TIMES 30") for text in TEXTS])
+    edited = {"en": LanguageText("en", str(tmp_path / "en.jsonl"))}
+    refused(train_stage, root / "base", tmp_path / "out", edited, chosen, says="interrupted run with other data")
     # Killed before it removed an earlier one.
     shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-1")
     # Killed while it saved: the folder is there, but not whole.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, load, save_dense, tensors, tiny_dense
+from conftest import byte_tokenizer, load, refused, save_dense, tensors, tiny_dense
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -123,23 +123,21 @@ def test_a_delta_goes_to_the_old_blocks_alone(tmp_path):
         torch.testing.assert_close(grafted(IDS).logits, deep(IDS).logits)
 
 
-def test_refusals_name_what_is_wrong(tmp_path):
-    def refused(message, base, blocks=1):
-        with pytest.raises(InputError, match=message):
-            expand_depth(base, tmp_path / "out", blocks)
-        assert not (tmp_path / "out").exists()
-
-    base = save_dense(tmp_path / "base")
-    refused("0 blocks were asked for; with 3 layers 1 to 3 can be inserted", base, 0)
-    refused("4 blocks were asked for", base, 4)
-    tiny_dense("gpt2").save_pretrained(tmp_path / "gpt2")
-    refused("architecture 'gpt2' have no self_attn.o_proj and no mlp.down_proj", tmp_path / "gpt2")
-    tiny_dense("starcoder2").save_pretrained(tmp_path / "starcoder2")
-    refused("architecture 'starcoder2' have no mlp.down_proj", tmp_path / "starcoder2")
+def test_refusals_name_what_is_wrong(base, tmp_path):
+    for name in ("gpt2", "starcoder2"):
+        tiny_dense(name).save_pretrained(tmp_path / name)
     expand_depth(base, tmp_path / "deep", 1)
-    refused("has inserted blocks already", tmp_path / "deep")
     expand_checkpoint(base, tmp_path / "expanded", Plan("moe-lpr", [2, 2, 2]))
-    refused("is an expanded checkpoint already", tmp_path / "expanded")
+    for said, folder, blocks in (
+        ("0 blocks were asked for; with 3 layers 1 to 3 can be inserted", base, 0),
+        ("4 blocks were asked for", base, 4),
+        ("architecture 'gpt2' have no self_attn.o_proj and no mlp.down_proj", tmp_path / "gpt2", 1),
+        ("architecture 'starcoder2' have no mlp.down_proj", tmp_path / "starcoder2", 1),
+        ("has inserted blocks already", tmp_path / "deep", 1),
+        ("is an expanded checkpoint already", tmp_path / "expanded", 1),
+    ):
+        refused(expand_depth, folder, tmp_path / "out", blocks, says=said)
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "glm4_moe"])

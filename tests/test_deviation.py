@@ -179,13 +179,10 @@ def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one():
     assert torch.equal(found[:, 1:].long(), tokens[:, 1:])
 
 
-def test_the_seed_orders_documents(tmp_path):
+def test_the_seed_orders_documents_and_draws_dropout_for_each_language_anew(tmp_path):
     texts = {"en": [f"Sentence number {i} of so many. " for i in range(30)]}
     runs = [measure(tiny_dense("qwen2"), tmp_path / str(i), texts, seed=seed) for i, seed in enumerate([0, 0, 1])]
     assert runs[0].deviation == runs[1].deviation != runs[2].deviation
-
-
-def test_the_seed_draws_dropout_for_each_language_anew(tmp_path):
     model = tiny_dense("qwen2", attention_dropout=0.5)
     both = measure(model, tmp_path / "both", {code: TEXTS[code] for code in ("en", "hu")})
     alone, other = (

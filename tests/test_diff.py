@@ -88,14 +88,6 @@ def test_tensors_of_different_types_are_identical_where_their_values_are(pair, t
     assert norm in found.identical
 
 
-def test_errors_are_neither(monkeypatch, capsys, pair):
-    monkeypatch.setattr("sys.argv", ["hf-moe-expand", "diff", str(pair / "a"), str(pair / "nowhere")])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    assert "no such folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("backbone", BACKBONE_NAMES)
 def test_every_tensor_of_every_backbone_has_a_part(backbone):
     model = tiny_dense(backbone)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from hf_moe_expand.modeling import dispatch as dispatch_module
-from hf_moe_expand.modeling.dispatch import dispatch, fused, run_all, run_in_turn
+from hf_moe_expand.modeling.dispatch import fused, run_all, run_in_turn
 
 
 def in_all(experts, x_Th, weights_TK, index_TK):
@@ -154,23 +154,6 @@ def test_the_way_is_chosen_from_shapes(monkeypatch):
     assert chosen(4, 2) == chosen(4, 2, T=1) == chosen(2, 2, in_turn=True) == "run_in_turn"
 
 
-def test_few_tokens_on_an_accelerator_run_all_experts_of_few(monkeypatch):
-    ran = []
-    for name in ("run_all", "run_in_turn"):
-        monkeypatch.setattr(dispatch_module, name, lambda *args, n=name: ran.append(n))
-    monkeypatch.setattr(dispatch_module, "is_traced", lambda x: False)
-
-    def chosen(N, T):
-        with FakeTensorMode():  # no accelerator is at hand
-            x, weights = torch.empty(1, T, 16, device="cuda"), torch.empty(T, 2, device="cuda")
-            index = torch.empty(T, 2, dtype=torch.long, device="cuda")
-        dispatch(nn.ModuleList([nn.Identity()] * N), x, weights, index, False, False)
-        return ran.pop()
-
-    assert chosen(4, 512) == chosen(8, 256) == chosen(3, 682) == "run_all"
-    assert chosen(9, 64) == chosen(4, 513) == chosen(3, 683) == "run_in_turn"
-
-
 # Graphs and transforms
 
 
@@ -218,15 +201,6 @@ def test_exported_it_holds_each_weight_once(strict):
     for number in (2, 13, 500):
         x = torch.randn(1, number, 16)
         torch.testing.assert_close(program.module()(x), layer(x))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_trace_of_the_old_kind_holds_no_routing():
-    layer = build().eval()
-    with torch.no_grad():
-        traced = torch.jit.trace(layer, torch.randn(1, 13, 16), check_trace=False)
-        x = torch.randn(1, 13, 16)
-        torch.testing.assert_close(traced(x), layer(x))
 
 
 def test_transforms_of_functions_and_copies_go_on():

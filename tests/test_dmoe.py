@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMMON_BACKBONES, checkpointed, refused, save_dense, write_texts
+from conftest import byte_tokenizer, checkpointed, refused, write_texts
 from datasets import Dataset
 
 from hf_moe_expand import (
@@ -22,9 +22,8 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.expand import add_experts
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.records import ExpansionRecord, History
+from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
@@ -34,14 +33,8 @@ from hf_moe_expand.trainers import GroupedSampler, GroupLoss
 
 GROUPS = [["en", "es"], ["el"], ["tr", "hu"]]
 PLAN = Plan("dmoe", [3, 1, 3], groups=GROUPS)
-WORDS = {
-    "en": "the cat sat ",
-    "es": "el gato se ",
-    "el": "η γάτα κά",
-    "tr": "kedi otur",
-    "hu": "a macska ",
-    "hi": "बिल्ली ",
-}
+WORDS = {"en": "the cat sat ", "es": "el gato se ", "el": "η γάτα κά", "tr": "kedi otur", "hu": "a macska "}
+WORDS["hi"] = "बिल्ली "
 QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "disable_tqdm": True}
 
 
@@ -55,10 +48,10 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expanded(tmp_path_factory):
-    root = tmp_path_factory.mktemp("dmoe")
-    expand_checkpoint(save_dense(root / "dense"), root / "expanded", PLAN)
-    return root / "expanded"
+def expanded(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("dmoe") / "expanded"
+    expand_checkpoint(base, out, PLAN)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +66,6 @@ def trained(expanded, text):
 
 def test_groups_do_not_share_blocks():
     texts = {code: Dataset.from_dict({"text": [words] * 7}) for code, words in WORDS.items() if code != "hi"}
-    from conftest import byte_tokenizer
-
     packed = pack_texts(texts, byte_tokenizer(), 16, 0, groups=GROUPS)
     group_of = {code: number for number, group in enumerate(GROUPS) for code in group}
     found = [{group_of[packed.languages[i]] for i in row} for row in packed.dataset["language_ids"]]
@@ -141,15 +132,12 @@ def test_a_group_step_is_the_equation(expanded, tmp_path, checkpointing):
             assert torch.equal(after[name], before[name]) != (".experts.2." in name), name
 
 
-def test_a_group_step_does_not_depend_on_accumulation(expanded, tmp_path):
+def test_a_group_step_does_not_depend_on_accumulation_and_takes_one_group(expanded, tmp_path):
     rows = blocks([2] * 8)
     whole = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, batch=4)
     split = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, batch=1, steps=4)
     for name, value in whole.items():
         torch.testing.assert_close(split[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_a_batch_of_two_groups_is_refused(expanded, tmp_path):
     with pytest.raises(ValueError, match=r"languages of 2 groups \(\[0, 1\]\)"):
         group_step(DMoEForCausalLM.from_pretrained(expanded), blocks([0, 0, 0, 2, 2, 2, 2, 2]), tmp_path)
 
@@ -167,34 +155,6 @@ def test_group_and_joint_training_move_what_they_should(expanded, trained):
     assert "expert_0_score_old" not in history[-2]
 
 
-@pytest.mark.parametrize("backbone", COMMON_BACKBONES)
-def test_added_experts_are_copies_and_all_else_is_untouched(backbone, tmp_path):
-    base = save_dense(tmp_path / "dense", backbone)
-    expand_checkpoint(base, tmp_path / "old", PLAN, expert_init="random")
-    record = ExpansionRecord(
-        method="test", old_languages=[code for group in GROUPS for code in group], new_languages=["hi"]
-    )
-    options = {"copy_router_rows": True, "config_changes": {"language_groups": [*GROUPS, ["hi"]]}}
-    add_experts(tmp_path / "old", tmp_path / "new", {0: [1], 2: [1]}, record, **options)
-    found = compare_checkpoints(tmp_path / "old", tmp_path / "new")
-    assert not found.removed
-    assert all(name.endswith("router.weight") for name in found.changed)
-    assert len(found.changed) == 2
-    a, b = CheckpointReader(tmp_path / "old"), CheckpointReader(tmp_path / "new")
-    assert found.added
-    for name in found.added:
-        assert torch.equal(b.tensor(name), a.tensor(name.replace(".experts.3.", ".experts.1.")))
-    for name in found.changed:
-        assert torch.equal(b.tensor(name), a.tensor(name)[[0, 1, 2, 1]])
-    old, new = (DMoEForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("old", "new"))
-    ids = torch.arange(9)[None]
-    for expert, same in enumerate((0, 1, 2, 1)):
-        with old.use_expert(same):
-            expected = old(ids).logits
-        with new.use_expert(expert):
-            assert torch.equal(new(ids).logits, expected)
-
-
 def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(trained, text, tmp_path):
     # An expert that knows Hindi best: every other one is spoilt.
     model = DMoEForCausalLM.from_pretrained(trained)
@@ -202,8 +162,6 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
         for number in (0, 2):
             ffn.experts[number].down_proj.weight.data.normal_(0, 3)
     model.save_pretrained(tmp_path / "spoilt")
-    from conftest import byte_tokenizer
-
     byte_tokenizer().save_pretrained(tmp_path / "spoilt")
     config = AdaptConfig(block_size=16, sample_tokens=300, weight_decay=0.1, **QUICK)
     done = adapt_language(tmp_path / "spoilt", tmp_path / "hi", text["hi"], config)
@@ -255,11 +213,7 @@ def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_p
         check_frozen(tmp_path / "hi", tmp_path / "wrong", "adapt")
 
 
-def test_wrong_input_is_named(expanded, text, tmp_path):
-    out = tmp_path / "out"
-    uniform = changed(PLAN, method="moe-lpr", groups=[], new=["el"])
-    expand_checkpoint(expanded.with_name("dense"), tmp_path / "uniform", uniform)
-    refused(adapt_language, tmp_path / "uniform", out, text["hi"], says="has no language groups")
-    refused(add_experts, expanded, out, {0: [7]}, {}, says=r"layer 0 has no expert 7 to copy; give one of 0\.\.2")
-    refused(add_experts, expanded, out, {1: [0]}, {}, says="layer 1 has no router")
-    assert not out.exists()
+def test_a_model_without_groups_is_refused(base, text, tmp_path):
+    expand_checkpoint(base, tmp_path / "uniform", changed(PLAN, method="moe-lpr", groups=[], new=["el"]))
+    refused(adapt_language, tmp_path / "uniform", tmp_path / "out", text["hi"], says="has no language groups")
+    assert not (tmp_path / "out").exists()

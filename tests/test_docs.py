@@ -1,8 +1,4 @@
-"""The guides' commands, recipes and Python, with a tiny model in the place of the real one.
-
-Two guides run in `make test`: to costs and to a translation model. `make guides` runs them all.
-`tests/test_paper_commands.py` runs the papers' commands.
-"""
+"""The guides' commands, recipes and Python, with a tiny model; `make guides` runs all, `make test` two of them."""
 
 import argparse
 import importlib
@@ -197,8 +193,7 @@ _no_tasks = SimpleNamespace(evaluate=lambda *_: {}, benchmarks={}, unnamed=[])
 
 @pytest.mark.guides
 def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
-    """Every task that the guide names is one of lm_eval's. Of the long commands' tasks no more runs; what runs is a
-    stand-in of the same name."""
+    """Every task that the guide names is one of lm_eval's; what runs is a stand-in of the same name."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     if not (DATA / "flores").is_dir():
         pytest.skip(f"FLORES is not at {DATA / 'flores'}")
@@ -208,18 +203,9 @@ def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
 
     own = Path(lm_eval.tasks.__file__).parent
     places = [
-        "arc",
-        "arc_mt",
-        "belebele",
-        "cmmlu",
-        "global_mmlu/full/el",
-        "global_mmlu/full/tr",
-        "hellaswag",
-        "okapi",
-        "include/default/Hungarian",
-        "include/default/Turkish",
-        "multiblimp",
-    ]
+        "arc", "arc_mt", "belebele", "cmmlu", "global_mmlu/full/el", "global_mmlu/full/tr", "hellaswag", "okapi",
+        "include/default/Hungarian", "include/default/Turkish", "multiblimp",
+    ]  # fmt: skip
     manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)
     known = {name for place in places for name in manager(include_path=str(own / place)).all_tasks}
     text = (DOCS / "evaluation.md").read_text("utf-8")
@@ -358,11 +344,8 @@ def test_an_average_with_the_base(workplace):
     )
     assert torch.allclose(mean, 0.4 * tuned + 0.6 * base)
     assert not torch.equal(tuned, base)
-    assert [*json.loads(Path("experts.json").read_text("utf-8"))["models"]][1:] == [
-        "qwen-el-2",
-        "qwen-el-0.8",
-        "qwen-el-0.6",
-    ]
+    models = json.loads(Path("experts.json").read_text("utf-8"))["models"]
+    assert [*models][1:] == ["qwen-el-2", "qwen-el-0.8", "qwen-el-0.6"]
     history = AutoModelForCausalLM.from_pretrained("qwen-el-0.6").config.expansions
     assert history[0]["stages"][-1] == {"stage": "average-experts", "settings": {"weight": 0.6}}
 

@@ -2,11 +2,10 @@
 
 import copy
 import json
-import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, moved, refused, save_dense
+from conftest import invoke, move, refused, save_dense
 from encoder_decoders import PLAN, batch, save_tiny, tiny
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -23,7 +22,6 @@ from hf_moe_expand import (
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling import decoder_ffns, layer_names
 from hf_moe_expand.planning.layers import layers_in
-from hf_moe_expand.report.inspection import inspect_checkpoint
 
 CONFIGURATIONS = {
     "layer-moe": (PLAN, {}),
@@ -111,14 +109,7 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def el(base):
     expand_checkpoint(base, base.with_name("el"), PLAN, seed=1)
-    change(base.with_name("el"))
-    return base.with_name("el")
-
-
-def change(folder):
-    """Training in a stroke: new experts, routers and classifiers change."""
-    model = moved(AutoModelForSeq2SeqLM.from_pretrained(folder))
-    model.save_pretrained(folder)
+    return move(base.with_name("el"))
 
 
 def test_plans_name_layers_by_their_stack(base, tmp_path):
@@ -180,46 +171,33 @@ def test_the_wrong_auto_class_is_named(el, tmp_path):
 
 
 def test_bases_and_plans_that_do_not_fit_are_refused(base, tmp_path):
-    def refused(plan, message, folder=base):
-        with pytest.raises(InputError, match=message):
-            expand_checkpoint(folder, tmp_path / "out", plan)
+    decoder = {"is_encoder_decoder": False, "is_decoder": True}
+    for name, fields in (("bert", {}), ("bart", decoder)):
+        AutoConfig.for_model(name, **fields).save_pretrained(tmp_path / name)
+    for folder, plan, said in (
+        (base, Plan("own", [2] * 5), r"The plan is for 5 layers, but .* has 5 layers, 3 of them an encoder's"),
+        (base, Plan("own", [2] * 5, encoder_layers=2), "The plan is for 5 layers, 2 of them an encoder's"),
+        (base, Plan("own", [2] * 6, encoder_layers=3), "The plan is for 6 layers, .*, but .* has 5"),
+        (base, Plan("dmoe", [2] * 5, groups=[["en"], ["el"]]), "The plan is for 5 layers, but"),
+        (base, Plan("own", [2] * 5, [0], new=["el"], exclusive=True), "The plan is for 5 layers, but"),
+        (tmp_path / "bert", PLAN, "a bert checkpoint cannot be expanded: it is an encoder, or"),
+        (tmp_path / "bart", PLAN, "it is the decoder of an encoder-decoder"),
+    ):
+        refused(expand_checkpoint, folder, tmp_path / "out", plan, says=said)
         assert not (tmp_path / "out").exists()
 
-    refused(Plan("own", [2] * 5), r"The plan is for 5 layers, but .* has 5 layers, 3 of them an encoder's")
-    refused(Plan("own", [2] * 5, encoder_layers=2), "The plan is for 5 layers, 2 of them an encoder's")
-    refused(Plan("own", [2] * 6, encoder_layers=3), r"The plan is for 6 layers, .*, but .* has 5")
-    refused(Plan("dmoe", [2] * 5, groups=[["en"], ["el"]]), "The plan is for 5 layers, but")
-    refused(Plan("own", [2] * 5, [0], new=["el"], exclusive=True), "The plan is for 5 layers, but")
-    AutoConfig.for_model("bert").save_pretrained(tmp_path / "bert")
-    refused(PLAN, "a bert checkpoint cannot be expanded: it is an encoder, or", tmp_path / "bert")
+
+@pytest.mark.parametrize(
+    ("counts", "fields", "said"),
+    [
+        ([2] * 5, {"language_gate": {"layer": 0, "languages": [["en"], ["el"]]}}, "its translation have a language"),
+        ([2] * 5, {"exclusive_experts": True}, r"encoder_decoder beside exclusive: .*an encoder-decoder"),
+        ([2, 2], {}, r"2 entries, but the m2m_100 backbone has 5 layers \(encoder 3, decoder 2"),
+        ([2, 1, 2, 2, 2], {"classifier_layers": [1]}, r"classifier_layers names layer encoder\.1, which is dense"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(base, counts, fields, said):
     config = AutoConfig.from_pretrained(base)
-    gate = {"layer": 0, "languages": [["en"], ["el"]]}
-    with pytest.raises(
-        ValueError, match="but a sentence of an encoder-decoder and its translation have a language each"
-    ):
-        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, language_gate=gate)
-    with pytest.raises(ValueError, match=r"encoder_decoder beside exclusive: .*an encoder-decoder and its translation"):
-        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, exclusive_experts=True)
+    refused(LayerMoEConfig.from_dense, config, says=said, raises=ValueError, num_experts_per_layer=counts, **fields)
     with pytest.raises(ValueError, match="encoder_decoder beside dmoe"):
         DMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5)
-    with pytest.raises(ValueError, match=r"2 entries, but the m2m_100 backbone has 5 layers \(encoder 3, decoder 2"):
-        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2, 2])
-    with pytest.raises(ValueError, match=r"classifier_layers names layer encoder\.1, which is dense"):
-        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2, 1, 2, 2, 2], classifier_layers=[1])
-
-
-def test_a_decoder_alone_out_of_an_encoder_decoder_is_refused(tmp_path):
-    config = AutoConfig.for_model("bart", is_encoder_decoder=False, is_decoder=True)
-    config.save_pretrained(tmp_path / "bart")
-    with pytest.raises(InputError, match="it is the decoder of an encoder-decoder"):
-        expand_checkpoint(tmp_path / "bart", tmp_path / "out", PLAN)
-
-
-def test_the_folder_of_a_decoder_holds_the_same_fields_as_ever(tmp_path):
-    save_dense(tmp_path / "decoder")
-    expand_checkpoint(tmp_path / "decoder", tmp_path / "out", Plan("own", [2, 1, 2], new=["el"]))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-    assert inspect_checkpoint(tmp_path / "out").encoder_layers == 0
-    assert byte_tokenizer() is not None
-    shutil.rmtree(tmp_path / "out")

@@ -7,8 +7,7 @@ import torch
 from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_dense, write_texts
 from tokenizers import AddedToken
 
-from hf_moe_expand import evaluate_ensemble, evaluate_model
-from hf_moe_expand.baselines.ensemble import mix_models
+from hf_moe_expand import evaluate_ensemble
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation.report import Evaluation
 
@@ -58,34 +57,6 @@ def test_it_mixes_probabilities_by_the_posterior_of_the_prefix(models, top_m, bl
         assert (found[code].tokens, found[code].bytes) == (size, size)  # a token is a byte
         assert found[code].bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
         assert found[code].perplexity == pytest.approx(math.exp(nats / size), rel=1e-4)
-
-
-def test_weights_by_hand():
-    # Two models, one window of three targets; the first is twice as sure of the first target.
-    log_probs = torch.tensor([[[0.4, 0.5, 0.1]], [[0.2, 0.1, 0.3]]], dtype=torch.float64).log()
-    expected = [(0.4 + 0.2) / 2, 2 / 3 * 0.5 + 1 / 3 * 0.1, (0.2 * 0.1 + 0.02 * 0.3) / 0.22]
-    assert mix_models(log_probs, 2).exp()[0].tolist() == pytest.approx(expected)
-    assert mix_models(log_probs, 1).exp()[0].tolist() == pytest.approx([0.4, 0.5, 0.1])
-    assert mix_models(log_probs.flip(0), 1).exp()[0].tolist() == pytest.approx([0.2, 0.5, 0.1])
-
-
-def test_one_model_and_copies_of_one_are_that_model(models):
-    tokenizer = byte_tokenizer()
-    alone = evaluate_model(models[0], tokenizer, TEXTS, 16, 2)
-    for members, top_m in (([models[0]], 1), ([models[0]] * 3, 2)):
-        found = evaluate_ensemble(members, tokenizer, TEXTS, top_m, 16, 2)
-        for code in TEXTS:
-            assert found[code].bits_per_byte == pytest.approx(alone[code].bits_per_byte, rel=1e-9)
-
-
-def test_a_long_window_finds_the_best_model(models):
-    tokenizer = byte_tokenizer()
-    texts = {"en": ["The same plain words again and again, so that one of the models stands out. "]}
-    scores = [evaluate_model(model, tokenizer, texts, 64, 2)["en"].bits_per_byte for model in models]
-    mixed = evaluate_ensemble(models, tokenizer, texts, 3, 64, 2)["en"].bits_per_byte
-    # A mixture under a uniform prior costs at most log2(K) bits a window more than its best member.
-    assert mixed <= min(scores) + 2 * math.log2(3) / len(texts["en"][0].encode())
-    assert mixed < sum(scores) / 3
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, load, refused, save_dense, tiny_config, tiny_dense
+from conftest import byte_tokenizer, invoke, load, move, refused, tiny_config, tiny_dense
 from datasets import Dataset
-from gated_models import THREE, gated_model, tokens
+from gated_models import tokens
 from peft import PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
@@ -39,30 +39,12 @@ ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 IDS = tokens(2, 12)
 
 
-def moved(folder, seed=0):
-    """The checkpoint with experts of its last expansion that are no copies."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            for parameter in ffn.experts[ffn.experts_after_expansion[-2] :].parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_dense(tmp_path_factory.mktemp("exclusive") / "base")
-
-
 @pytest.fixture(scope="module")
 def el(base, tmp_path_factory):
     """A checkpoint whose exclusive experts are those of Greek."""
     folder = tmp_path_factory.mktemp("packs") / "qwen-el"
     expand_checkpoint(base, folder, PLAN)
-    byte_tokenizer().save_pretrained(folder)
-    return moved(folder)
+    return move(folder)
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +52,12 @@ def grown(el, tmp_path_factory):
     """The same with a second expansion, for Turkish."""
     folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
     plan = Plan("moe-lpr", [3, 2, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
-    grow_checkpoint(el, folder, plan)
-    return moved(folder, 1)
+    return grow_checkpoint(el, folder, plan)
 
 
 @torch.no_grad()
 def logits(model, **more):
     return (load(model) if not isinstance(model, torch.nn.Module) else model)(IDS, **more).logits
-
-
-def test_with_several_experts_of_a_class_its_router_chooses_among_them():
-    model, ids = gated_model(expansions=THREE, exclusive=True), tokens(12, 14)
-    of_tokens = model.judge(ids).repeat_interleave(ids.shape[1])
-    assert {*of_tokens.tolist()} == {0, 1, 2}
-    with torch.no_grad(), model.capture_routing() as routing:
-        model(ids)
-    own = {1: [{0}, {1, 2, 3}, {4}], 2: [{0}, {1, 2}, {3, 4}]}
-    for layer, experts in own.items():
-        allowed = routing.layers[layer].allowed
-        assert [{*row.nonzero().flatten().tolist()} for row in allowed] == [experts[number] for number in of_tokens]
 
 
 def one_step(folder, model, ids, languages, classes=(0, 1), **options):
@@ -123,8 +92,7 @@ def test_rows_of_old_languages_alone_train_nothing(grown, tmp_path):
 
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (4, 2), (3, 1)])
 def test_the_experts_of_a_class_are_balanced_among_themselves(tmp_path, experts, top_k):
-    """Expert 0 gets the old rows alone, and those no other; where a class has no more than K experts, there is no
-    balance, and its router learns from the text alone."""
+    """Where a class has no more than K experts there is no balance, and its router learns from the text alone."""
     plan = Plan("moe-lpr", [experts] * 3, old=["en"], new=["el"], exclusive=True, top_k=top_k)
     model = expand_model(tiny_dense("qwen2"), plan, seed=1)
     ids, languages = blocks(1, 0, 1, 1)
@@ -213,8 +181,7 @@ def test_a_language_that_comes_later_may_have_two_experts_and_the_first_router(e
 
 @pytest.mark.parametrize("count", [1, 3], ids=["one", "three"])
 def test_a_later_language_leaves_the_choice_of_an_earlier_one(base, tmp_path, count):
-    """The router is shared: its earlier rows stay, under weight decay and with the earlier language's text, too; and
-    all of it, where the later language has no choice."""
+    """Its rows of the shared router stay; and all of it, where the later language has no choice."""
     first = Plan("moe-lpr", [4] * 3, old=["en"], new=["el"], exclusive=True)
     expand_checkpoint(base, tmp_path / "el", first)
     counts = [4 + count] * 3
@@ -241,21 +208,30 @@ def test_growth_is_as_exclusive_as_the_model(base, el, tmp_path):
     assert "new experts        6, beside the 6 of " in said
     planned = Plan.load(tmp_path / "plan.json")
     assert (planned.experts_per_layer, planned.exclusive) == ([4, 4, 4], True)
+
+
+def test_routed_and_exclusive_experts_do_not_meet(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    with pytest.raises(InputError, match="the plan's experts are exclusive, but its own are not: plan without"):
-        grow_checkpoint(tmp_path / "routed", tmp_path / "out", Plan("moe-lpr", [3, 3, 3], exclusive=True, **plan))
-
-
-@pytest.fixture(scope="module")
-def hu(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packs") / "qwen-hu"
-    expand_checkpoint(base, folder, Plan("moe-lpr", [1, 2, 2], old=["en"], new=["hu"], exclusive=True))
-    return moved(folder, 2)
+    plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
+    said = "the plan's experts are exclusive, but its own are not: plan without"
+    exclusive = Plan("moe-lpr", [3, 3, 3], exclusive=True, **plan)
+    refused(grow_checkpoint, tmp_path / "routed", tmp_path / "out", exclusive, says=said)
+    refused(average_checkpoints, [el, tmp_path / "routed"], tmp_path / "out", says="exclusive")
+    said = "el, layer 0: a token has several experts, which no dense model has"
+    refused(export_dense, tmp_path / "routed", tmp_path / "out", language="el", says=said)
+    refused(export_dense, el, tmp_path / "out", language="fr", says="the checkpoint does not know 'fr'")
+    both = ("--language", "el", "--expert", 1)
+    refused(invoke, "export", el, tmp_path / "out", *both, says="Give one of --language CODE and --expert NUMBER")
+    assert not (tmp_path / "out").exists()
+    export_dense(tmp_path / "routed", tmp_path / "en", language="en")
+    assert torch.equal(logits(tmp_path / "en"), logits(base))
 
 
 @pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's own
-def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path):
-    join_expansions([el, hu], tmp_path / "joined")
+def test_a_joined_model_trains_each_rows_own_experts_or_refuses(base, el, tmp_path):
+    hu = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["hu"], exclusive=True)
+    expand_checkpoint(base, tmp_path / "qwen-hu", hu)
+    join_expansions([el, tmp_path / "qwen-hu"], tmp_path / "joined")
     rows = Dataset.from_dict({"language": ["el"] * 4, "text": ["η γάτα κάθισε"] * 4})
     arguments = SFTConfig(
         str(tmp_path / "sft"), max_steps=1, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none",
@@ -274,19 +250,7 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(el, hu, tmp_path
     refused(PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train, says="joins packs")
 
 
-def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
-    expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    with pytest.raises(InputError, match="el, layer 0: a token has several experts, which no dense model has"):
-        export_dense(tmp_path / "routed", tmp_path / "out", language="el")
-    export_dense(tmp_path / "routed", tmp_path / "en", language="en")
-    assert torch.equal(logits(tmp_path / "en"), logits(base))
-    refused(export_dense, el, tmp_path / "out", says="the checkpoint does not know 'fr'", language="fr")
-    with pytest.raises(InputError, match="Give one of --language CODE and --expert NUMBER"):
-        invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
-    assert not (tmp_path / "out").exists()
-
-
-def test_where_a_class_has_several_experts_there_is_routing_to_measure_and_nothing_to_review():
+def test_routing_is_measured_where_a_class_has_several_experts(el):
     plan = Plan("moe-lpr", [4, 2, 3], old=["en"], new=["el"], exclusive=True)
     model = expand_model(tiny_dense("qwen2"), plan)
     found = measure_routing(model, byte_tokenizer(), {"el": ["αβγδ"] * 40, "en": ["abc d"] * 40}, tokens=50)
@@ -294,13 +258,5 @@ def test_where_a_class_has_several_experts_there_is_routing_to_measure_and_nothi
     assert found.expert_0_score["el"] == [0, 0]
     assert all(sum(share[1:]) == pytest.approx(1) for share in found.top1_share["el"])
     assert "review" not in inspect_config(model.config).trainable
-
-
-def test_there_is_no_routing_to_measure(el):
     with pytest.raises(InputError, match="takes its exclusive expert alone: there is no routing to measure"):
         measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)
-
-
-def test_exclusive_and_routed_experts_are_not_averaged(base, el, tmp_path):
-    expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    refused(average_checkpoints, [el, tmp_path / "routed"], tmp_path / "no", says="exclusive")

@@ -3,25 +3,19 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import byte_tokenizer, save_dense, tensors, tiny_config, tiny_dense
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig
+from conftest import CHAT, byte_tokenizer, save_dense, tensors, tiny_config, tiny_dense
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
-
-
-@pytest.fixture
-def base(tmp_path):
-    return save_dense(tmp_path / "base")
 
 
 def test_every_tensor_of_the_base_is_there_byte_for_byte_and_copies_are_copies(base, tmp_path):
@@ -39,13 +33,6 @@ def test_every_tensor_of_the_base_is_there_byte_for_byte_and_copies_are_copies(b
     ]
     assert not after["model.layers.2.mlp.classifier.weight"].any()
     assert report.parameters == sum(value.numel() for value in tensors(tmp_path / "out").values())
-
-
-def test_the_file_is_what_the_library_itself_writes(base, tmp_path):
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    LayerMoEForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
-    for path in (tmp_path / "again").iterdir():
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
 
 
 def test_shards_in_and_out(tmp_path):
@@ -81,8 +68,6 @@ def test_the_seed_decides_and_routers_differ_between_layers(base, tmp_path):
 
 def test_random_experts_are_drawn_as_the_backbone_draws(tmp_path):
     config = tiny_config("gpt_neox", hidden_size=64, intermediate_size=512, initializer_range=0.05)
-    from transformers import AutoModelForCausalLM
-
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [2, 2, 2]), expert_init="random")
     found = tensors(tmp_path / "out")
@@ -94,16 +79,13 @@ def test_random_experts_are_drawn_as_the_backbone_draws(tmp_path):
 
 
 def test_companions_travel_along_and_the_template_works(tmp_path):
-    base = tmp_path / "base"
-    tiny_dense("qwen2").save_pretrained(base)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}!{% endfor %}"
-    tokenizer.save_pretrained(base)
+    base = save_dense(tmp_path / "base")
+    byte_tokenizer(CHAT).save_pretrained(base)
     GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=256).save_pretrained(base)
     (base / "README.md").write_text("the base model's card")
     expand_checkpoint(base, tmp_path / "out", PLAN)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<u>hi"
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
     assert not (tmp_path / "out" / "README.md").exists()
 
@@ -113,29 +95,11 @@ def test_provenance_says_what_was_done_and_holds_no_local_path(base, tmp_path):
     text = (tmp_path / "out" / "config.json").read_text()
     assert str(tmp_path) not in text
     (entry,) = json.loads(text)["expansions"]
-    assert entry["method"] == "layer-moe"
-    assert entry["base_model"] == "base"
-    assert (entry["old_languages"], entry["new_languages"]) == (["en"], ["el"])
-    assert entry["experts_per_layer"] == [3, 1, 2]
-    assert entry["seed"] == 7
+    assert entry.items() >= {
+        "method": "layer-moe", "base_model": "base", "old_languages": ["en"], "new_languages": ["el"],
+        "experts_per_layer": [3, 1, 2], "seed": 7,
+    }.items()  # fmt: skip
     assert entry["versions"]["torch"] == torch.__version__
-
-
-def test_bloom_checkpoints_without_the_base_prefix(tmp_path):
-    # The published BLOOM checkpoints have `h.0...` instead of `transformer.h.0...`.
-    tiny_dense("bloom").save_pretrained(tmp_path / "full")
-    shutil.copytree(tmp_path / "full", tmp_path / "short")
-    weights = load_file(tmp_path / "full" / "model.safetensors")
-    weights = {name.removeprefix("transformer."): value for name, value in weights.items()}
-    save_file(weights, tmp_path / "short" / "model.safetensors", metadata={"format": "pt"})
-    for name in ("full", "short"):
-        expand_checkpoint(tmp_path / name, tmp_path / f"{name}-out", PLAN)
-    found = compare_checkpoints(tmp_path / "full-out", tmp_path / "short-out")
-    assert found.changed + found.added + found.removed == []
-
-
-def assert_nothing_left(folder, *names):
-    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
 
 
 def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
@@ -171,7 +135,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     shutil.copytree(base, tmp_path / "pickled")
     os.rename(tmp_path / "pickled/model.safetensors", tmp_path / "pickled/pytorch_model.bin")
     refused(tmp_path / "pickled", PLAN, "pickled weights, which are not read")
-    assert_nothing_left(tmp_path, "base", "empty", *reasons, *computed, "pickled")
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", *reasons, *computed, "pickled"}
     expand_checkpoint(base, tmp_path / "done", PLAN)
     refused(tmp_path / "done", PLAN, "is an expanded checkpoint already")
     with pytest.raises(InputError, match="exists already"):
@@ -187,23 +151,6 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     assert (tmp_path / "thesis" / "last.tex").is_file()
     expand_checkpoint(base, tmp_path / "done", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
     assert LayerMoEForCausalLM.from_pretrained(tmp_path / "done").config.num_experts_per_layer == [2, 2, 2]
-
-
-def test_a_full_disk_leaves_nothing_behind(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(InputError, match=r"needs .* kB, .* kB more than the disk has free: choose another disk"):
-        expand_checkpoint(base, tmp_path / "out", PLAN)
-    assert_nothing_left(tmp_path, "base")
-
-
-def test_comparison_finds_one_changed_bit(base, tmp_path):
-    shutil.copytree(base, tmp_path / "other")
-    weights = load_file(base / "model.safetensors")
-    weights["model.norm.weight"][3] = torch.nextafter(weights["model.norm.weight"][3], torch.tensor(9.0))
-    extra = weights.pop("lm_head.weight")
-    save_file(weights | {"new.weight": extra}, tmp_path / "other" / "model.safetensors")
-    found = compare_checkpoints(base, tmp_path / "other")
-    assert (found.changed, found.removed, found.added) == (["model.norm.weight"], ["lm_head.weight"], ["new.weight"])
 
 
 def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):

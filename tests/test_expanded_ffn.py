@@ -2,39 +2,25 @@
 
 import copy
 
+import layers
 import pytest
 import torch
-from layers import ask, layer_config
+from layers import Plain, ask
 from torch import nn
 
-from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.routing import init_router, select_experts
-from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
+from hf_moe_expand.modeling.routing_control import Routing
 
 HIDDEN = 6
 
 
-class PlainFFN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 10), nn.Linear(10, HIDDEN)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-class ResidualFFN(PlainFFN):
+class WithResidual(Plain):
     def forward(self, x, residual):
         return super().forward(x) + residual
 
 
-def build(num_experts, top_k, classifier=False, ffn=PlainFFN, dtype=torch.float32):
-    torch.manual_seed(num_experts * 10 + top_k)
-    layer = ExpandedFFN(ffn(), layer_config(HIDDEN, num_experts, top_k, classifier), 0, RoutingControl())
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    return layer.to(dtype)
+def build(num_experts, top_k, classifier=False, ffn=Plain, dtype=torch.float32):
+    return layers.build(ffn, num_experts, top_k, HIDDEN, 10, dtype, classifier)
 
 
 def slow(layer, x):
@@ -55,21 +41,12 @@ def slow(layer, x):
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 5), (2, 1), (1, 64)])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(2, 1), (2, 2), (3, 2), (5, 2), (4, 3), (2, 5)])
+@pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("classifier", [False, True])
-def test_forward_is_the_definition(shape, num_experts, top_k, classifier):
-    layer = build(num_experts, top_k, classifier).eval()
+def test_forward_is_the_definition(shape, num_experts, top_k, classifier, mode):
+    layer = getattr(build(num_experts, top_k, classifier), mode)()
     x = torch.randn(*shape, HIDDEN)
     torch.testing.assert_close(layer(x), slow(layer, x), rtol=1e-5, atol=1e-6)
-
-
-def test_compiled_it_is_one_graph_with_the_same_output():
-    """One with a residual; test_dispatch.py has the others."""
-    layer = build(4, 2, classifier=True, ffn=ResidualFFN).eval()
-    x = torch.randn(3, 7, HIDDEN)
-    inputs = (x, torch.randn_like(x))
-    torch.compiler.reset()
-    found = torch.compile(layer, backend="eager", fullgraph=True)(*inputs)
-    torch.testing.assert_close(found, layer(*inputs), rtol=1e-5, atol=1e-6)
 
 
 def test_a_single_token_runs_its_own_experts_only():
@@ -109,7 +86,7 @@ def test_tokens_that_all_go_to_expert_0_have_the_dense_output_bit_for_bit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
+@pytest.mark.parametrize("ffn", [Plain, WithResidual])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(2, 2), (3, 3), (2, 5)])
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_with_all_experts_active_an_old_token_has_the_dense_layers_bits_in_a_mixed_batch(
@@ -118,7 +95,7 @@ def test_with_all_experts_active_an_old_token_has_the_dense_layers_bits_in_a_mix
     layer = build(num_experts, top_k, classifier=True, ffn=ffn, dtype=dtype).eval()
     layer.in_turn = in_turn
     x = torch.randn(3, 17, HIDDEN, dtype=dtype)
-    inputs = (x,) if ffn is PlainFFN else (x, torch.randn_like(x))
+    inputs = (x,) if ffn is Plain else (x, torch.randn_like(x))
     logits = layer.classifier(x.flatten(0, 1)).view(3, 17, 2)
     is_old = logits[..., 0] > logits[..., 1]
     assert 5 < is_old.sum() < 46
@@ -142,29 +119,19 @@ def test_in_a_mixed_batch_an_old_token_has_expert_0s_output_bit_for_bit():
     assert all(torch.equal(y[t], ran[tuple(x[t].tolist())]) for t in old.nonzero().flatten().tolist())
 
 
-def test_the_classifier_decides_in_evaluation_only():
-    layer = build(3, 2, classifier=True)
-    x = torch.randn(40, HIDDEN)
-    without = copy.deepcopy(layer)
-    without.classifier = None
-    assert torch.equal(layer.train()(x), without.train()(x))
-    assert not torch.allclose(layer.eval()(x), without.eval()(x))
-
-
-def test_an_untrained_classifier_changes_nothing():
+def test_routers_are_xavier_normal_and_seeded_and_zero_classifiers_change_nothing():
     layer = build(3, 2, classifier=True).eval()
     nn.init.zeros_(layer.classifier.weight)
     without = copy.deepcopy(layer)
     without.classifier = None
     x = torch.randn(40, HIDDEN)
     assert torch.equal(layer(x), without(x))
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_the_residual_is_added_once(mode):
-    layer = getattr(build(3, 2, ffn=ResidualFFN), mode)()
-    x, residual = torch.randn(2, 5, HIDDEN), torch.randn(2, 5, HIDDEN)
-    torch.testing.assert_close(layer(x, residual), layer(x, torch.zeros_like(x)) + residual)
+    weight = torch.empty(8, 4000)
+    init_router(weight, torch.Generator().manual_seed(3))
+    again = torch.empty(8, 4000)
+    init_router(again, torch.Generator().manual_seed(3))
+    assert torch.equal(weight, again)
+    assert weight.std().item() == pytest.approx((2 / 4008) ** 0.5, rel=0.02)
 
 
 def test_routing_is_float32_under_autocast_and_captured_with_its_graph():
@@ -177,24 +144,6 @@ def test_routing_is_float32_under_autocast_and_captured_with_its_graph():
     assert torch.equal(routing.layers[0].router_logits, x @ layer.router.weight.T)
     assert routing.layers[0].router_logits.requires_grad
     assert routing.layers[0].classifier_logits.shape == (8, 2)
-
-
-def test_idle_experts_get_zero_gradients_in_training():
-    layer = build(4, 1).train()
-    with torch.no_grad():
-        layer.router.weight.zero_()
-        layer.router.weight[0].fill_(1.0)
-    layer(torch.rand(6, HIDDEN)).sum().backward()  # positive inputs: expert 0 wins everywhere
-    assert all(p.grad is not None and not p.grad.any() for p in layer.experts[3].parameters())
-
-
-def test_router_initialisation_is_xavier_normal_and_seeded():
-    weight = torch.empty(8, 4000)
-    init_router(weight, torch.Generator().manual_seed(3))
-    again = torch.empty(8, 4000)
-    init_router(again, torch.Generator().manual_seed(3))
-    assert torch.equal(weight, again)
-    assert weight.std().item() == pytest.approx((2 / 4008) ** 0.5, rel=0.02)
 
 
 def test_the_captured_decision_under_an_override():

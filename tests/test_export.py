@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, load, refused, run_fresh, save_dense
+from conftest import COMMON_BACKBONES, load, move, refused, run_fresh, save_dense
 from transformers import GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -19,15 +19,7 @@ def trained(root, backbone, **changes):
     """An expanded checkpoint whose experts differ."""
     save_dense(root / "base", backbone, **changes)
     expand_checkpoint(root / "base", root / "expanded", PLAN)
-    model = load(root / "expanded")
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts." in name and ".experts.0." not in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    model.save_pretrained(root / "trained")
-    byte_tokenizer().save_pretrained(root / "trained")
-    return root / "trained"
+    return move(root / "expanded", root / "trained")
 
 
 def test_the_export_needs_nothing_of_ours(tmp_path):

@@ -1,7 +1,6 @@
 """Forward passes with a language gate: texts are judged, and then told, against passes that the user tells."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from gated_models import (
     CODES,
     GREEDY,
     KINDS,
-    MAPS,
     TWO,
     all_go_to,
     clear_texts,
@@ -25,7 +23,6 @@ from gated_models import (
 )
 from peft import PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch._dynamo.testing import CompileCounter
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from hf_moe_expand import LayerMoEForCausalLM
@@ -72,25 +69,6 @@ def test_a_pass_is_the_one_that_the_user_tells(kind):
         assert torch.equal(model(ids).logits, base(ids).logits)
     with model.use_expansion(1):
         assert torch.equal(model(ids).logits, model(ids, languages=codes).logits)
-
-
-@torch.no_grad()
-@EVERY_KIND
-def test_layers_below_the_gate_run_the_judged_class_in_the_pass_that_follows(kind):
-    """The pass that judges is the base's, and ends at the gate's layer."""
-    model, base, ids, seen = gated_model(**KINDS[kind]), dense_of(gated_model(**KINDS[kind])), tokens(2, 8), []
-    all_go_to(model, 2)
-    for one in (model, base):
-        for number, layer in enumerate(one.model.layers):
-            layer.register_forward_hook(lambda _, args, y, number=number: seen.append((number, y)))
-    model(ids)
-    base(ids)
-    (layer, judging), *told, (_, plain), _, _ = seen
-    assert [layer, *(number for number, _ in told)] == [0, 0, 1, 2]
-    assert torch.equal(judging, plain)
-    assert torch.equal(told[0][1], plain) == (
-        len(KINDS[kind]["expansions"]) > 1 and KINDS[kind]["expansions"][1][0] == 1
-    )
 
 
 @torch.no_grad()
@@ -167,26 +145,6 @@ def test_in_training_nothing_is_judged():
     with model.eval().routing_control.asking(as_in_training=True), torch.no_grad():
         model(ids)
     assert calls == []
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["copies", "adapters"])
-def test_there_is_one_graph_for_each_class_and_one_for_several(kind):
-    fields = {"expert_kind": "adapter", "adapters": [{"maps": MAPS}]}
-    given = (
-        {"expansions": [(2, 2)], "exclusive": True, "fields": fields}
-        if kind == "adapters"
-        else {"expansions": [(3, 3)]}
-    )
-    model, ids = gated_model(num_hidden_layers=2, **given), tokens(2, 8)
-    expected = {codes: model(ids, languages=list(codes)).logits for codes in product(("en", "el"), repeat=2)}
-    torch.compiler.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for codes, logits in expected.items():
-        with model.use_languages(list(codes)):
-            torch.testing.assert_close(compiled(ids).logits, logits)
-    assert counter.frame_count <= 3
 
 
 @torch.no_grad()

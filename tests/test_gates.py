@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, refused, run_fresh, save_dense, write_texts
+from conftest import byte_tokenizer, invoke, move, refused, write_texts
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, fit_gates, grow_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, fit_gates
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.analysis.gate_fit import (
     MARKS,
@@ -39,6 +39,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
+TEMPLATE = "<|u|>Be kind to all. {{ messages[0]['content'] }}<|a|>Answer: "
 ALPHABETS = ("abcdefg", "hijklmn", "opqrstu", "vwxyzAB", "CDEFGHI", "JKLMNOP", "QRSTUVW", "XYZ0123")
 
 
@@ -57,17 +58,10 @@ pytestmark = pytest.mark.usefixtures("given_anchors_alone")
 
 
 @pytest.fixture(scope="module")
-def expanded(tmp_path_factory):
-    home = tmp_path_factory.mktemp("gates")
-    save_dense(home / "base")
-    expand_checkpoint(home / "base", home / "one", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "hu"]))
-    model = LayerMoEForCausalLM.from_pretrained(home / "one")
-    with torch.no_grad():  # experts that differ
-        for ffn in model.expanded_ffns().values():
-            for parameter in ffn.experts[1].parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(home / "one")
-    return home / "one"
+def expanded(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("gates") / "one"
+    expand_checkpoint(base, out, Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "hu"]))
+    return move(out)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +103,7 @@ def test_the_rows_are_the_minimum_of_the_penalised_cross_entropy():
 
 
 def test_all_languages_are_shown_in_the_same_forms():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "<|u|>{{ messages[0]['content'] }}<|a|>"
+    tokenizer = byte_tokenizer("<|u|>{{ messages[0]['content'] }}<|a|>")
     found = gate_examples({"en": TEXTS["en"]}, tokenizer, 600, 128)["en"]
     own = [tokenizer.decode(example.ids[example.start : example.end]) for example in found]
     assert all("<|" not in text for text in own)
@@ -130,16 +123,17 @@ def judged(model, tokenizer, text, count=60):
     return [int(model.judge(torch.tensor([ids[:end]]))) for end in range(20, count)]
 
 
-def test_new_text_is_recognised_and_a_language_that_nobody_named_goes_home(gated):
+def test_new_text_is_recognised_and_the_report_says_where_texts_go(gated):
     model, tokenizer = load_for_inference(gated.out)
     assert sum(judged(model, tokenizer, TEXTS["el"])) > 30
     assert sum(judged(model, tokenizer, TEXTS["hu"])) > 30
     assert not sum(judged(model, tokenizer, TEXTS["en"]))
     assert not sum(judged(model, tokenizer, ANCHORS["qcc"]))
     assert not sum(judged(model, tokenizer, words("4567890!?", 60)))  # in no text that the gate saw
-
-
-def test_the_report_says_where_texts_go(gated):
+    ids = torch.arange(60, 90)[None]
+    with torch.no_grad(), model.use_expert(0):
+        home = model(ids).logits
+    assert torch.equal(model(ids, languages="qaa").logits, home)  # anchors may be named
     report = gated.gates
     assert set(report.unseen) == set(ANCHORS)
     assert set(report.new) == {"el", "hu"}
@@ -151,9 +145,6 @@ def test_the_report_says_where_texts_go(gated):
     assert report.home <= 0
     said = "\n".join(gated.lines())
     assert f"gate               in layer {report.layer}\n" in said
-    assert "unseen languages" in said
-    assert "% of their texts go to new experts, left out of the fit in turn" in said
-    assert "old languages      en 0 % of their texts" in said
     assert f"el                 {100 * report.new['el']:.0f} % of its texts go to new experts" in said
     assert f"answers            go home below {report.home:.0f} nats" in said
 
@@ -182,11 +173,8 @@ def test_a_near_relative_of_a_new_language_is_named(expanded, tmp_path):
 
 
 def test_a_chat_begins_at_home_and_is_answered_in_its_language(expanded, tmp_path):
-    folder = tmp_path / "chat"
-    shutil.copytree(expanded, folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "<|u|>Be kind to all. {{ messages[0]['content'] }}<|a|>Answer: "
-    tokenizer.save_pretrained(folder)
+    folder = shutil.copytree(expanded, tmp_path / "chat")
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
     made = fit_gates(folder, tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
     model, tokenizer = load_for_inference(made.out)
     assert model.config.language_gate["languages"][0][0] == "zxx"
@@ -201,13 +189,6 @@ def test_a_chat_begins_at_home_and_is_answered_in_its_language(expanded, tmp_pat
     assert new("aei noun tea ion ate nut in a tin") == (0, 0)
 
 
-def test_a_stricter_promise_lets_less_pass(expanded, gated, tmp_path):
-    strict = GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.001)
-    found = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, strict).gates
-    assert sum(found.unseen.values()) <= sum(gated.gates.unseen.values())
-    assert found.new["el"] <= gated.gates.new["el"]
-
-
 def test_all_but_the_gate_is_byte_for_byte_the_same(expanded, gated):
     before, after = (load_file(folder / "model.safetensors") for folder in (expanded, gated.out))
     added = {name for name in after if name not in before}
@@ -220,43 +201,10 @@ def test_all_but_the_gate_is_byte_for_byte_the_same(expanded, gated):
     assert config["parts"]["gate"] == {**rule, "home": gated.gates.home}
     assert config["classifier_layers"] == []
     stage = config["expansions"][-1]["stages"][-1]
-    assert stage["stage"] == "gates"
-    assert stage["settings"]["unseen_share"] == 0.02
-    assert stage["settings"]["layer"] == layer
+    settings = {name: stage["settings"][name] for name in ("unseen_share", "layer")}
+    assert (stage["stage"], settings) == ("gates", {"unseen_share": 0.02, "layer": layer})
     assert stage["settings"]["shares"]["el"] == {"end": round(gated.gates.new["el"], 4)}
     assert config["expansions"][-1]["language_gate"] == config["parts"]["gate"]
-
-
-def test_it_loads_without_the_package_and_saves_the_same_bytes(gated, tmp_path):
-    code = (
-        "import sys, torch\nfrom transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()\n"
-        "print(model(torch.arange(60, 90)[None]).logits.double().sum().item())\nmodel.save_pretrained(sys.argv[2])\n"
-    )
-    said = float(run_fresh(code, str(gated.out), str(tmp_path / "again")).split()[0])
-    model = LayerMoEForCausalLM.from_pretrained(gated.out).eval()
-    with torch.no_grad():
-        assert said == pytest.approx(model(torch.arange(60, 90)[None]).logits.double().sum().item(), rel=1e-6)
-    for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "again" / file).read_bytes() == (gated.out / file).read_bytes()
-
-
-def test_anchors_may_be_named(gated):
-    model, tokenizer = load_for_inference(gated.out)
-    ids = torch.tensor([tokenizer("αβγ δεζ ηαβ γδ").input_ids])
-    with torch.no_grad(), model.use_expert(0):
-        base = model(ids).logits
-    assert torch.equal(model(ids, languages="qaa").logits, base)
-
-
-def test_growth_leaves_the_gate_out_and_says_so(gated, tmp_path):
-    plan = Plan("moe-lpr", [3, 3, 3], old=["en", "el", "hu"], new=["tr"], grows_from=[2, 2, 2])
-    plan.save(tmp_path / "plan.json")
-    said = invoke("grow", gated.out, tmp_path / "grown", "--plan", tmp_path / "plan.json")
-    assert "fit it again" in said
-    config = json.loads((tmp_path / "grown" / "config.json").read_text())
-    assert not config["classifier_layers"]
-    assert config.get("language_gate") is None
 
 
 def test_numbers_of_what_is_not_there_are_refused(gated):
@@ -268,9 +216,12 @@ def test_numbers_of_what_is_not_there_are_refused(gated):
         refused(model.use_expert, number, says=r"Expert .* was asked for: give a number from 0", raises=ValueError)
 
 
-def test_each_expansion_has_a_class(gated, tmp_path):
+def test_growth_leaves_the_gate_out_and_each_expansion_gets_a_class(gated, tmp_path):
     plan = Plan("moe-lpr", [3, 3, 3], old=["en", "el", "hu"], new=["tr"], grows_from=[2, 2, 2])
-    grow_checkpoint(gated.out, tmp_path / "grown", plan)
+    plan.save(tmp_path / "plan.json")
+    said = invoke("grow", gated.out, tmp_path / "grown", "--plan", tmp_path / "plan.json")
+    assert "fit it again" in said
+    assert json.loads((tmp_path / "grown" / "config.json").read_text()).get("language_gate") is None
     texts = {**TEXTS, "tr": words("çşğıöü")}
     refused(fit_gates, tmp_path / "grown", tmp_path / "no", TEXTS, ANCHORS, SETTINGS, says="no text in tr")
     again = fit_gates(tmp_path / "grown", tmp_path / "again", texts, ANCHORS, SETTINGS)
@@ -282,28 +233,14 @@ def test_each_expansion_has_a_class(gated, tmp_path):
     assert (refitted.out / "model.safetensors").read_bytes() == (again.out / "model.safetensors").read_bytes()
 
 
-def test_the_layer_may_be_chosen(expanded, tmp_path):
+def test_the_layer_may_be_chosen_and_else_those_of_the_first_third_are_tried(expanded, tmp_path):
+    assert [candidates(count) for count in (3, 24, 30)] == [[0], [5, 6, 7], [7, 8, 9]]
     made = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 2}))
     assert made.gates.layer == 2
     assert "model.layers.2.language_gate.bias" in load_file(made.out / "model.safetensors")
-    with pytest.raises(InputError, match=r"layer is 3, but the model has the layers 0\.\.2"):
-        fit_gates(expanded, tmp_path / "no", TEXTS, ANCHORS, SETTINGS.model_copy(update={"layer": 3}))
-
-
-def test_it_may_stand_in_a_layer_without_experts(tmp_path):
-    save_dense(tmp_path / "base")
-    plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el", "hu"])
-    expand_checkpoint(tmp_path / "base", tmp_path / "one", plan)
-    made = fit_gates(tmp_path / "one", tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
-    assert made.gates.layer == 0
-    model, tokenizer = load_for_inference(made.out)
-    assert sum(judged(model, tokenizer, TEXTS["el"])) > 30
-
-
-def test_layers_of_the_first_third_are_tried():
-    assert candidates(3) == [0]
-    assert candidates(24) == [5, 6, 7]
-    assert candidates(30) == [7, 8, 9]
+    beyond = SETTINGS.model_copy(update={"layer": 3})
+    said = r"layer is 3, but the model has the layers 0\.\.2"
+    refused(fit_gates, expanded, tmp_path / "no", TEXTS, ANCHORS, beyond, says=said)
 
 
 @pytest.mark.parametrize(
@@ -320,22 +257,15 @@ def test_text_that_cannot_make_gates_is_refused_before_anything_is_written(expan
     assert not list(tmp_path.iterdir())
 
 
-def test_a_promise_that_no_layer_keeps_is_refused_with_the_best_ones_figures(tmp_path, monkeypatch):
+def test_a_promise_that_no_layer_keeps_is_refused_with_the_best_ones_figures(base, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_moe_expand.analysis.gating.shipped_sentences", lambda code: [])
-    save_dense(tmp_path / "base")
     plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
-    expand_checkpoint(tmp_path / "base", tmp_path / "one", plan)  # its experts are equal, and so is the text
+    expand_checkpoint(base, tmp_path / "one", plan)  # its experts are equal, and so is the text
     settings = GateSettings(tokens=400, anchor_tokens=400, unseen_share=0.001)
     same = {"en": TEXTS["en"], "el": TEXTS["en"]}
     with pytest.raises(InputError, match=r"none of the layers 0 keeps unseen_share 0\.001 .* in the best, layer 0, \d"):
         fit_gates(tmp_path / "one", tmp_path / "out", same, dict.fromkeys(ANCHORS, TEXTS["en"]), settings)
     assert not (tmp_path / "out").exists()
-
-
-def test_other_models_are_refused(tmp_path):
-    save_dense(tmp_path / "base")
-    expand_checkpoint(tmp_path / "base", tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
-    refused(fit_gates, tmp_path / "dmoe", tmp_path / "out", TEXTS, ANCHORS, says="a DMoE keeps no language")
 
 
 def test_the_packages_own_sentences_are_the_default_and_stand_on_their_languages_side():
@@ -380,9 +310,7 @@ def test_a_token_is_fitted_to_its_language_to_the_template_or_to_nothing():
     assert _rows(line, 9, True).tolist() == [-1, 9, 9]
     assert _rows(Example([6, 7, 8], 0, 3, False), 9, True).tolist() == [9, 9, 9]  # an id stands before every text
     assert _rows(Example([1, 2, 3], 1, 2, True), 9, False).tolist() == [-1, 9, -1]
-
-
-def test_anchors_are_left_out_as_wholes_and_other_languages_text_by_text():
+    # Anchors are left out as wholes, other languages text by text.
     codes = ["en", "qb", "qb", "en", "qa", "en", "qb", "en"]
     assert _folds(codes, ["qa", "qb"]) == [0, 1, 1, 1, 0, 2, 1, 0]
 
@@ -443,8 +371,7 @@ def test_home_is_below_new_answers_and_above_other_text():
 
 
 def drawn_gate(seed, near):
-    """A gate of 20 anchors, one old and two new languages, whose texts have drawn logits. `near`: how like the new
-    languages the first few anchors are."""
+    """A gate of 20 anchors, an old and two new languages, of drawn logits; `near`: how like these three anchors are."""
     draw = torch.Generator().manual_seed(seed)
     anchors = [f"q{chr(97 + number)}a" for number in range(20)]
     codes = ["en", *anchors, "el", "hu"]
@@ -487,12 +414,11 @@ def test_of_an_anchor_that_was_left_out_no_more_texts_than_promised_go_astray(se
 
 
 @pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("template", [None, "<|u|>Be kind to all. {{ messages[0]['content'] }}<|a|>Answer: "])
+@pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_the_fit_cuts_and_reads_texts_as_the_model_judges_them(expanded, tmp_path, begins, template):
     """The sums of a fit's texts are those that the model with its gate finds in the same ids."""
     folder = shutil.copytree(expanded, tmp_path / "model")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = byte_tokenizer(template)
     if begins:
         one = tokenizer.convert_ids_to_tokens(7)
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=[one, "$A"], special_tokens=[(one, 7)])

@@ -1,7 +1,4 @@
-"""The promises of the expanded layers on a GPU; each test runs on the CPU too, which shows that its code works.
-
-`make gpu` runs the tests marked `gpu`, which skip where there is no GPU.
-"""
+"""The promises of the expanded layers on a GPU (`make gpu`); each test runs on the CPU too, so that its code works."""
 
 import copy
 from contextlib import contextmanager
@@ -26,8 +23,7 @@ pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametriz
 
 
 def models(device, dtype, experts, judge=None, differ=True, exclusive=False, **changes):
-    """A dense model and its expansion with classifiers in all layers or a gate in the first, unless the user judges;
-    `differ`: the experts are not copies of the base's."""
+    """A dense model and its expansion, with classifiers or a gate; `differ`: its experts are no copies."""
     dense = tiny_dense("qwen2", dtype=dtype, **changes)
     layers = dense.config.num_hidden_layers
     config = LayerMoEConfig.from_dense(
@@ -129,30 +125,28 @@ def test_right_after_expansion_it_computes_what_the_base_does(device, dtype, exp
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("judge", ["classifier", "gate", "languages"])
-def test_with_all_experts_a_token_sent_home_gets_the_bases_bits(device, dtype, judge):
-    dense, model = models(device, dtype, 2, judge)
+@pytest.mark.parametrize(
+    ("judge", "experts", "exclusive"),
+    [(judge, 2, False) for judge in ("classifier", "gate", "languages")]
+    + [("gate", 4, False), ("gate", 2, True), ("languages", 4, False)],
+)
+def test_a_token_sent_home_gets_the_bases_bits(device, dtype, judge, experts, exclusive):
+    """By classifiers where a token takes all experts; by a gate or the user always."""
+    dense, model = models(device, dtype, experts, judge, exclusive=exclusive)
     for length in (1, 40):
         ids = text(device, 3, length)
-        said = {"languages": ["en", "el", "en"]} if judge == "languages" else {}
-        if not said:
-            is_home_T = torch.tensor([True, False, True], device=device).repeat_interleave(length)
-            send_home(model, is_home_T)
-        found, base = model(ids, **said).logits, dense(ids).logits
+        base, some, all_ = dense(ids).logits, {}, {}
+        if judge == "languages":
+            some, all_ = {"languages": ["en", "el", "en"]}, {"languages": "en"}
+        else:
+            send_home(model, torch.tensor([True, False, True], device=device).repeat_interleave(length))
+        found = model(ids, **some).logits
         assert torch.equal(found[[0, 2]], base[[0, 2]])
         assert not torch.allclose(found[1], base[1], rtol=0.1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("exclusive", [False, True])
-def test_a_gate_sends_home_bit_for_bit_with_any_number_of_experts(device, dtype, exclusive):
-    dense, model = models(device, dtype, 2 if exclusive else 4, "gate", exclusive=exclusive)
-    for length in (1, 40):
-        ids = text(device, 3, length)
-        send_home(model, torch.tensor([True, False, True], device=device).repeat_interleave(length))
-        assert torch.equal(model(ids).logits[[0, 2]], dense(ids).logits[[0, 2]])
-        send_home(model, torch.ones(3 * length, dtype=torch.bool, device=device))
-        assert torch.equal(model(ids).logits, dense(ids).logits)
+        if judge == "gate":
+            send_home(model, torch.ones(3 * length, dtype=torch.bool, device=device))
+        if judge != "classifier":
+            assert torch.equal(model(ids, **all_).logits, base)
 
 
 @torch.no_grad()
@@ -217,16 +211,6 @@ def test_with_more_experts_a_token_sent_home_gets_the_bases_values_to_rounding(d
         assert_close(found, base, dtype)
         if device == "cpu":
             assert torch.equal(found, base)
-
-
-@torch.no_grad()
-def test_with_more_experts_the_users_word_gives_the_bases_bits(device, dtype):
-    dense, model = models(device, dtype, 4, "languages")
-    for length in (1, 40):
-        ids = text(device, 3, length)
-        base = dense(ids).logits
-        assert torch.equal(model(ids, languages="en").logits, base)
-        assert torch.equal(model(ids, languages=["en", "el", "en"]).logits[[0, 2]], base[[0, 2]])
 
 
 @pytest.mark.parametrize("form", ["gated", "conv1d"])

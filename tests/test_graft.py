@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, refused, save_dense, tensors, tiny_dense
+from conftest import COMMON_BACKBONES, byte_tokenizer, move, refused, save_dense, tensors, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -33,19 +33,6 @@ def fine_tuned(base, out, seed=1, size=0.02, kept=1.0):
     return out
 
 
-def trained(expanded, out):
-    """The expanded model after something like stage 1: only new experts and routers moved."""
-    model = AutoModelForCausalLM.from_pretrained(expanded, dtype="auto")
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "router" in name or (".experts." in name and ".experts.0." not in name):
-                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.dtype))
-    model.save_pretrained(out)
-    byte_tokenizer().save_pretrained(out)
-    return out
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
     """base, instruct, the expanded base and that after training."""
@@ -53,7 +40,7 @@ def family(tmp_path_factory):
     save_dense(root / "base")
     fine_tuned(root / "base", root / "instruct")
     expand_checkpoint(root / "base", root / "expanded", PLAN)
-    trained(root / "expanded", root / "trained")
+    move(root / "expanded", root / "trained")
     return root
 
 
@@ -170,17 +157,6 @@ def test_names_without_the_base_prefix(tmp_path):
         save_file(weights, file, metadata={"format": "pt"})
     graft_delta(tmp_path / "expanded", tmp_path / "short", tmp_path / "base", tmp_path / "instruct")
     assert_same(tmp_path / "short", tmp_path / "out")
-
-
-def test_shards_in_and_out(family, tmp_path):
-    AutoModelForCausalLM.from_pretrained(family / "instruct").save_pretrained(
-        tmp_path / "instruct", max_shard_size="9KB"
-    )
-    graft(family, tmp_path / "out")
-    arguments = (family / "trained", tmp_path / "many", family / "base", tmp_path / "instruct")
-    graft_delta(*arguments, keep_tokenizer=True, max_shard_size="20KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 4
-    assert_same(tmp_path / "many", tmp_path / "out")
 
 
 def test_provenance_names_base_and_instruct_and_no_local_path(family, tmp_path):

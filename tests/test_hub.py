@@ -1,7 +1,7 @@
 """Publishing, against a server that speaks the hub's protocol; clients are processes of their own."""
 
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,31 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, save_dense, tiny_config
-from hub_server import TOKEN, Client, Fault
+from conftest import save_dense, tiny_config
+from hub_server import TOKEN, Fault
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.disk import readable_size
-from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 WEIGHTS = "model-00001-of-00003.safetensors"
 SCORE = {"perplexity": 9.5, "bits_per_byte": 1.25, "tokens": 100, "bytes": 200}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def client(server, home):
-    client = Client(server.environment(home))
-    yield client
-    client.process.stdin.close()
-    client.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -188,37 +174,6 @@ def test_anyone_with_transformers_alone_pulls_it(server, client, base, checkpoin
     assert "me/pinned" in found["refused"]
 
 
-ASKS = """
-import json, sys
-sys.modules["hf_moe_expand"] = None
-import transformers.dynamic_module_utils
-transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 60
-from transformers import AutoTokenizer
-assert sys.stdin.isatty()
-tokenizer = AutoTokenizer.from_pretrained("me/tiny-el", **json.loads(sys.argv[1]))
-print(type(tokenizer).__module__, tokenizer("text").input_ids)
-"""
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_on_a_terminal_the_tokenizer_asks_nothing_if_told_to_run_no_code(server, published, tmp_path, told):
-    """Without `trust_remote_code=False` transformers asks about the model's code, whatever the tokenizer's files say;
-    should that change, the card, docs/serving.md and the examples can leave the argument out."""
-    ours, theirs = os.openpty()
-    os.write(ours, b"n\n")
-    command = [sys.executable, "-c", ASKS, json.dumps({"trust_remote_code": False} if told else {})]
-    environment = server.environment(tmp_path)
-    done = subprocess.run(
-        command, env=environment, cwd="/", stdin=theirs, capture_output=True, text=True, timeout=300, check=False
-    )
-    for end in (ours, theirs):
-        os.close(end)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].endswith(f"{byte_tokenizer()('text').input_ids}")
-    assert "transformers." in done.stdout.splitlines()[-1]
-    assert ("Do you wish to run the custom code?" in done.stdout + done.stderr) is not told
-
-
 def test_shards_of_an_earlier_push_do_not_stay(server, client, checkpoint):
     client.push(checkpoint, "me/resharded")
     code = "from hf_moe_expand.modeling import LayerMoEForCausalLM\n"
@@ -248,9 +203,7 @@ def test_a_dry_run_prints_files_and_card_and_asks_the_hub_for_nothing(server, cl
     assert "no evaluation" in done["said"]  # this folder lies in no run
     assert done["value"]["commit"] is None
     assert ("model", "me/dry") not in server.repos
-
-
-def test_a_card_that_a_trainer_wrote_gives_way_to_ours(client, checkpoint):
+    # A card that a trainer wrote gives way to ours.
     (checkpoint / "README.md").write_text("---\ntags: [generated_from_trainer]\n---\n# theirs\n")
     card = client.push(checkpoint, "me/x", token="", dry_run=True)["value"]["card"]
     assert "# theirs" not in card
@@ -333,10 +286,8 @@ def test_packs_of_the_hub_join_and_the_joined_model_is_published(server, client,
     for code in ("el", "hu"):
         assert "value" in client.push(tmp_path / f"tiny-{code}", f"me/tiny-{code}", expansion_only=True)
     joined = tmp_path / "joined"
-    assert client.run(JOIN, packs=["me/tiny-el", "me/tiny-hu"], out=str(joined))["value"] == [
-        "me/tiny-el",
-        "me/tiny-hu",
-    ]
+    names = ["me/tiny-el", "me/tiny-hu"]
+    assert client.run(JOIN, packs=names, out=str(joined))["value"] == names
     here = tmp_path / "here"
     client.run(JOIN, packs=[str(tmp_path / "tiny-el"), str(tmp_path / "tiny-hu")], out=str(here))
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (here, joined))
@@ -375,13 +326,12 @@ def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_pa
         server.add(f"org/{name}", {"config.json": (tmp_path / name / "config.json").read_bytes()})
     server.add("org/empty", {"README.md": b"x"})
     answer = client.push(of_a_folder, "me/x", dry_run=True, **options, **({"base": given} if given else {}))
-    with pytest.raises(InputError, match=message):
-        raise InputError(answer["message"])
+    assert re.search(message, answer["message"])
 
 
 def test_the_command(server, client, checkpoint):
     code = f"""
-import os
+import re
 os.environ["HF_TOKEN"] = {TOKEN!r}
 import hf_moe_expand.hub.publish
 hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
@@ -412,8 +362,7 @@ def test_what_a_push_refuses(server, client, checkpoint, repo_id, options, messa
     server.add("me/public", {"README.md": b"x"})
     commits = server.count("POST", "/commit/")
     answer = client.push(checkpoint, repo_id, **options)
-    with pytest.raises(InputError, match=message):
-        raise InputError(answer["message"])
+    assert re.search(message, answer["message"])
     assert "\n" not in answer["message"]
     assert server.count("POST", "/commit/") == commits
 
@@ -435,16 +384,14 @@ def test_code_of_strangers_is_neither_run_nor_published(server, client, checkpoi
     assert ("model", "me/hostile") not in server.repos
 
 
-def test_a_private_model_without_a_token_is_a_clear_error(server, client, published):
-    code = "import os; os.environ.pop('HF_TOKEN', None)\n"
-    code += "from hf_moe_expand.checkpoint.source import resolve_checkpoint; resolve_checkpoint(name)"
-    server.add("me/secret", {"config.json": b"{}"}, private=True)
-    answer = client.run(code, name="me/secret")
-    assert answer["message"].startswith("me/secret: no such folder, and the hub does not give it: 401 Client Error.")
-    assert "private or gated repo, make sure you are authenticated" in answer["message"]
-
-
 READ = "from hf_moe_expand.checkpoint.source import resolve_checkpoint; resolve_checkpoint(name)"
+
+
+def test_a_private_model_without_a_token_is_a_clear_error(server, client):
+    server.add("me/secret", {"config.json": b"{}"}, private=True)
+    said = client.run(f"import os; os.environ.pop('HF_TOKEN', None)\n{READ}", name="me/secret")["message"]
+    assert said.startswith("me/secret: no such folder, and the hub does not give it: 401 Client Error.")
+    assert "private or gated repo, make sure you are authenticated" in said
 
 
 @pytest.mark.parametrize(
@@ -461,25 +408,8 @@ def test_an_answer_of_the_hub_comes_after_the_repository_and_names_the_file(serv
         answer = client.run(READ, name="org/faulty")
     finally:
         server.fault = None
-    with pytest.raises(InputError, match=f"^{message}"):
-        raise InputError(answer["message"])
+    assert re.match(message, answer["message"])
     assert "\n" not in answer["message"]
-
-
-def test_trainer_push_to_hub_still_works(server, client, checkpoint, tmp_path):
-    code = f"""
-import os
-os.environ["HF_TOKEN"] = {TOKEN!r}
-from transformers import AutoTokenizer, Trainer, TrainingArguments
-from hf_moe_expand.modeling import LayerMoEForCausalLM
-arguments = TrainingArguments(out, hub_model_id="me/trained", use_cpu=True, report_to="none")
-model = LayerMoEForCausalLM.from_pretrained(folder)
-Trainer(model, arguments, processing_class=AutoTokenizer.from_pretrained(folder)).push_to_hub()
-"""
-    client.run(code, folder=str(checkpoint), out=str(tmp_path / "out"))
-    assert {"model.safetensors", "config.json", "modeling_layer_moe.py", "tokenizer.json"} <= set(
-        server.files("me/trained")
-    )
 
 
 def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):
@@ -487,8 +417,5 @@ def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):
     client.run(code, text=published["value"]["card"])  # asks the server
     (tmp_path / "README.md").write_text(published["value"]["card"])
     data = metadata_load(tmp_path / "README.md")
-    assert data["model-index"][0]["results"][0]["metrics"][0] == {
-        "type": "bits_per_byte",
-        "value": 1.25,
-        "name": "bits per byte",
-    }
+    expected = {"type": "bits_per_byte", "value": 1.25, "name": "bits per byte"}
+    assert data["model-index"][0]["results"][0]["metrics"][0] == expected

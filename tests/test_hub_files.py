@@ -17,7 +17,6 @@ from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.private import library_errors_at, refuse_private
 from hf_moe_expand.hub import base_model, card
-from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.hub.publish import push_to_hub
 from hf_moe_expand.hub.published import check_code, check_loads_alone, published_files
 
@@ -135,19 +134,6 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
         expand_checkpoint(base, tmp_path / "out", PLAN, revision="main")
     expand_checkpoint(base, tmp_path / "out", PLAN)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][0].get("base_revision") is None
-
-
-def test_a_dry_run_checks_the_repository_s_id(folder):
-    refused(push_to_hub, folder, "a/b/c", says="a/b/c: Repo id must be in the form", dry_run=True)
-
-
-def test_cards_hold_no_html_of_names(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["expansions"][0]["base_model"] = "<script>alert(1)</script>"
-    (folder / "config.json").write_text(json.dumps(config))
-    text = str(make_card(folder, "me/x"))
-    assert "<script>" not in text
-    assert "&lt;script>" in text
 
 
 def test_code_goes_along_and_none_is_missing(folder):

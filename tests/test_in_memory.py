@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, refused, save_dense, tiny_config, tiny_dense, write_texts
+from conftest import COMMON_BACKBONES, byte_tokenizer, moved, refused, save_dense, tiny_config, tiny_dense
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -23,6 +23,7 @@ from hf_moe_expand.checkpoint.expand import base_of
 from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
+LORA = {"expert_kind": "lora", "lora_rank": 3, "lora_alpha": 5.0}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -67,11 +68,7 @@ def test_the_dense_model_stays_as_it_was():
     [
         (LayerMoEConfig, {"num_experts_per_layer": [3, 1, 2], "classifier_layers": [2]}, "layer-moe"),
         (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], "conditional_routing": True}, "moe-lpr"),
-        (
-            LayerMoEConfig,
-            {"num_experts_per_layer": [2, 2, 2], "expert_kind": "lora", "lora_rank": 3, "lora_alpha": 5.0},
-            "moe-lpr",
-        ),
+        (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], **LORA}, "moe-lpr"),
         (DMoEConfig, {"num_experts_per_layer": [1, 2, 2], "language_groups": [["el"], ["hu"]]}, "dmoe"),
     ],
 )
@@ -121,30 +118,6 @@ def test_the_bases_commit_is_that_of_the_hubs_cache(tmp_path, monkeypatch):
     assert base_of(dense) == ("me/dense", None)
 
 
-def test_a_saved_model_is_a_checkpoint_for_every_command(tmp_path):
-    model = expand_model(tiny_dense("qwen2"), PLAN)
-    model.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    texts = {
-        code: write_texts(tmp_path / f"{code}.jsonl", [text * 20] * 8)
-        for code, text in {"en": "hello world ", "el": "καλημέρα κόσμε ", "hu": "jó napot "}.items()
-    }
-    settings = tmp_path / "stage.yaml"
-    settings.write_text("{block_size: 32, max_steps: 2, per_device_train_batch_size: 2}\n")
-    assert "layer-moe on Qwen2ForCausalLM" in invoke("inspect", tmp_path / "model")
-    invoke(
-        "train", "post-pretrain", tmp_path / "model", tmp_path / "trained",
-        "--data", f"el={texts['el']}", "--config", settings,
-    )  # fmt: skip
-    scored = tmp_path / "evaluation.json"
-    invoke("evaluate", tmp_path / "model", tmp_path / "trained", "--data", f"el={texts['el']}", "--out", scored)
-    assert scored.is_file()
-    Plan("layer-moe", [4, 1, 3], [2], old=["en", "el"], new=["hu"], grows_from=[3, 1, 2]).save(tmp_path / "more.json")
-    invoke("grow", tmp_path / "trained", tmp_path / "grown", "--plan", tmp_path / "more.json")
-    grown = LayerMoEForCausalLM.from_pretrained(tmp_path / "grown")
-    assert [entry["new_languages"] for entry in grown.config.expansions] == [["el"], ["hu"]]
-
-
 def test_models_that_cannot_be_expanded_are_refused(tmp_path):
     def refused(dense, message, plan=PLAN, **options):
         with pytest.raises(InputError, match=message):
@@ -177,8 +150,7 @@ def test_models_that_cannot_be_expanded_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("model_class", [LayerMoEForCausalLM, DMoEForCausalLM])
-def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, tmp_path):
-    base = save_dense(tmp_path / "base")
+def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, base, tmp_path):
     config_class = model_class.config_class
     groups = {"language_groups": [["el"], ["hu"]]} if config_class is DMoEConfig else {}
     config = config_class.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2], **groups)
@@ -191,16 +163,6 @@ def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, tmp_path
 
 TEXTS = {"en": ["the cat sat on the mat again"] * 60, "el": ["η γάτα κάθισε ξανά στο χαλί"] * 60}
 QUICK = GateSettings(tokens=300, anchor_tokens=200, unseen_share=0.99)  # a tiny model with random weights knows nothing
-
-
-def moved(backbone, dtype=torch.float32):
-    """An expanded model whose new experts are no copies any more."""
-    model = expand_model(tiny_dense(backbone, dtype=dtype), PLAN)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts.1" in name or ".experts.2" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
 
 
 def assert_same_model(model, folder):
@@ -218,17 +180,15 @@ def assert_same_model(model, folder):
         k: v for k, v in expected.config.to_dict().items() if k not in left_out
     }
     ids = torch.arange(1, 9)[None]
-    assert torch.equal(
-        model.generate(ids, max_new_tokens=3, do_sample=False),
-        expected.generate(ids, max_new_tokens=3, do_sample=False),
-    )
+    assert torch.equal(*(one.generate(ids, max_new_tokens=3, do_sample=False) for one in (model, expected)))
 
 
 @pytest.mark.parametrize(
     ("backbone", "dtype"), [*((name, torch.float32) for name in COMMON_BACKBONES), ("qwen2", torch.bfloat16)]
 )
 def test_gates_and_averages_of_loaded_models_are_those_of_folders(backbone, dtype, tmp_path, quick_gates):
-    model, dense = moved(backbone, dtype), tiny_dense(backbone, seed=1, dtype=dtype)
+    model = moved(expand_model(tiny_dense(backbone, dtype=dtype), PLAN), scale=0.1)
+    dense = tiny_dense(backbone, seed=1, dtype=dtype)
     for name, one in (("model", model), ("dense", dense)):
         one.save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
@@ -250,7 +210,7 @@ def test_gates_and_averages_of_loaded_models_are_those_of_folders(backbone, dtyp
 
 
 def test_loaded_models_and_folders_are_told_apart(tmp_path):
-    model = moved("qwen2")
+    model = expand_model(tiny_dense("qwen2"), PLAN)
     model.save_pretrained(tmp_path / "model")
     refused = {
         "texts is None": lambda: fit_gates(model, processing_class=byte_tokenizer()),

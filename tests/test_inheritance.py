@@ -67,9 +67,16 @@ deviation: {{at_steps: [1, 2]}}
     assert merged["base"] == "b"
 
 
-def test_new_languages_come_after_the_inherited_ones(load):
+def test_languages_join_lists_replace_and_expansions_take_what_is_inherited(load):
     merged = whole(load, "inherits: p.yaml\nnew: {bn: x, hi: y}\n", p=GOOD.replace("{el", "{tr: t, el"))
     assert list(merged["new"]) == ["tr", "el", "bn", "hi"]
+    parent = f"{GOOD.replace('new:', '#')}expansions: [{{new: {{el: x}}}}]\npost_pretrain: {{block_size: 12}}\n"
+    recipe = load(
+        "inherits: p.yaml\nexpansions: [{new: {hu: y}}, {new: {tr: z}, plan: {total_experts: 9}}]\n", p=parent
+    )
+    assert [list(expansion.new) for expansion in recipe.expansions] == [["hu"], ["tr"]]
+    assert [expansion.plan.total_experts for expansion in recipe.expansions] == [7, 9]
+    assert [expansion.post_pretrain.block_size for expansion in recipe.expansions] == [12, 12]
 
 
 def test_null_leaves_a_stage_out_as_in_every_recipe(load):
@@ -81,16 +88,6 @@ def test_null_leaves_a_stage_out_as_in_every_recipe(load):
     assert whole(load, "inherits: p.yaml\nreview: null\n", p=parent)["review"] is None
     invoke("recipes", "show", "child.yaml")
     assert "review: null" in invoke("recipes", "show", "child.yaml")
-
-
-def test_lists_replace_and_expansions_take_what_is_inherited(load):
-    parent = f"{GOOD.replace('new:', '#')}expansions: [{{new: {{el: x}}}}]\npost_pretrain: {{block_size: 12}}\n"
-    recipe = load(
-        "inherits: p.yaml\nexpansions: [{new: {hu: y}}, {new: {tr: z}, plan: {total_experts: 9}}]\n", p=parent
-    )
-    assert [list(expansion.new) for expansion in recipe.expansions] == [["hu"], ["tr"]]
-    assert [expansion.plan.total_experts for expansion in recipe.expansions] == [7, 9]
-    assert [expansion.post_pretrain.block_size for expansion in recipe.expansions] == [12, 12]
 
 
 @pytest.mark.parametrize("name", packaged_files("methods"))
@@ -116,12 +113,9 @@ def test_paths_of_parents_are_relative_to_the_file_that_names_them(tmp_path, mon
     assert dict(Recipe.of_text("inherits: $RECIPES/mid.yaml", "x").new) == dict(recipe.new)
 
 
-def test_a_deep_chain(load):
+def test_a_deep_chain_and_what_show_prints(load):
     chain = {f"r{n}": f"inherits: r{n + 1}.yaml\nnew: {{el: {n}.txt}}\n" for n in range(50)}
     assert load("inherits: r0.yaml\nseed: 4\n", **chain, r50=GOOD).new == {"el": "0.txt"}
-
-
-def test_show_prints_the_merged_values(load):
     recipe = load("inherits: parent.yaml\nseed: 4\nreview: null\n", parent=GOOD)
     assert parse_mapping(invoke("recipes", "show", "child.yaml"), "shown") == recipe.values
 

@@ -32,16 +32,12 @@ def home(tmp_path_factory):
 def fields(home, tmp_path, **changes):
     texts = {code: str(home / f"{code}.jsonl") for code in WORDS}
     found = {
-        "base": str(home / "base"),
-        "output": str(tmp_path / "run"),
+        "base": str(home / "base"), "output": str(tmp_path / "run"),
         "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")]},
-        "old": {code: texts[code] for code in ("en", "de")},
-        "new": {code: texts[code] for code in ("el", "hu")},
+        "old": {code: texts[code] for code in ("en", "de")}, "new": {code: texts[code] for code in ("el", "hu")},
         "test": {code: str(home / f"{code}.test.jsonl") for code in ("en", "el", "hu", "tr")},
-        "gates": {"tokens": 200, "anchor_tokens": 100},
-        "evaluation": {"block_size": 32, "batch_size": 4},
-        **changes,
-    }
+        "gates": {"tokens": 200, "anchor_tokens": 100}, "evaluation": {"block_size": 32, "batch_size": 4}, **changes,
+    }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
 
 

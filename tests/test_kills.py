@@ -8,8 +8,7 @@ from pathlib import Path
 from socket import gethostname
 
 import pytest
-from conftest import HERE, invoke, run_python, save_dense, write_texts
-from transformers import TrainerCallback
+from conftest import HERE, interrupted, invoke, run_python, save_dense, write_texts
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.cli import tell_full_disk
@@ -18,7 +17,6 @@ from hf_moe_expand.core.jsonfile import read_json, write_json, write_text
 from hf_moe_expand.core.scratch import is_work_folder, remove_leftovers, remove_work_folder, work_folder
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.resume import remove_training
-from hf_moe_expand.stages.trainer import StageTrainer
 
 PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
 # No process has it: Linux counts to 2 ** 22.
@@ -42,23 +40,6 @@ def train(root, out, **changes):
     return train_stage(root / "expanded", out, {"el": LanguageText("el", str(root / "el.jsonl"))}, config)
 
 
-def stop_at(step, monkeypatch):
-    """Trainings are interrupted after this step."""
-
-    class Stop(TrainerCallback):
-        def on_step_begin(self, args, state, control, **others):
-            if state.global_step == step:
-                raise KeyboardInterrupt
-
-    make = StageTrainer.__init__
-
-    def made(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        self.add_callback(Stop())
-
-    monkeypatch.setattr(StageTrainer, "__init__", made)
-
-
 def test_killed_commands_lose_nothing(root, tmp_path):
     """In a process of its own, which forks: this one has threads."""
     inputs = Path(shutil.copytree(root, tmp_path / "inputs"))
@@ -69,11 +50,9 @@ def test_killed_commands_lose_nothing(root, tmp_path):
     assert said.strip() == ""
 
 
-def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, monkeypatch, capsys, caplog):
-    with monkeypatch.context() as patched:
-        stop_at(5, patched)
-        with pytest.raises(KeyboardInterrupt):
-            train(root, tmp_path / "out")
+def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, capsys, caplog):
+    with interrupted(5), pytest.raises(KeyboardInterrupt):
+        train(root, tmp_path / "out")
     assert "resumes" not in capsys.readouterr().out
     with pytest.raises(InputError, match=r"out: no such folder\. .*out\.training is of an interrupted training of out: "
                        r"the same command goes on from step 4\."):  # fmt: skip
@@ -90,9 +69,8 @@ def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_interrupted_training_without_checkpoints_leaves_nothing(root, tmp_path, monkeypatch):
-    stop_at(1, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupted_training_without_checkpoints_leaves_nothing(root, tmp_path):
+    with interrupted(1), pytest.raises(KeyboardInterrupt):
         train(root, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -89,23 +89,11 @@ def test_many_kinds_of_tags_are_not_all_listed(tmp_path, capsys):
 
 
 SAME = [
-    ("en", "eng"),
-    ("en", "eng_Latn"),
-    ("zh", "cmn"),
-    ("zh", "zh-Hans"),
-    ("pt", "pt-BR"),
-    ("no", "nb"),
-    ("fil", "tl"),
-]
+    ("en", "eng"), ("en", "eng_Latn"), ("zh", "cmn"), ("zh", "zh-Hans"), ("pt", "pt-BR"), ("no", "nb"), ("fil", "tl")
+]  # fmt: skip
 OTHER = [
-    ("zh", "zh-Hant"),
-    ("zh", "yue"),
-    ("pt", "pt-PT"),
-    ("nb", "nn"),
-    ("sr", "sr-Latn"),
-    ("sr", "hr"),
-    ("fa", "prs"),
-]
+    ("zh", "zh-Hant"), ("zh", "yue"), ("pt", "pt-PT"), ("nb", "nn"), ("sr", "sr-Latn"), ("sr", "hr"), ("fa", "prs")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("one", "other"), [*SAME, *OTHER])

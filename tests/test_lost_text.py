@@ -13,7 +13,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint, train_stage
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.lost import check_lost, lost_text, token_line
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
@@ -111,13 +110,10 @@ def test_lost_bytes_are_counted(case):
     assert found.named
 
 
-def test_a_sample_ends_and_an_empty_one_loses_nothing():
+def test_a_sample_ends_and_tokens_a_byte_are_counted():
     found = lost_text(iter([ENGLISH] * 1000), byte_tokenizer(), size=100)
     assert 100 <= found.size < 200
     assert lost_text([], byte_tokenizer()).share == 0
-
-
-def test_tokens_a_byte_are_counted():
     counted = {"el": lost_text(["δύο τρία"], byte_tokenizer()), "en": lost_text(["a fox"], unigram())}
     counted["none"] = lost_text([], byte_tokenizer())
     assert [(one.tokens, one.bytes) for one in counted.values()] == [(15, 15), (6, 5), (0, 0)]
@@ -132,13 +128,10 @@ def test_more_than_two_percent_is_refused():
     check_lost(lossy, allowed=True)
 
 
-def test_packed_text_knows_what_is_lost_of_each_language():
+def test_text_and_pairs_know_what_is_lost_of_each_language():
     texts = {"en": [ENGLISH] * 9, "el": [GREEK] * 9}
     packed = pack_texts({code: Dataset.from_dict({"text": t}) for code, t in texts.items()}, unigram(), 8, 0)
     assert {code: found.share for code, found in packed.lost.items()} == {"en": 0, "el": 1}
-
-
-def test_sentence_pairs_lose_by_the_language_of_each_side():
     found = PairEncoder(unigram()).lost([SentencePair(ENGLISH, GREEK, "en", "el")])
     assert (found["en"].share, found["el"].share) == (0, 1)
 
@@ -184,6 +177,7 @@ def home(tmp_path_factory):
     write_texts(folder / "el.jsonl", [f"{GREEK} {ENGLISH}"] * 60)
     write_texts(folder / "test.jsonl", [f"{ENGLISH} {GREEK}"] * 60)
     write_texts(folder / "english.jsonl", [f"{ENGLISH} {ENGLISH}"] * 3)
+    expand_checkpoint(folder / "base", folder / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
     return folder
 
 
@@ -232,8 +226,6 @@ def test_the_first_file_of_a_folder_does_not_stand_for_the_others(home, tmp_path
 
 
 def test_a_training_on_lost_text_is_refused_unless_allowed(home, capsys):
-    plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
-    expand_checkpoint(f"{home}/base", home / "expanded", plan, overwrite=True)
     texts, config = {"el": LanguageText("el", f"{home}/el.jsonl")}, PostPretrainConfig(block_size=16, max_steps=1)
     refused(train_stage, home / "expanded", home / "trained", texts, config, says=r"^el: the tokenizer loses 63\.")
     assert not (home / "trained").exists()
@@ -244,19 +236,16 @@ def test_a_training_on_lost_text_is_refused_unless_allowed(home, capsys):
 
 
 def test_the_commands_take_the_option(home, tmp_path):
-    given = ["--base", home / "base", "--new", f"el={home}/el.jsonl", "--old", f"en={home}/en.jsonl"]
-    with pytest.raises(InputError, match="positions"):  # the option is known; this base is too small for the recipe
-        invoke("recipes", "new", *given, "--out", tmp_path / "recipe.yaml", "--allow-lost-text")
+    given = ("--base", home / "base", "--new", f"el={home}/el.jsonl", "--old", f"en={home}/en.jsonl")
+    # The option is known; this base is too small for the recipe.
+    out = ("--out", tmp_path / "recipe.yaml", "--allow-lost-text")
+    refused(invoke, "recipes", "new", *given, *out, says="positions")
     (tmp_path / "stage.yaml").write_text("block_size: 16\nmax_steps: 1\n")
-    plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
-    expand_checkpoint(f"{home}/base", tmp_path / "expanded", plan)
-    train = ["train", "post-pretrain", tmp_path / "expanded", tmp_path / "out", "--data", f"el={home}/el.jsonl"]
-    refused(invoke, *train, "--config", tmp_path / "stage.yaml", says="loses 63")
-    assert "wrote" in invoke(*train, "--config", tmp_path / "stage.yaml", "--allow-lost-text")
-    said = invoke(
-        "evaluate", tmp_path / "out", "--data", f"en={home}/en.jsonl", "--data", f"el={home}/el.jsonl", "--max-tokens",
-        200, "--out", tmp_path / "evaluation.json",
-    )  # fmt: skip
+    data = ("--data", f"el={home}/el.jsonl")
+    train = ("train", "post-pretrain", home / "expanded", tmp_path / "out", *data, "--config", tmp_path / "stage.yaml")
+    assert "wrote" in invoke(*train, "--allow-lost-text")
+    size = ("--max-tokens", 200, "--out", tmp_path / "evaluation.json")
+    said = invoke("evaluate", tmp_path / "out", "--data", f"en={home}/en.jsonl", *data, *size)
     assert "scores with * are no bound" in said
     scores = json.loads((tmp_path / "evaluation.json").read_text())["models"]["out"]
     assert scores["en"]["lost"] == 0

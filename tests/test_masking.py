@@ -6,14 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import enable_checkpointing, refused, tiny_config
-from layers import ask, layer_config
-from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
+from layers import Plain, ask, layer_config
+from test_expanded_ffn import HIDDEN, WithResidual
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import (
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-)
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.part_cmr import ConditionalFFN
@@ -42,10 +39,10 @@ class OneConditionalLayer(OneLayer, ConditionalFFN):
     """One with conditional routing."""
 
 
-def build(num_experts=4, top_k=2, conditional=False, ffn=PlainFFN, classifier=False, earlier=()):
+def build(num_experts=4, top_k=2, conditional=False, ffn=Plain, classifier=False, earlier=()):
     torch.manual_seed(0)
     config = layer_config(HIDDEN, num_experts, top_k, classifier, conditional, earlier)
-    layer = (OneConditionalLayer if conditional else OneLayer)(ffn(), config, 0, RoutingControl())
+    layer = (OneConditionalLayer if conditional else OneLayer)(ffn(HIDDEN, 10), config, 0, RoutingControl())
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -71,12 +68,12 @@ def test_masked_assignments_lose_their_weight_and_the_others_keep_theirs():
     assert abs(both - 0.09) < 0.01  # assignments are masked one by one
 
 
-@pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
+@pytest.mark.parametrize("ffn", [Plain, WithResidual])
 @pytest.mark.parametrize("name", ["expert_output", "final_output"])
 def test_the_layer_adds_up_what_is_left(ffn, name):
     layer = build(ffn=ffn).train()
     x, residual = torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
-    inputs = (x,) if ffn is PlainFFN else (x, residual)
+    inputs = (x,) if ffn is Plain else (x, residual)
     torch.manual_seed(3)
     with mask_routing(layer, Masking(**{name: 0.5})):
         found = layer(*inputs)
@@ -84,10 +81,10 @@ def test_the_layer_adds_up_what_is_left(ffn, name):
     torch.manual_seed(3)
     keep = torch.rand(40, 2 if name == "expert_output" else 1) >= 0.5
     weights = top.values / top.values.sum(-1, keepdim=True) * keep
-    zeros = () if ffn is PlainFFN else (torch.zeros_like(x[:1]),)
+    zeros = () if ffn is Plain else (torch.zeros_like(x[:1]),)
     for t in range(40):
         wanted = sum(weights[t, k] * layer.experts[top.indices[t, k]](x[t : t + 1], *zeros) for k in range(2))
-        wanted = wanted if ffn is PlainFFN else wanted + residual[t]
+        wanted = wanted if ffn is Plain else wanted + residual[t]
         torch.testing.assert_close(found[t : t + 1], wanted.expand(1, -1), rtol=1e-5, atol=1e-6)
 
 
@@ -174,13 +171,13 @@ def test_gating_dropout_takes_a_batch_in_all_layers_or_in_none(monkeypatch):
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize(("ffn", "num_experts"), [(PlainFFN, 4), (PlainFFN, 2), (ResidualFFN, 4)])
+@pytest.mark.parametrize(("ffn", "num_experts"), [(Plain, 4), (Plain, 2), (WithResidual, 4)])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_conditional_routing_is_its_definition(top_k, ffn, num_experts, mode):
     layer = getattr(build(num_experts, top_k, conditional=True, ffn=ffn), mode)()
     x, residual = torch.randn(9, HIDDEN), torch.randn(9, HIDDEN)
-    found = layer(x) if ffn is PlainFFN else layer(x, residual)
-    zeros = () if ffn is PlainFFN else (torch.zeros(1, HIDDEN),)
+    found = layer(x) if ffn is Plain else layer(x, residual)
+    zeros = () if ffn is Plain else (torch.zeros(1, HIDDEN),)
     for t in range(9):
         token = x[t : t + 1]
         gate = torch.sigmoid(layer.conditional_gate.weight[0] @ x[t])
@@ -191,7 +188,7 @@ def test_conditional_routing_is_its_definition(top_k, ffn, num_experts, mode):
             for w, e in zip(chosen.values, chosen.indices, strict=True)
         )
         wanted = (1 - gate) * layer.experts[0](token, *zeros) + gate * moe
-        wanted = wanted if ffn is PlainFFN else wanted + residual[t]
+        wanted = wanted if ffn is Plain else wanted + residual[t]
         torch.testing.assert_close(found[t : t + 1], wanted, rtol=1e-4, atol=1e-5)
 
 

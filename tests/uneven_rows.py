@@ -1,5 +1,4 @@
-"""Seven rows of tokens with labels on very different numbers of them, the Trainers that score them, and the slow
-definition of their loss. ranks.py runs them on two ranks."""
+"""Seven rows with labels on very different numbers of tokens, the Trainers that score them, and the slow loss."""
 
 import torch
 import torch.nn.functional as F

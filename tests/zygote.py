@@ -1,8 +1,4 @@
-"""Starts Python programs by forking a process that has imported the large libraries: an interpreter of one's own takes
-four seconds to import them.
-
-`python zygote.py SOCKET NAME...` imports modules and serves requests on a socket that it inherits.
-"""
+"""Starts Python programs by forking a process that has imported the large libraries: `zygote.py SOCKET MODULE...`."""
 
 import gc
 import importlib
