@@ -108,7 +108,7 @@ class ExpandedConfig(PreTrainedConfig):
         return next((value for value in values if value is not None), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if any(name in part.flat for part in PARTS.values()):
+        if name == "expert_kind" or any(name in part.flat for part in PARTS.values()):
             raise AttributeError(f"{name}: is a part's field: set it in config.parts.")
         super().__setattr__(name, value)
 
@@ -186,8 +186,8 @@ def expanded_config_class(static: type, backbone: str) -> type:
         }
         made = type(static.__name__, (static, dense), namespace)
         _CLASSES[static, backbone] = made
-        for listener in LISTENERS:
-            listener(made)
+        for change in (*(part.prepare for part in PARTS.values()), *LISTENERS):
+            change(made)
     return _CLASSES[static, backbone]
 
 

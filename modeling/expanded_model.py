@@ -269,7 +269,7 @@ class ExpandedModelMixin:
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         parts = self.config.parts or {}  # type: ignore[attr-defined]
-        self.config.parts = {name: settings for name, settings in parts.items() if PARTS[name].is_saved}  # type: ignore[attr-defined]
+        self.config.parts = {name: parts[name] for name, part in PARTS.items() if name in parts and part.is_saved}  # type: ignore[attr-defined]
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", args[0] if args else True):
             keep_own_code(save_directory, self.config.auto_map, [*self.config.parts])  # type: ignore[attr-defined]

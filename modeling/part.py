@@ -72,6 +72,10 @@ class BasePart:
         """The value of a flat field by these settings, which are None where the model does not use the part."""
         return settings
 
+    @classmethod
+    def prepare(cls, made: type) -> None:
+        """Changes a new class of configurations, that of one type of backbone."""
+
     def check(self) -> None:
         """Refuses settings that contradict the configuration.
 
@@ -105,17 +109,28 @@ def read_parts(parts: dict[str, Any], settings: dict[str, Any] | None, fields: d
     """A configuration's parts: those that it names, and those of flat fields, which are taken out of `fields`.
 
     Raises:
-        ValueError: this code does not have a part, or no part makes such experts.
+        ValueError: this code does not have a part, no part makes such experts, or a flat field contradicts a part.
     """
-    found, kind = dict(settings or {}), fields.get("expert_kind")
-    kinds = [part.kind for part in parts.values() if part.kind]
-    if missing := [name for name in found if name not in parts]:
-        raise ValueError(f"parts: {', '.join(missing)}: this code does not have it: install a version that does.")
+    if not isinstance(settings, dict | None):
+        raise ValueError(f"parts is {settings!r}: must be an object with the settings of each part by its name.")
+    found = {name: own for name, own in (settings or {}).items() if own is not None and own is not False}
+    kind, kinds = fields.get("expert_kind"), [part.kind for part in parts.values() if part.kind]
+    if missing := [str(name) for name in found if name not in parts]:
+        raise ValueError(
+            f"parts: {', '.join(missing)}: this code does not have it: load the checkpoint by an Auto class with "
+            "trust_remote_code=True, or by a version of hf-moe-expand that does."
+        )
     if kind not in (None, "ffn", *kinds):
         raise ValueError(f"expert_kind is {kind!r}; known: ffn, {', '.join(kinds)}.")
     for name, part in parts.items():
         if name not in found and (own := part.read(fields, config)) is not None:
             found[name] = own
+        elif name in found:
+            says = {"expert_kind": part.kind} if part.kind else {}
+            says |= {flat: part.flat_value(found[name], flat) for flat in part.flat}
+            for flat, value in says.items():
+                if fields.get(flat) not in (None, False, value):
+                    raise ValueError(f"{flat} is {fields[flat]!r}, but parts.{name} says {value!r}: give one of them.")
     for name in ("expert_kind", *(name for part in parts.values() for name in part.flat)):
         fields.pop(name, None)
     return {name: found[name] for name in parts if name in found}
@@ -131,12 +146,10 @@ def parts_text(names: Sequence[str]) -> str:
 def keep_own_code(folder: Any, auto_map: dict[str, str], names: Sequence[str]) -> None:
     """Leaves in a saved checkpoint the code of its own parts alone."""
     (Path(folder) / "parts.py").write_text(parts_text(names), encoding="utf-8")
-    files = (
-        place.rpartition("--")[2].partition(".")[0] for place in auto_map.values()
-    )  # without the repository's name
+    files = (place.rpartition("--")[2].partition(".")[0] for place in auto_map.values())  # without a repository's name
     begins = {Path(folder) / f"{file}.py" for file in files}
     read: Any = [[begin, *get_relative_import_files(begin)] for begin in begins if begin.is_file()]
     needed = {Path(file).name for files in read for file in files}
-    for file in Path(__file__).parent.glob("*.py"):
+    for file in Path(__file__).parent.glob("[!_]*.py"):  # no checkpoint has an `__init__.py`, but a user's folder may
         if file.name not in needed:
             (Path(folder) / file.name).unlink(missing_ok=True)

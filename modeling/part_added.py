@@ -14,7 +14,7 @@ from .expanded_ffn import ExpandedFFN, run_whole
 from .part import BasePart
 from .routing import LayerRouting, TokenClasses
 from .routing_control import RoutingRequest
-from .updates import entries, init_kaiming
+from .updates import entries, init_kaiming, of_packs
 
 # The names that configurations have for their FFN's activation.
 _ACTIVATIONS = (
@@ -95,11 +95,9 @@ class Part(BasePart):
 
     @classmethod
     def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        if (updates := fields.get("updates_of_packs")) is None:
-            return {"width": fields.get("expert_width")} if fields.get("expert_kind") == "added" else None
-        each = [one for one, size in zip(updates, fields["packs"], strict=True) for _ in range(size)]
-        settings = [{"width": one[0]} if one and len(one) == 1 else None for one in each]
-        return {"each": settings} if any(settings) else None
+        if fields.get("updates_of_packs") is not None:
+            return of_packs(fields, "width")
+        return {"width": fields.get("expert_width")} if fields.get("expert_kind") == "added" else None
 
     @classmethod
     def flat_value(cls, settings: Any, name: str) -> Any:
@@ -109,8 +107,8 @@ class Part(BasePart):
         for one in entries("added", self.settings, {"width"}, len(self.config.counts_of_expansions)):
             if one is None:
                 raise ValueError(f"parts.added: {self.not_beside['lora']}.")
-            if (one["width"] or 0) < 1:
-                raise ValueError(f"expert_width is {one['width']}: added experts need a width of at least 1.")
+            if not isinstance(one["width"], int) or one["width"] < 1:
+                raise ValueError(f"expert_width is {one['width']!r}: added experts need a width of at least 1.")
 
     def make_expert(self, layer: int, number: int) -> Callable[[nn.Module], nn.Module] | None:
         width = self.config.of_expansion(self.settings, layer, number)["width"]

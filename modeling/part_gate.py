@@ -252,7 +252,6 @@ class GatedModel:
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         place = ffns[rule.layer].place
         before = place.rpartition(".")[0]
-        self.get_submodule(before).language_gate = LanguageGate(self.config.hidden_size, rule)  # type: ignore[attr-defined]
         self._gate_places = ffns[0].place.partition(".0.")[0].rpartition(".")[0], before, place
         super().post_init()  # type: ignore[misc]
         # On the module that owns the layers: it always runs, also for heads of other libraries.
@@ -262,7 +261,10 @@ class GatedModel:
 
     def _attach_parts(self) -> None:
         super()._attach_parts()  # type: ignore[misc]
-        ffn: Any = self.get_submodule(self._gate_places[2])  # type: ignore[attr-defined]
+        layer, ffn = (self.get_submodule(place) for place in self._gate_places[1:])  # type: ignore[attr-defined]
+        if not hasattr(layer, "language_gate"):  # the last of the layer's modules, whose order optimizers have saved
+            config: Any = self.config  # type: ignore[attr-defined]
+            layer.language_gate = LanguageGate(config.hidden_size, GateRule.of(config))  # type: ignore[arg-type]
         if not calls(ffn._forward_pre_hooks, catch):
             ffn.register_forward_pre_hook(partial(catch, self.routing_control, self.language_gate))
         used = getattr(self, "_weight_conversions", None) or []

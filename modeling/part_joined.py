@@ -20,7 +20,8 @@ class Part(BasePart):
 
     def check(self) -> None:
         packs, expansions = self.settings, len(self.config.counts_of_expansions)
-        if not isinstance(packs, list) or not packs or min(packs) < 1 or sum(packs) > expansions:
+        is_list = isinstance(packs, list) and packs and all(isinstance(size, int) and size >= 1 for size in packs)
+        if not is_list or sum(packs) > expansions:
             raise ValueError(
                 f"packs is {packs}: must give the number of expansions of each language pack, of {expansions} in all."
             )

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .expanded_ffn import shared_config
 from .part import BasePart
-from .updates import LoraUpdate, entries
+from .updates import LoraUpdate, entries, of_packs
 
 
 class LoraLinear(LoraUpdate):
@@ -79,12 +79,10 @@ class Part(BasePart):
 
     @classmethod
     def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        if (updates := fields.get("updates_of_packs")) is None:
-            settings = {"rank": fields.get("lora_rank"), "alpha": fields.get("lora_alpha")}
-            return settings if fields.get("expert_kind") == "lora" else None
-        each = [one for one, size in zip(updates, fields["packs"], strict=True) for _ in range(size)]
-        own = [dict(zip(("rank", "alpha"), one, strict=True)) if one and len(one) == 2 else None for one in each]
-        return {"each": own} if any(own) else None
+        if fields.get("updates_of_packs") is not None:
+            return of_packs(fields, "rank", "alpha")
+        settings = {"rank": fields.get("lora_rank"), "alpha": fields.get("lora_alpha")}
+        return settings if fields.get("expert_kind") == "lora" else None
 
     @classmethod
     def flat_value(cls, settings: Any, name: str) -> Any:
@@ -92,9 +90,10 @@ class Part(BasePart):
 
     def check(self) -> None:
         for one in entries("lora", self.settings, {"rank", "alpha"}, len(self.config.counts_of_expansions)):
-            if one is not None and not ((one["rank"] or 0) >= 1 and (one["alpha"] or 0) > 0):
+            rank, alpha = (1, 1.0) if one is None else (one["rank"], one["alpha"])
+            if not (isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float) and alpha > 0):
                 raise ValueError(
-                    f"lora_rank is {one['rank']} and lora_alpha {one['alpha']}: LoRA experts need a rank of at least 1 "
+                    f"lora_rank is {rank!r} and lora_alpha {alpha!r}: LoRA experts need a rank of at least 1 "
                     "and an alpha above 0."
                 )
 

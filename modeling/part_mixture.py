@@ -6,6 +6,7 @@ expanded model the mixture is expert 0 of an `ExpandedFFN`: the same rules hold 
 """
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import fields as fields_of
 from typing import Any
@@ -18,6 +19,7 @@ from .backbone import DecoderFFN, decoder_ffns, layer_names
 from .expanded_ffn import ExpandedFFN
 from .part import BasePart
 
+_COUNT = re.compile(r"(^|_)(n|num)_(local_|routed_)?experts$")  # of a mixture's experts; Doge's `is_moe` is beside it
 _AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.0}  # see `_Off`
 
 
@@ -47,6 +49,8 @@ class MixtureModel:
 
     def post_init(self) -> None:
         config = self.config
+        if not any("expert" in name for name, _ in self.named_parameters()):  # type: ignore[attr-defined]
+            config.parts.pop("mixture", None)  # its number of experts is of layers that the model does not have
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         grown = [index for index in mixtures if config.num_experts_per_layer[index] > 1]
@@ -103,11 +107,12 @@ class Part(BasePart):
 
     @classmethod
     def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        backbone = type(config).__dict__.get("backbone_config_class")
-        if backbone is None:
-            return None
+        backbone = getattr(type(config), "backbone_config_class", None)
+        counts = [field.name for field in fields_of(backbone) if _COUNT.search(field.name)] if backbone else []
+        return {} if getattr(config, "is_moe", True) and any(getattr(config, name) for name in counts) else None
+
+    @classmethod
+    def prepare(cls, made: type) -> None:
         for name, off in _AUXILIARY.items():
-            if hasattr(backbone, name):
-                setattr(type(config), name, _Off(name, off))
-        known = [field.name for field in fields_of(backbone)]
-        return {} if any("expert" in name and getattr(config, name, None) for name in known) else None
+            if hasattr(made, name):
+                setattr(made, name, _Off(name, off))

@@ -70,8 +70,9 @@ def entries(name: str, settings: Any, fields: set[str], expansions: int) -> list
     Raises:
         ValueError: they have another form.
     """
-    is_each = isinstance(settings, dict) and set(settings) == {"each"} and len(settings["each"]) == expansions
-    found = list(settings["each"]) if is_each else [settings]
+    each = settings["each"] if isinstance(settings, dict) and {*settings} == {"each"} else None
+    is_each = isinstance(each, list) and len(each) == expansions
+    found = list(each) if is_each else [settings]  # type: ignore[arg-type]
     if not any(found) or not all(
         (one is None and is_each) or (isinstance(one, dict) and {*one} == fields) for one in found
     ):
@@ -80,3 +81,19 @@ def entries(name: str, settings: Any, fields: set[str], expansions: int) -> list
             f"{expansions} expansions."
         )
     return found
+
+
+def of_packs(fields: dict[str, Any], *names: str) -> dict[str, list] | None:
+    """A part's settings by `updates_of_packs` of an earlier version, which has these for some packs; None for none.
+
+    Raises:
+        ValueError: it does not fit `packs`.
+    """
+    updates, packs = fields["updates_of_packs"], fields.get("packs")
+    if not isinstance(updates, list) or not isinstance(packs, list) or len(updates) != len(packs):
+        raise ValueError(
+            f"updates_of_packs is {updates}: must give the settings of the experts of each of the packs {packs}."
+        )
+    own = [dict(zip(names, one, strict=True)) if one and len(one) == len(names) else None for one in updates]
+    each = [one for one, size in zip(own, packs, strict=True) for _ in range(size)]
+    return {"each": each} if any(each) else None

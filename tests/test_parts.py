@@ -1,13 +1,15 @@
 """The core and its optional parts: which code a checkpoint has, and what a part can do."""
 
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_fresh, tiny_config
+from conftest import run_fresh, run_python, tiny_config
+from transformers import CONFIG_MAPPING
 
 from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, modeling
 from hf_moe_expand.modeling.part import parts_text
@@ -223,3 +225,88 @@ def test_experts_of_each_expansion_may_differ():
         }
         assert kinds == {1: ["Linear", "LoraLinear", "Linear", "LoraLinear"], 2: ["Linear", "Linear", "LoraLinear"]}
         assert experts[2].experts[2].up_proj.lora_A.weight.shape[0] == 3
+
+
+def test_files_of_a_users_own_stay(tmp_path):
+    own = ("__init__.py", "part_mine.py", "train.py")
+    for name in own:
+        (tmp_path / name).write_text("mine")
+    build({}).save_pretrained(tmp_path)
+    assert [(tmp_path / name).read_text() for name in own] == ["mine"] * len(own)
+
+
+WRONG = [
+    ("gate", "parts is 'gate': must be an object"),
+    ({"lora": {"rank": "2", "alpha": 4.0}}, "lora_rank is '2' and lora_alpha 4.0"),
+    ({"lora": {"each": 5}}, r"parts.lora is {'each': 5}: must have alpha, rank"),
+    ({"added": {"width": 8.5}}, "expert_width is 8.5"),
+    ({"joined": ["el"]}, "packs is .'el'.: must give the number of expansions"),
+]
+
+
+@pytest.mark.parametrize(("parts", "said"), WRONG)
+def test_settings_of_another_form_are_refused(parts, said):
+    with pytest.raises(ValueError, match=said):
+        build({"parts": parts})
+
+
+def test_a_part_that_is_off_is_not_there():
+    assert build({"parts": {"cmr": False, "gate": None}}).config.parts == {}
+
+
+@pytest.mark.parametrize("fields", [{"lora_alpha": 8.0}, {"expert_kind": "ffn"}, {"expert_kind": "added"}])
+def test_a_field_that_contradicts_a_part_is_refused(fields):
+    config = build(USED["lora"][0]).config.to_dict()
+    assert LayerMoEConfig.from_dict(config | {"lora_alpha": 4.0, "expert_kind": "lora"}).parts == config["parts"]
+    with pytest.raises(ValueError, match=r"but parts\.lora says .*: give one of them"):
+        LayerMoEConfig.from_dict(config | fields)
+
+
+def test_a_part_that_was_set_later_is_saved_in_its_place(tmp_path):
+    config = build(USED["adapters"][0]).config
+    config.parts["gate"] = GATE
+    LayerMoEForCausalLM(config).save_pretrained(tmp_path)
+    assert (tmp_path / "parts.py").read_text() == parts_text(["gate", "adapters"])
+
+
+def test_a_gate_stands_after_adapters_as_optimizers_of_earlier_versions_have_it():
+    names = list(dict(build(USED["adapters"][0] | {"language_gate": GATE}).named_parameters()))
+    layer = [name for name in names if name.startswith("model.layers.1.")]
+    assert [name.rpartition(".")[0] for name in layer[-2:]] == ["model.layers.1.language_gate"] * 2
+
+
+@pytest.mark.parametrize(
+    ("backbone", "fields", "is_mixture"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["attention"] * 3}, False),
+        ("doge", {}, False),
+        ("nemotron_h", {"layers_block_type": ["mlp"] * 3}, False),
+        ("nemotron_h", {"layers_block_type": ["moe"] * 3}, True),
+        ("gemma4_text", {"layer_types": ["full_attention"] * 3}, False),
+        ("qwen2_moe", {"num_experts": 4}, True),
+    ],
+)  # fmt: skip
+def test_a_mixture_is_a_part_where_the_backbone_has_one(backbone, fields, is_mixture):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 48, "vocab_size": 64, "moe_intermediate_size": 16}
+    own = {"granitemoehybrid": {"mamba_n_heads": 4, "shared_intermediate_size": 48}}.get(backbone, {})
+    dense = CONFIG_MAPPING[backbone](**sizes, **own, **fields)
+    with torch.device("meta"):
+        model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1, 1]))
+    assert ("mixture" in model.config.parts) == is_mixture
+
+
+def test_a_pickled_mixtures_loss_is_off_in_another_process(tmp_path):
+    dense = CONFIG_MAPPING["qwen2_moe"](num_hidden_layers=2, num_experts=4)
+    config = LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1])
+    assert vars(config)["router_aux_loss_coef"] > 0
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
+    run_python(
+        """
+import pickle, sys, hf_moe_expand
+config = pickle.load(open(sys.argv[1], "rb"))
+config.output_router_logits = True
+assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
+        """,
+        str(tmp_path / "config.pickle"),
+    )
