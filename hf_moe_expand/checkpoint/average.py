@@ -17,8 +17,8 @@ from .graft import dense_names
 from .kinds import kinds_of
 from .records import History, StageRecord
 from .settings import AverageSettings
-from .stored import BASE_FIELDS, Place, check_alike
-from .table import Copy, Mix, Rule, Source, opened, rewrite
+from .stored import BASE_FIELDS, Place, Source, check_alike
+from .table import Copy, Mix, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE
 
 # Fields that must agree between averaged models, besides all shapes.

@@ -45,8 +45,8 @@ from .source import (
     name_and_commit,
     resolve_checkpoint,
 )
-from .stored import LoadedModel, Place, StoredModel
-from .table import Copy, Given, New, Rows, Rule, Source, rewrite
+from .stored import LoadedModel, Place, Source, StoredModel
+from .table import Copy, Given, New, Rows, Rule, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
 _FEW = 5
@@ -158,14 +158,14 @@ def expand_model(
     """
     wanted = NewExperts(**experts)
     _check_dense(dense)
-    given = plan if isinstance(plan, ExpandedConfig) else None
-    if given is not None:
+    given = None
+    if isinstance(plan, ExpandedConfig):
         if wanted != NewExperts(expert_init=wanted.expert_init):
             raise InputError(
                 "conditional_routing, expert_kind and its settings are fields of the configuration: set them in "
                 "`from_dense`."
             )
-        wanted, plan = _experts_of(given, wanted.expert_init), _plan_of(given)
+        given, wanted, plan = plan, _experts_of(plan, wanted.expert_init), _plan_of(plan)
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name)
     source = LoadedModel(dense)

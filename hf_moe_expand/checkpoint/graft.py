@@ -17,7 +17,7 @@ from ..modeling import ExpandedConfig, decoder_ffns
 from .reader import StoredTensor, is_finite
 from .records import History, StageRecord
 from .source import TOKENIZER_FILES, differences
-from .stored import Place, StoredModel, check_alike, layer_list
+from .stored import Place, Source, StoredModel, check_alike, layer_list
 from .table import Copy, Mix, Rule, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
@@ -89,31 +89,19 @@ def graft_delta(
         InputError: the three models do not fit together (the message names the tensor or field), `model` was expanded
             from another model than `base`, a delta or a result is not finite, or `out` cannot be written.
     """
-    target = StoredModel(model)
-    if not isinstance(target.config, ExpandedConfig):
-        raise InputError(f"{target.folder}: is a dense checkpoint; use `merge delta`.")
     written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-    return _add_delta(target, out, StoredModel(base, revision=revision), instruct, scale, keep_tokenizer, written)
+    return _add_delta(
+        "graft", model, out, StoredModel(base, revision=revision), instruct, scale, keep_tokenizer, written
+    )
 
 
 def merge_delta(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    base: str | os.PathLike,
-    instruct: str | os.PathLike,
-    *,
-    scale: float = 1.0,
-    keep_tokenizer: bool = False,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
-) -> GraftReport:
+    model: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike, instruct: str | os.PathLike, *,
+    scale: float = 1.0, keep_tokenizer: bool = False, **written: Any,
+) -> GraftReport:  # fmt: skip
     """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
     of a checkpoint that `expand_depth` made from `base` (LLaMA-Pro). See `graft_delta` for arguments and errors."""
-    target = StoredModel(model)
-    if isinstance(target.config, ExpandedConfig):
-        raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
-    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-    return _add_delta(target, out, StoredModel(base), instruct, scale, keep_tokenizer, written)
+    return _add_delta("merge delta", model, out, StoredModel(base), instruct, scale, keep_tokenizer, written)
 
 
 def check_fine_tune(
@@ -127,13 +115,23 @@ def check_fine_tune(
 
 
 def _add_delta(
-    target: StoredModel, out: Any, before: StoredModel, instruct: Any, scale: float, keep_tokenizer: bool, written: dict
+    step: str,
+    model: Any,
+    out: Any,
+    before: StoredModel,
+    instruct: Any,
+    scale: float,
+    keep_tokenizer: bool,
+    written: dict,
 ) -> GraftReport:
-    """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
+    """The step on a model, dense or expanded; blocks that `expand_depth` inserted stay as they are."""
+    target, after = StoredModel(model), StoredModel(instruct)
+    if (step == "graft") != isinstance(target.config, ExpandedConfig):
+        kind, other = ("a dense", "merge delta") if step == "graft" else ("an expanded", "graft")
+        raise InputError(f"{target.folder}: is {kind} checkpoint; use `{other}`.")
     if not isfinite(scale):
         raise InputError(f"scale is {scale}: must be a finite number.")
-    after = StoredModel(instruct)
-    check_output(out, written["overwrite"], target.folder, before.folder, after.folder)
+    check_output(out, written.get("overwrite", False), target.folder, before.folder, after.folder)
     new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
     check_alike(target, before, keys=homes)
@@ -149,7 +147,6 @@ def _add_delta(
             setattr(config, name, new)
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
-    step = "graft" if isinstance(config, ExpandedConfig) else "merge delta"
     rewrite(
         [target, before, after], config, _grafted(homes, scale, before, after), out, title=step,
         record=StageRecord(stage=step, settings=settings), companions=0 if keep_tokenizer else 2,
@@ -217,7 +214,7 @@ def _same_tensor(ours: StoredTensor, theirs: StoredTensor) -> bool:
     return True
 
 
-def dense_names(target: StoredModel) -> dict[str, str | None]:
+def dense_names(target: Source) -> dict[str, str | None]:
     """Maps each stored tensor to its name in the dense model from which `target` was expanded, the same for every
     expert; None for routers, classifiers and gates, and for inserted blocks."""
     layers, new = f"{layer_list(target.network)}.", getattr(target.config, "new_layers", None) or []

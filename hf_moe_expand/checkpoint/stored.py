@@ -35,79 +35,29 @@ BASE_FIELDS = (
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
 
 
-class StoredModel:
-    """A checkpoint, and its model without weights.
+class Source:
+    """The tensors of a model under the model's own names, of a checkpoint or of a loaded model.
 
     Attributes:
         name: the name that the user gave, without this machine's folders; a hub id with its commit.
-        folder: folder of the checkpoint.
+        folder: folder of the checkpoint, or what messages call the loaded model.
         config: configuration.
-        network: the model, on the meta device.
-        reader: the tensors under their names in the files.
-
-    Raises:
-        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
-            stored in a quantised type. The message names the tensor.
+        network: the model; of a checkpoint, on the meta device.
+        shapes: the shape of each tensor of the model.
     """
 
-    def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
-        self.folder = resolve_checkpoint(name, revision)
-        self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
-        self.config = config if config is not None else load_any_config(self.folder)
-        self.reader = CheckpointReader(self.folder)
-        self._read()
-        if self._untied() and not self.config.is_encoder_decoder:
-            # So does transformers read the files, and what is written says so. (T5's kin are told to be tied always.)
-            self.config.tie_word_embeddings = False
-            self._read()
-        for key in self._untied():
-            del self._tied[key], self.network.all_tied_weights_keys[key]
-        self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
-        self._check_complete()
-
-    def _read(self) -> None:
-        self.network: Any = network_of(self.config, self.reader)
-        self._stored = stored_tensors(self.reader, self.network)
-        self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
-
-    def _untied(self) -> list[str]:
-        """The tensors that are tied by the configuration, but have other values in the files than those they are tied
-        to."""
-        return [key for key, source in self._tied.items() if key in self._stored and source in self._stored]
-
-    def _check_complete(self) -> None:
-        computed_keys: list[str] = []
-        if self.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
-            ignored = (self.network._keys_to_ignore_on_save, self.network._keys_to_ignore_on_load_missing)
-            computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
-        absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self._stored.keys()]
-        if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
-            tied = "lm_head.weight" in missing and not self.config.tie_word_embeddings
-            hint = " If its head is the embedding, set tie_word_embeddings to true in config.json." if tied else ""
-            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.{hint}")
-        values = self.network.state_dict()
-        for key in self.tensors:
-            stored = self[key]
-            if stored.shape != self.shapes[key]:
-                raise InputError(
-                    f"{self.folder}: tensor {stored.name!r} has shape {list(stored.shape)}, but the configuration asks "
-                    f"for {list(self.shapes[key])}."
-                )
-            if values[key].is_floating_point() and stored.dtype not in TORCH_DTYPES:
-                raise InputError(
-                    f"{self.folder}: tensor {stored.name!r} is stored as {stored.dtype}; use the unquantised "
-                    "checkpoint."
-                )
+    name: str
+    folder: Path
+    config: Any
+    network: Any
+    shapes: dict[str, tuple[int, ...]]
+    _stored: dict[str, StoredTensor]
+    _tied: dict[str, str]
 
     @property
     def tensors(self) -> list[str]:
-        """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
+        """The names of the tensors that it holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self]
-
-    @property
-    def unknown(self) -> list[str]:
-        """The names in the files of tensors that the model does not have, and names that the index alone has."""
-        return sorted([*(own.name for key, own in self._stored.items() if key not in self.shapes), *self.reader.absent])
 
     @cached_property
     def places(self) -> dict[str, "Place"]:
@@ -115,11 +65,11 @@ class StoredModel:
         return places(self.network)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the files hold a tensor; of tied tensors, they may hold one alone."""
+        """Whether it holds a tensor itself; of tied tensors, it may hold one alone."""
         return key in self._stored
 
     def __getitem__(self, key: str) -> StoredTensor:
-        """A tensor of the files; for a tied tensor that is not stored, its stored partner."""
+        """A tensor; for a tied tensor that is not stored, its stored partner."""
         for candidate in (key, self._tied.get(key, "")):
             if candidate in self:
                 return self._stored[candidate]
@@ -155,8 +105,74 @@ class StoredModel:
         return tuple(f"{ffn.place}." for ffn in decoder_ffns(self.network) if ffn.is_mixture)
 
 
-class LoadedModel:
-    """The tensors of a loaded model under their names, tied ones once; see `StoredModel`.
+class StoredModel(Source):
+    """A checkpoint, and its model without weights.
+
+    Attributes:
+        reader: the tensors under their names in the files.
+
+    Raises:
+        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
+            stored in a quantised type. The message names the tensor.
+    """
+
+    def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
+        self.folder = resolve_checkpoint(name, revision)
+        self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
+        self.config = config if config is not None else load_any_config(self.folder)
+        self.reader = CheckpointReader(self.folder)
+        self._read()
+        if self._untied() and not self.config.is_encoder_decoder:
+            # So does transformers read the files, and what is written says so. (T5's kin are told to be tied always.)
+            self.config.tie_word_embeddings = False
+            self._read()
+        for key in self._untied():
+            del self._tied[key], self.network.all_tied_weights_keys[key]
+        self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
+        self._check_complete()
+
+    def _read(self) -> None:
+        self.network = network_of(self.config, self.reader)
+        self._stored = stored_tensors(self.reader, self.network)
+        self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
+
+    def _untied(self) -> list[str]:
+        """The tensors that are tied by the configuration, but have other values in the files than those they are tied
+        to."""
+        return [key for key, source in self._tied.items() if key in self._stored and source in self._stored]
+
+    def _check_complete(self) -> None:
+        computed_keys: list[str] = []
+        if self.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
+            ignored = (self.network._keys_to_ignore_on_save, self.network._keys_to_ignore_on_load_missing)
+            computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
+        absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self._stored.keys()]
+        if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
+            tied = "lm_head.weight" in missing and not self.config.tie_word_embeddings
+            hint = " If its head is the embedding, set tie_word_embeddings to true in config.json." if tied else ""
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.{hint}")
+        values = self.network.state_dict()
+        for key in self.tensors:
+            stored = self[key]
+            if stored.shape != self.shapes[key]:
+                raise InputError(
+                    f"{self.folder}: tensor {stored.name!r} has shape {list(stored.shape)}, but the configuration asks "
+                    f"for {list(self.shapes[key])}."
+                )
+            if values[key].is_floating_point() and stored.dtype not in TORCH_DTYPES:
+                raise InputError(
+                    f"{self.folder}: tensor {stored.name!r} is stored as {stored.dtype}; use the unquantised "
+                    "checkpoint."
+                )
+
+    @property
+    def unknown(self) -> list[str]:
+        """The names in the files of tensors that the model does not have, and names that the index alone has."""
+        return sorted([*(own.name for key, own in self._stored.items() if key not in self.shapes), *self.reader.absent])
+
+
+class LoadedModel(Source):
+    """The tensors of a loaded model, tied ones once.
 
     Attributes:
         untied: the tensors that are tied by the configuration, but have other values than those they are tied to.
@@ -166,8 +182,8 @@ class LoadedModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.network: Any = model
-        self.config: Any = copy.deepcopy(model.config)
+        self.network = model
+        self.config = copy.deepcopy(model.config)
         self.name = str(model.config.name_or_path or type(model).__name__).rstrip("/").rpartition("/")[2]
         self.folder = Path(self.name)  # what messages call it
         devices = {parameter.device for parameter in model.parameters()}
@@ -180,10 +196,10 @@ class LoadedModel:
         self.untied = [key for key, source in ties.items() if not torch.equal(values[key], values[source])]
         if self.untied and not self.config.is_encoder_decoder:
             self.config.tie_word_embeddings = False  # as `StoredModel` has it
-        tied = {key for key in getattr(model, "all_tied_weights_keys", None) or {} if key not in self.untied}
-        self._stored = {key: self._as_stored(key, value) for key, value in values.items() if key not in tied}
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        self._tied = {key: source for key, source in tied.items() if key not in self.untied}
+        self._stored = {key: self._as_stored(key, value) for key, value in values.items() if key not in self._tied}
         self.shapes = {key: tuple(value.shape) for key, value in values.items()}
-        self.tensors = list(self._stored)
 
     def _as_stored(self, key: str, value: torch.Tensor) -> StoredTensor:
         dtype = DTYPE_NAMES.get(value.dtype, str(value.dtype))
@@ -191,26 +207,10 @@ class LoadedModel:
             key, dtype, tuple(value.shape), self.folder / key, compute=lambda: value.detach().cpu(), held=value
         )
 
-    @cached_property
-    def places(self) -> dict[str, "Place"]:
-        """The place of each tensor in the model."""
-        return places(self.network)
-
     @property
     def unknown(self) -> list[str]:
         """The tensors that the backbone does not know, such as an adapter's."""
         return sorted({*self.shapes} - {*network_of(self.config).state_dict()})
-
-    def __contains__(self, key: str) -> bool:
-        """Whether it has the tensor itself; of tied tensors it has one."""
-        return key in self._stored
-
-    def __getitem__(self, key: str) -> StoredTensor:
-        return self._stored[key]
-
-    def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
-        """The tensor itself."""
-        return [OutputTensor.copy_of(self[key], name)]
 
 
 def load_any_config(folder: Path) -> Any:

@@ -17,10 +17,9 @@ from ..modeling import ExpandedConfig, auto_class
 from .reader import TORCH_DTYPES, StoredTensor, is_finite, tensor_bytes
 from .records import History, StageRecord, add_stage
 from .source import TOKENIZER_FILES
-from .stored import LoadedModel, Place, StoredModel, network_of, places
+from .stored import LoadedModel, Place, Source, StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, check_output, name_code, write_checkpoint
 
-Source = StoredModel | LoadedModel
 _PIECE = 1 << 22  # elements
 
 
@@ -168,14 +167,13 @@ def _tensors(
     name = names(place.key) if names else place.key
     if isinstance(entry, New):
         return [_computed(name, entry.dtype, place.shape, lambda: [entry.make()])]
-    if isinstance(entry, Given) and isinstance(entry.tensor, StoredTensor):
-        stored = entry.tensor
-        if stored.dtype not in TORCH_DTYPES:
-            raise InputError(f"{stored.file}: tensor {stored.name!r} is stored as {stored.dtype}: give it unquantised.")
-        return [_checked(OutputTensor.copy_of(stored, name), place, stored)]
     if isinstance(entry, Given):
         given = entry.tensor
-        return [_computed(name, DTYPE_NAMES[given.dtype], tuple(given.shape), lambda: [given])]
+        if isinstance(given, torch.Tensor):
+            return [_computed(name, DTYPE_NAMES[given.dtype], tuple(given.shape), lambda: [given])]
+        if given.dtype not in TORCH_DTYPES:
+            raise InputError(f"{given.file}: tensor {given.name!r} is stored as {given.dtype}: give it unquantised.")
+        return [_checked(OutputTensor.copy_of(given, name), place, given)]
     of = entry if isinstance(entry, Copy) else entry.of[0] if isinstance(entry, Mix) else entry.of
     source = sources[of.source]
     if of.key not in source.shapes:
