@@ -376,7 +376,7 @@ def check_alike(one: Any, other: Any, fields: Sequence[str] = BASE_FIELDS, keys:
         keys: the other's name of each tensor of `one`, None where it has none; by default the names are the same.
     """
     for name in fields:
-        ours, theirs = field_of(one.config, name), field_of(other.config, name)
+        ours, theirs = (field_of(config, name, other.config) for config in (one.config, other.config))
         if ours != theirs:
             raise InputError(f"{name} is {ours!r} in {one.folder}, but {theirs!r} in {other.folder}.")
     for key, home in (keys or {key: key for key in (*one.shapes, *other.shapes)}).items():
@@ -388,11 +388,12 @@ def check_alike(one: Any, other: Any, fields: Sequence[str] = BASE_FIELDS, keys:
             )
 
 
-def field_of(config: Any, name: str) -> Any:
-    """A field of the dense model that a configuration describes, or that was expanded. Layers that the base has beyond
-    its own base (`expand-depth`) do not count."""
+def field_of(config: Any, name: str, base: Any) -> Any:
+    """A field of the dense model that a configuration describes, or that was expanded. Layers that it has beyond the
+    configuration `base` (`expand-depth`) do not count."""
     if name == "layers":
-        return count_layers(config) - len(getattr(config, "new_layers", None) or ())
+        new = () if getattr(base, "new_layers", None) else getattr(config, "new_layers", None) or ()
+        return count_layers(config) - len(new)
     backbone = getattr(config, "backbone_model_type", None) if name == "model_type" else None
     return backbone or getattr(config, name, None)
 

@@ -56,7 +56,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
 def _compare_configs(config: Any, base: Any, where: str) -> None:
     grafted = any(stage.changes_everything for stage in History.of(config).stages)  # perhaps with further tokens
     for name in ("hidden_size", "intermediate_size", *([] if grafted else ["vocab_size"]), *BASE_FIELDS):
-        if (ours := field_of(config, name)) != (theirs := field_of(base, name)):
+        if (ours := field_of(config, name, base)) != (theirs := field_of(base, name, base)):
             raise InputError(
                 f"{where}: is not the model that was expanded: its {name} is {theirs!r}, not {ours!r}. Give the base's "
                 "hub id."
