@@ -20,7 +20,7 @@ from .parts import PARTS
 _CLASSES: dict[tuple[type, str], type] = {}
 LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
 
-# `new_layers` are those that a base has beyond its own base (`expand-depth`).
+# `new_layers` are those that a base has beyond its own base (`expand --blocks`).
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "new_layers")
 
 

@@ -267,6 +267,15 @@ def invoke(*arguments) -> str:
     return result.output
 
 
+def verb(*words):
+    """The command of the command line with this name, such as `plan`, `dmoe`, or the whole of it."""
+    command, context = typer.main.get_command(cli.app), None
+    for word in words:
+        context = typer.Context(command, parent=context, info_name=command.name)
+        command = command.get_command(context, word)
+    return command
+
+
 def refused(call, *given, says=".", raises=InputError, **keywords) -> str:
     """The one line with which a call is refused."""
     with pytest.raises(raises, match=says) as error:

@@ -22,7 +22,7 @@ EXTRA = {
     "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
     "analyze routing": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
-    "evaluate-translation nllb": ["--max-new-tokens", "8"],
+    "evaluate nllb": ["--max-new-tokens", "8"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 

@@ -8,7 +8,7 @@ from gated_models import gated_model
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
-from hf_moe_expand.cli import chat as verb
+from hf_moe_expand.cli import verbs_writing as verb
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.inference.asking import Answering, ChatModel
 

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, the README's commands, and errors."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,31 +11,32 @@ from typing import Annotated, Literal
 import pytest
 import typer
 import yaml
-from conftest import invoke, refused, save_dense, tiny_config, write_texts
+from conftest import invoke, refused, save_dense, tiny_config, verb, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.cli.options import with_settings
+from hf_moe_expand.cli import groups
+from hf_moe_expand.cli.signature import Given, Keys, Kind, belongs, without_effect
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def commands(group=None, path=()):
+def commands(*words):
     """Every verb: `["plan", "dmoe"]`."""
-    group = group or typer.main.get_command(cli.app)
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, (*path, name))
-        else:
-            yield [*path, name]
+    inside = getattr(verb(*words), "commands", None)
+    if inside is None:
+        yield [*words]
+    for name in inside or ():
+        yield from commands(*words, name)
 
 
-@pytest.mark.parametrize("verb", [*commands()], ids=" ".join)
-def test_every_verb_has_help_with_an_example(verb):
-    text = invoke(*verb, "--help")
-    assert f"Example: hf-moe-expand {' '.join(verb)}" in " ".join(text.split()) or "accelerate launch" in text
+@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
+def test_every_verb_has_help_with_an_example(words):
+    text = invoke(*words, "--help")
+    assert f"Example: hf-moe-expand {' '.join(words)}" in " ".join(text.split()) or "accelerate launch" in text
 
 
 @pytest.mark.parametrize("verb", ["", "train", "expand", "plan layer-moe", "evaluate", "recipes new"])
@@ -246,25 +248,75 @@ class Sized(Schema):
     hidden: bool = Field(False, description="not for the command line")
 
 
-def test_the_options_of_a_verb_follow_from_its_settings():
-    app, given = typer.Typer(), []
+def made_up(
+    name: str, *, settings: Annotated[Sized, Keys(without=("hidden",), defaults={"size": 5, "hidden": True})],
+    times: int = 1, json_: bool = False, langs: Annotated[list, Kind("Codes.", lambda text, _: text.split(), str)] = (),
+    given: Given,
+) -> None:  # fmt: skip
+    """Do something.
 
-    @app.command()
-    @with_settings("hidden", size=5, hidden=True)
-    def verb(name: Annotated[str, typer.Argument()], settings: Sized, times: int = 1):
-        given.append((name, settings, times))
+    Args:
+        name: name of
+            the thing.
+        times: how often
+        json_: print JSON.
+    """
+    belongs(given, "langs", "times")
+    without_effect(given, "the name", "name", "times", "langs", "size", "word")
+    print(json.dumps([name, settings.model_dump(), times, json_, list(langs), sorted(given)]))
+
+
+def test_the_options_of_a_verb_follow_from_its_signature_and_docstring():
+    app = typer.Typer()
+    groups.add(app, made_up, "do")
 
     def run(*words):
-        return CliRunner().invoke(app, words)
+        done = CliRunner().invoke(app, words)
+        return json.loads(done.output) if done.exit_code == 0 else str(done.exception)
 
-    assert run("x").exit_code == run("y", "--size", "7", "--word", "b", "--times", "2").exit_code == 0
-    assert given == [("x", Sized(size=5, hidden=True), 1), ("y", Sized(size=7, word="b", hidden=True), 2)]
-    assert str(run("x", "--size", "0").exception) == "size is 0: must be at least 1."
-    assert str(run("x", "--word", "c").exception) == "word is 'c': must be 'a' or 'b'."
-    assert run("x", "--hidden").exit_code == 2
-    shown = " ".join(run("--help").stdout.split())
-    assert "Size of it. [default: 5]" in shown
-    assert "A word. [default: a]" in shown
+    assert run("x") == ["x", {"size": 5, "word": "a", "hidden": True}, 1, False, [], ["name"]]
+    assert run("y", "--size", "7", "--word", "b", "--times", "2", "--langs", "en el") == [
+        "y", {"size": 7, "word": "b", "hidden": True}, 2, False, ["en", "el"],
+        ["langs", "name", "size", "times", "word"],
+    ]  # fmt: skip
+    assert run("x", "--size", "0") == "size is 0: must be at least 1."
+    assert run("x", "--word", "c") == "word is 'c': must be 'a' or 'b'."
+    assert run("x", "--times", str(10**16)) == f"--times is {10**16}: must be at most {10**15:,}."
+    assert run("x", "--times", "1") == "--times belongs to --langs, which is not given."
+    assert run("x", "--json") == "--json has no effect beside the name: leave it out."
+    assert run("x", "--hidden") == "2"
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    for text in ("Do something.", "Size of it. [default: 5]", "A word. [default: a]", "Name of the thing.", "Codes."):
+        assert text in shown
+    assert "Args:" not in shown
+
+
+@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
+def test_every_option_has_a_help(words):
+    assert [one.name for one in verb(*words).params if not getattr(one, "help", None)] == []
+
+
+def test_the_verbs_are_few_and_each_has_a_summary(error_of):
+    shown = invoke("--help")
+    (_, *blocks) = re.split(r"^\w.*:\n", shown, flags=re.MULTILINE)[1:]
+    verbs = [line.split()[0] for block in blocks for line in block.splitlines() if re.match(r"  \w+  +\S", line)]
+    assert len(verbs) == len({*verbs}) == len(verb().commands) <= 24
+
+
+@pytest.mark.parametrize("gone", groups._GONE)
+def test_an_old_verb_says_its_new_form_in_one_sentence(gone, error_of):
+    said = error_of(*gone.split(), "x", "--help")
+    assert said.startswith(f"error: `{gone}` is gone. Its new form: hf-moe-expand ")
+    words = said.partition("hf-moe-expand ")[2].split()
+    assert words[0] in verb().commands
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--debug", "inspect", "nowhere/at-all/x"], ["inspect", "nowhere/at-all/x", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *words])
+        with pytest.raises(InputError, match="no such folder"):
+            cli.main()
 
 
 def test_the_console_script_loads_expanded_checkpoints_and_no_more_than_it_needs(base, tmp_path):

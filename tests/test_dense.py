@@ -193,7 +193,7 @@ def test_refusals_name_what_is_wrong(root, data, tmp_path):
 def test_from_the_command_line(root, tmp_path):
     (tmp_path / "dense.yaml").write_text("block_size: 32\nmax_steps: 1\ndisable_tqdm: true\n")
     text = ("--data", f"en={root / 'en.jsonl'}", "--config", tmp_path / "dense.yaml")
-    assert re.search(r"layers +3", invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1))
+    assert re.search(r"layers +3", invoke("expand", root / "base", tmp_path / "pro", "--blocks", 1))
     said = invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-1", *text, "--only-new-blocks")
     assert "1 steps; 39 frozen tensors are byte-identical" in said
     assert "pro-2: 1 steps" in invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-2", *text)
@@ -208,5 +208,5 @@ def test_from_the_command_line(root, tmp_path):
     assert "Qwen2ForCausalLM" in invoke("export", tmp_path / "chat", tmp_path / "one", "--expert", 1)
     assert weights(tmp_path / "one") == weights(root / "base")
     Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]).save(tmp_path / "plan.json")
-    plan = ("--plan", tmp_path / "plan.json", "--out", tmp_path / "mix")
-    assert "wrote" in invoke("expand-branches", root / "base", tmp_path / "one", *plan)
+    branches = (root / "base", tmp_path / "mix", "--branches", tmp_path / "one", "--plan", tmp_path / "plan.json")
+    assert "wrote" in invoke("expand", *branches)

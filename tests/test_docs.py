@@ -146,7 +146,7 @@ def test_the_guide_to_translation_models(workplace, tmp_path):
     said = run("backbones.md", section)
     assert "(total 60)" in said["plan layer-moe"]
     assert "frozen tensors are byte-identical" in said["train review"]
-    assert "en-el" in said["evaluate-translation nllb"]
+    assert "en-el" in said["evaluate nllb"]
     assert "encoder.1, encoder.3" in said["analyze routing"]
     assert "12 encoder and 12 decoder layers" in said["inspect nllb-el-2"]
     (program,) = blocks("backbones.md", "python", section)
@@ -242,7 +242,7 @@ def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
     for code in ("en", "el"):
         lines = (DATA / "flores" / f"{code}.dev.jsonl").read_text("utf-8").splitlines()[:10]
         write_texts(tmp_path / "flores" / f"{code}.jsonl", [json.loads(line)["text"][:20] for line in lines])
-    small_options = {"analyze": EXTRA["analyze routing"], "evaluate-translation": ["--max-new-tokens", "4"]}
+    small_options = {"analyze": EXTRA["analyze routing"], "--pairs": ["--max-new-tokens", "4"]}
     long = []
     for words in commands("evaluation.md"):
         if words[-1] == "grammar.json":  # tests/test_hub_tasks.py runs it
@@ -250,7 +250,7 @@ def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             if words[-1] in ("g1.json", "unnamed.json"):
                 patch.setattr(harness, "HarnessTasks", lambda *given: long.append(given[4:]) or _no_tasks)
-            assert "wrote" in invoke(*words, *small_options.get(words[0], []))
+            assert "wrote" in invoke(*words, *small_options.get("--pairs" if "--pairs" in words else words[0], []))
     assert [unnamed for _, unnamed in long] == [[], ["fr", "pt"]]
     assert [sum(map(len, listed.values())) for listed, _ in long] == [20, 28]
     examples = {"arc": "25", "m_mmlu": "5", "global": "5", "hellaswag": "10", "belebele": "5"}
@@ -278,7 +278,7 @@ def test_the_guide_to_adapters(workplace, quick_gates):
     said = {}
     for words in commands("adapters.md"):
         said[" ".join(words[:3])] = invoke(*words, *(gates if words[0] == "gates" else []))
-    assert "told" in said["from-peft lora-el qwen-el-hu"]
+    assert "told" in said["expand Qwen/Qwen2.5-0.5B qwen-el-hu"]
     assert "el=lora/el hu=lora/hu" in said["export qwen-el-hu lora"]
     for block in blocks("adapters.md", "python"):
         exec(block, {})

@@ -322,7 +322,7 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
     assert RoutingResult.from_json(tmp_path / "r.json").encoder_layers == ENCODER
     texts = [f"--data={code}={folder / code}.txt" for code in ("en", "el")]
     said = invoke(
-        "evaluate-translation", folder / "base", folder / "expanded", *texts, "--max-new-tokens", 6, "--beams", 2,
+        "evaluate", folder / "base", folder / "expanded", *texts, "--pairs", "all", "--max-new-tokens", 6, "--beams", 2,
         "--out", tmp_path / "translation.json",
     )  # fmt: skip
     assert "en-el" in said

@@ -32,7 +32,8 @@ from hf_moe_expand.analysis.gate_fit import (
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.analysis.gating import fitted, gate_of
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.cli.common import texts_of
+from hf_moe_expand.cli.kinds import text_sources
+from hf_moe_expand.cli.verbs_making import documents_of
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.anchors import shipped_anchors, shipped_sentences
 from hf_moe_expand.data.sources import LanguageText
@@ -301,7 +302,8 @@ def test_the_command_reads_files_in_a_recipes_order(tmp_path):
     """A gate reads a file's first tokens: shuffled, so that they are not those of the file's first source."""
     file = write_texts(tmp_path / "el.jsonl", [f"{number}" for number in range(50)])
     recipe = LanguageText("el", str(file)).load().shuffle(seed=3)["text"]
-    assert texts_of([f"el={file}"], seed=3)["el"][:] == recipe[:] != texts_of([f"el={file}"])["el"][:]
+    sources = text_sources([f"el={file}"])
+    assert documents_of(sources, seed=3)["el"][:] == recipe[:] != documents_of(sources)["el"][:]
 
 
 def test_a_token_is_fitted_to_its_language_to_the_template_or_to_nothing():

@@ -5,13 +5,12 @@ import json
 
 import pytest
 import torch
-from conftest import invoke, move, refused, write_texts
+from conftest import invoke, move, refused, verb, write_texts
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.cli import surgery
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.sources import LanguageText
@@ -196,5 +195,5 @@ def test_the_nearest_expert_reads_as_much_from_python_the_command_line_and_a_rec
     of_python = inspect.signature(nearest_experts).parameters
     of_recipes = AnalysisSettings().model_dump()
     assert {name: of_python[name].default for name in of_recipes} == of_recipes
-    of_command = inspect.signature(surgery.grow).parameters
-    assert {name: of_command[name].default for name in of_recipes} == of_recipes
+    of_command = {one.name: one.default for one in verb("grow").params}
+    assert {name: of_command[name] for name in of_recipes} == of_recipes

@@ -307,9 +307,9 @@ def test_bad_input(root, tmp_path, monkeypatch):
     out = ["--out", tmp_path / "out.json"]
     refused(invoke, "evaluate", root / "moe", *out, says="give text with --data, tasks with --tasks")
     text = ("--data", f"en={root / 'el.test.jsonl'}", "--limit", 3)
-    refused(invoke, "evaluate", root / "moe", *text, *out, says="belong to --tasks, which is not given")
+    refused(invoke, "evaluate", root / "moe", *text, *out, says="--limit belongs to --tasks, which is not given")
     ensemble = ("--tasks", "pick_el", "--ensemble", 1)
-    refused(invoke, "evaluate", root / "moe", *ensemble, *out, says="--ensemble scores text")
+    refused(invoke, "evaluate", root / "moe", *ensemble, *out, says="--ensemble belongs to --data")
     monkeypatch.setattr(report, "load_for_inference", lambda *name: pytest.fail("loaded"))
     refused(invoke, "evaluate", root / "moe", "--tasks", "nothing", *out, says="is not a task")
     assert not (tmp_path / "out.json").exists()

@@ -58,8 +58,8 @@ WRITERS = {
     "merge average": "merge average {base} IN --out OUT",
     "merge delta": "merge delta {base} OUT --base {base} --instruct IN",
     "export": "export IN OUT --expert 1",
-    "expand-depth": "expand-depth IN OUT --blocks 1",
-    "expand-branches": "expand-branches {base} IN --plan {groups} --out OUT",
+    "expand blocks": "expand IN OUT --blocks 1",
+    "expand branches": "expand {base} OUT --branches IN --plan {groups}",
     "train post-pretrain": "train post-pretrain IN OUT --data el={text}",
     "train review": "train review IN OUT --data el={text}",
     "train group": "train group IN OUT --data el={text}",
@@ -67,8 +67,8 @@ WRITERS = {
     "train adapt": "train adapt IN OUT --data hu={text}",
     "train dense": "train dense IN OUT --data el={text}",
 }
-DENSE_INPUT = ("expand", "graft base", "graft instruct", "merge average", "merge delta", "expand-depth",
-               "expand-branches", "train dense")  # fmt: skip
+DENSE_INPUT = ("expand", "graft base", "graft instruct", "merge average", "merge delta", "expand blocks",
+               "expand branches", "train dense")  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", WRITERS)

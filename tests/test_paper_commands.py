@@ -31,8 +31,7 @@ OPTIONS = EXTRA | {
     "analyze routing": ["--tokens", "24", "--block-size", "16"],
     "sample base": ["--tokens", "10"],
     "evaluate base": ["--block-size", "16"],
-    "evaluate-translation base": ["--max-new-tokens", "3"],
-    "evaluate-translation nllb": ["--max-new-tokens", "3"],
+    "--pairs": ["--max-new-tokens", "3"],
     "evaluate dense-1": ["--block-size", "16", "--max-tokens", "40"],
 }
 # Of the papers' sizes: too many for a tiny model, or more than its text.
@@ -116,7 +115,9 @@ def test_every_command_of_the_papers_runs(workplace):
             before = [None, *command]
             words = [SMALLER.get(option, word) for option, word in zip(before, command, strict=False)]
             assert ("s.yaml" in words) <= bool(settings), what
-            said[" ".join(words)] = invoke(*words, *OPTIONS.get(" ".join(words[:2]), []))  # `diff`: no tensor differs
+            said[" ".join(words)] = invoke(
+                *words, *OPTIONS.get("--pairs" if "--pairs" in words else " ".join(words[:2]), [])
+            )  # `diff`: no tensor differs
         gc.freeze()  # accelerate collects after each training: a third of its time
     assert Plan.load("random.json").classifier_layers == Plan.load("layer-moe.json").classifier_layers
     assert len(DeviationResult.from_json("deviation.json").similarity_at) == 1

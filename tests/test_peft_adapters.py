@@ -1,4 +1,4 @@
-"""Adapters of PEFT in, `from-peft`, and out, `export --peft`: the logits are PEFT's, the tensors the same."""
+"""Adapters of PEFT in, `expand --adapter`, and out, `export --peft`: the logits are PEFT's, the tensors the same."""
 
 import json
 import shutil
@@ -339,7 +339,7 @@ def test_a_table_of_who_knows_the_language(base, adapter, tmp_path):
     texts = {"en": "The cat sat on the mat. ", "el": "abcdefg hij ", "de": "Die Katze liegt auf der Matte. "}
     data = [word for code, text in texts.items() for word in
             ("--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', [text * 2] * 3)}")]  # fmt: skip
-    said = invoke("from-peft", adapter, tmp_path / "model", "--base", base, "--language", "el", "--old", "en", *data)
+    said = invoke("expand", base, tmp_path / "model", "--adapter", f"el={adapter}", "--old", "en", *data)
     rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in said.splitlines() if line.startswith("│")}
     en, el, de = zip(*([float(cell) for cell in row] for row in rows.values()), strict=True)
     assert list(rows) == ["base", "el alone", "told"]

@@ -24,7 +24,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.expand import check_dense_plan
-from hf_moe_expand.cli import plan as plan_verbs
+from hf_moe_expand.cli import verbs_planning
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import Count, Schema, changed, read
@@ -58,7 +58,7 @@ class Holder(Schema):
 
 
 def options_of(name):
-    return {option for parameter in typer.main.get_command(plan_verbs.opt.plan_app).commands[name].params
+    return {option for parameter in typer.main.get_command(verbs_planning.plan).commands[name].params
             for option in parameter.opts}  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_a_wrong_plan_is_refused_by_key(mapping, message):
 
 def test_a_new_method_is_one_class(monkeypatch, tmp_path):
     app = typer.Typer()
-    monkeypatch.setattr(plan_verbs.opt, "plan_app", app)
+    monkeypatch.setattr(verbs_planning, "plan", app)
 
     try:
 
@@ -147,7 +147,7 @@ def test_a_new_method_is_one_class(monkeypatch, tmp_path):
                 last = target.num_layers - 1
                 return Allocation([self.most if layer in (0, last) else target.least for layer in range(last + 1)])
 
-        plan_verbs._verb(METHODS["ends"], "ends")
+        verbs_planning._add_method(METHODS["ends"], "ends")
         app.command("other")(lambda: None)
         path = tmp_path / "plan.json"
         run = CliRunner().invoke(app, ["ends", "--most", "3", "--layers", "4", "--new", "el", "--out", str(path)])

@@ -29,8 +29,8 @@ from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.cli import orderly_stops
-from hf_moe_expand.cli.common import check_file
-from hf_moe_expand.cli.options import versions
+from hf_moe_expand.cli.groups import versions
+from hf_moe_expand.cli.kinds import check_file
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read

@@ -202,8 +202,8 @@ def test_each_model_is_checked_before_the_first_translates(tmp_path, monkeypatch
     long, short = (save_dense(tmp_path / str(size), max_position_embeddings=size) for size in (512, 64))
     data = [f"{code}={write_texts(tmp_path / f'{code}.jsonl', ['the sea'])}" for code in ("en", "el")]
     with pytest.raises(InputError, match=r"64: A prompt of .* and 60 new ones do not fit the model's 64 positions"):
-        invoke("evaluate-translation", long, short, "--data", data[0], "--data", data[1], "--max-new-tokens", "60",
-               "--out", tmp_path / "scores.json")  # fmt: skip
+        invoke("evaluate", long, short, "--pairs", "all", "--data", data[0], "--data", data[1], "--max-new-tokens",
+               "60", "--out", tmp_path / "scores.json")  # fmt: skip
 
 
 def test_the_command(tmp_path):
@@ -212,7 +212,7 @@ def test_the_command(tmp_path):
     texts = {"en": ["The sea.", "A cat sits.", "Two."], "el": ["Η θάλασσα.", "Μια γάτα.", "Δύο."]}
     data = [f"--data={code}={write_texts(tmp_path / f'{code}.jsonl', of)}" for code, of in texts.items()]
     more = ["--shots", 1, "--limit", 2, "--max-new-tokens", 5, "--batch-size", 2, "--texts", folder]
-    said = invoke("evaluate-translation", base, tmp_path / "el", *data, *more, "--out", tmp_path / out)
+    said = invoke("evaluate", base, tmp_path / "el", "--pairs", "all", *data, *more, "--out", tmp_path / out)
     assert "en-el" in said
     assert "mean" in said
     written = json.loads((tmp_path / out).read_text("utf-8"))
@@ -230,6 +230,6 @@ def test_the_command(tmp_path):
         expected |= {f"{model}/{pair}.txt": score["translations"] for pair, score in scores.items()}
     assert files == expected
     with pytest.raises(InputError, match=r"source.txt: exists already"):
-        invoke("evaluate-translation", base, tmp_path / "el", *data, *more, "--out", tmp_path / "again.json")
+        invoke("evaluate", base, tmp_path / "el", "--pairs", "en-el", *data, *more, "--out", tmp_path / "again.json")
     # Right after expansion the model computes what the base did, greedy continuations included.
     assert written["models"]["el"] == written["models"]["base"]

@@ -274,7 +274,7 @@ class LanguageAdapter:
         languages: the codes of the expansion's languages.
         updates: its updates, by the name of the map in the dense model.
         network: the dense model, on the meta device.
-        kept: the configuration with which `from-peft` took it; None without one.
+        kept: the configuration with which `expand --adapter` took it; None without one.
         base: the dense model's name, and its commit.
     """
 

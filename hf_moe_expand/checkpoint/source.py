@@ -115,7 +115,7 @@ def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     raise InputError(
         f"{name}: {kind}: merge it into its base, and give the merged model: with PEFT, "
         "PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER). Or make an "
-        f"expansion of it: hf-moe-expand from-peft ADAPTER OUT --base BASE_MODEL --language CODE.{there}"
+        f"expansion of it: hf-moe-expand expand BASE_MODEL OUT --adapter CODE=ADAPTER.{there}"
     )
 
 

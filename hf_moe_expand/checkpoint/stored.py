@@ -390,7 +390,7 @@ def check_alike(one: Any, other: Any, fields: Sequence[str] = BASE_FIELDS, keys:
 
 def field_of(config: Any, name: str, base: Any) -> Any:
     """A field of the dense model that a configuration describes, or that was expanded. Layers that it has beyond the
-    configuration `base` (`expand-depth`) do not count."""
+    configuration `base` (`expand --blocks`) do not count."""
     if name == "layers":
         new = () if getattr(base, "new_layers", None) else getattr(config, "new_layers", None) or ()
         return count_layers(config) - len(new)

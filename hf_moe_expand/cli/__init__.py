@@ -1,6 +1,6 @@
 """The command line. Each verb is a function: its signature is the options, its docstring the help.
 
-The modules of the work, and with them the Trainer, are imported inside the verbs: `--help` does not wait for them.
+The module of a verb is imported when the verb runs, and the modules of the work inside it, once its arguments are read.
 """
 
 import io
@@ -19,10 +19,7 @@ from types import FrameType
 
 from ..core.errors import InputError, first_line, is_full_disk, is_unicode
 from ..core.progress import all_in_lines, shows_bars
-
-# In the order of `--help`.
-from . import analyze, chat, evaluate, gates, plan, run, surgery, train  # noqa: F401
-from .options import app, versions
+from .groups import app, versions
 
 __all__ = ["app", "main"]
 
@@ -32,9 +29,11 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 def main() -> None:
-    """Entry point. Errors are printed in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it). The exit code
-    is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected error."""
-    debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
+    """Entry point. Errors are printed in one line, without a traceback (`--debug` or HF_MOE_EXPAND_DEBUG=1 shows it).
+    The exit code is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected
+    error."""
+    debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG")) or "--debug" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     with _lines_for_logs(), nullcontext() if debug else _warnings_in_one_line(), orderly_stops() as came:
         try:
             if wrong := [argument for argument in sys.argv if not is_unicode(argument)]:

@@ -53,7 +53,7 @@ class DenseConfig(StageConfig):
     replay: list[LanguageCode] = setting(list, "the old languages of the text, for `replay_share`")
     replay_share: ReplayShare = setting(None, REPLAY_SHARE)
     method: Literal["full", "lora", "new-blocks"] = setting(
-        "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
+        "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand --blocks`"
     )
     lora: Annotated[LoraSettings | str | None, mapping(LoraSettings)] = setting(
         LoraSettings, "the adapters of `method: lora`"
@@ -89,7 +89,7 @@ class DenseConfig(StageConfig):
         if self.method != "lora" and self.lora != LoraSettings():
             raise InputError(f"lora: the method is {self.method}, but lora has settings; set `method: lora`.")
         if self.method == "new-blocks" and not getattr(model, "new_layers", None):
-            raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
+            raise InputError("The checkpoint has no new blocks: insert some with `expand --blocks` first.")
         if bool(self.replay) != (self.replay_share is not None):
             raise InputError("replay names the old languages, and replay_share says how much of them: give both.")
         if missing := [code for code in self.replay if code not in texts]:

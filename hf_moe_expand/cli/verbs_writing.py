@@ -1,39 +1,28 @@
-"""The verb `chat`: a model talks, or answers once."""
+"""The verbs that let a model write: `chat`, in which it talks or answers once, and `sample`."""
 
 import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..core.errors import InputError, is_unicode
-from ..inference.writing import Answering
-from .common import check_checkpoints
-from .options import Model, Revision, app, with_settings
+from ..inference.writing import Answering, SampleSettings
+from .kinds import Model, NewFile, Overwrite, Revision, checkpoint
+from .signature import Given, Keys, belongs
 
 if TYPE_CHECKING:
     from ..inference.asking import ChatModel
 
 
-@app.command()
-@with_settings(max_new_tokens=512)
 def chat(
     model: Model,
-    settings: Answering,
-    prompt: Annotated[
-        str | None, typer.Option(help="Answer this and end; without a chat template, go on from it.")
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Go on from the prompt in spite of a chat template.")] = False,
-    language: Annotated[
-        str | None, typer.Option("--languages", help="Language of the conversation, where you know it, e.g. el.")
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="Model to ask beside: a folder, a hub id, or `inside`, the base inside the model (expert 0)."
-        ),
-    ] = None,
-    revision: Revision = None,
+    *,
+    settings: Annotated[Answering, Keys(defaults={"max_new_tokens": 512})],
+    prompt: str | None = None,
+    plain: bool = False,
+    languages: str | None = None,
+    base: str | None = None,
+    revision: Revision | None = None,
+    given: Given,
 ) -> None:
     """Talk with a model in its chat template, line by line, or once (--prompt); with --base, with another beside it.
 
@@ -44,12 +33,16 @@ def chat(
     Example: hf-moe-expand chat qwen-el-chat --languages el --base inside
 
     Example: hf-moe-expand chat qwen-el-2 --prompt "Η Ελλάδα είναι" --base inside
+
+    Args:
+        prompt: answer this and end; without a chat template, go on from it.
+        plain: go on from the prompt in spite of a chat template.
+        languages: language of the conversation, where you know it, e.g. el.
+        base: model to ask beside: a folder, a hub id, or `inside`, the base inside the model (expert 0).
     """
-    if plain and prompt is None:
-        raise InputError("--plain belongs to --prompt, which is not given.")
-    check_checkpoints(model, revision=revision)
+    belongs(given, "prompt", "plain")
     if base not in (None, "inside"):
-        check_checkpoints(str(base))
+        checkpoint(str(base), {})
     from ..inference.asking import ChatModel
 
     first = ChatModel.load(model, revision)
@@ -61,10 +54,10 @@ def chat(
     if prompt is None:
         for one in models:
             one.check_template()
-        _talk(models, settings, language)
+        _talk(models, settings, languages)
         return
     for one in models:
-        shown = settings, language, _streamer(one, len(models) > 1)
+        shown = settings, languages, _streamer(one, len(models) > 1)
         if one.has_template and not plain:
             one.reply([{"role": "user", "content": prompt}], *shown)
         else:
@@ -130,3 +123,33 @@ def _read() -> str | None:
     if not sys.stdin.isatty():
         print(line)
     return line
+
+
+def sample(
+    model: Model,
+    *,
+    out: NewFile,
+    settings: Annotated[SampleSettings, Keys(without=("prompts",))],
+    language: str = "und",
+    prompt: list[str] = [],  # noqa: B006 (is read)
+    revision: Revision | None = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Let a base model write text, for a gate or a review without any text that the base was trained on.
+
+    Of an expanded model, the base inside writes (expert 0). Each row of the file names the model, the prompt and the
+    settings that it came from.
+
+    Example: hf-moe-expand sample Qwen/Qwen2.5-0.5B --language en --prompt "The city" --prompt "In 1990" --out en.jsonl
+
+    Args:
+        language: code of the old language for which the text stands, e.g. en; und: undetermined.
+        prompt: beginning of a document, a few words in the language; repeat, for turns.
+    """
+    from ..core.languages import check_language_code
+    from ..core.schema import changed
+    from ..inference.sampling import write_sample
+
+    check_language_code(language)
+    settings = changed(settings, prompts=prompt)
+    print(f"wrote {out}: {write_sample(model, revision, language, settings, out)}")

@@ -1,0 +1,31 @@
+"""Prints pages and tables."""
+
+from pathlib import Path
+
+
+def print_or_write(text: str, out: Path | None) -> None:
+    """Prints a page, or writes it to a file."""
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        from ..core.jsonfile import write_text
+
+        write_text(out, text)
+        print(f"wrote {out}")
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Prints a table; if the terminal is too narrow, each word of a heading is printed on its own line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for headings in (header, [heading.replace(" ", "\n") for heading in header]):
+        table = Table(*headings)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        if Console(width=10_000).measure(table).maximum <= console.width:
+            break
+    console.print(table)

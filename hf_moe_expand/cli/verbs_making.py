@@ -1,0 +1,458 @@
+"""The verbs that make a checkpoint from others without training."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from ..analysis.settings import AnalysisSettings, GateSettings
+from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
+from ..core.disk import DEFAULT_SHARD_SIZE
+from ..core.errors import InputError
+from ..evaluation.settings import EvaluationSettings
+from .groups import group, verb
+from .kinds import (
+    Expanded,
+    GateFile,
+    Model,
+    NewFolder,
+    OldCodes,
+    Overwrite,
+    Places,
+    PlanFile,
+    Revision,
+    Seed,
+    ShardSize,
+    Texts,
+    expanded,
+)
+from .printing import print_table
+from .signature import Given, Keys, Kind, belongs, without_effect
+
+_SCORES = tuple(key for key in EvaluationSettings.model_fields if key != "questions")
+_LIKE_BASE = ("base", "out", "max_shard_size", "overwrite")
+
+
+def expand(
+    base: Model,
+    out: NewFolder,
+    *,
+    plan: PlanFile | None = None,
+    settings: Annotated[ExpandSettings, Keys(without=("copy_from",))],
+    gate: GateFile | None = None,
+    adapter: list[str] = [],  # noqa: B006 (is read)
+    old: OldCodes = (),
+    data: Texts | None = None,
+    scores: Annotated[EvaluationSettings, Keys(without=("questions",))],
+    branches: list[str] = [],  # noqa: B006 (is read)
+    blocks: int | None = None,
+    seed: Seed = 0,
+    revision: Revision | None = None,
+    overwrite: Overwrite = False,
+    given: Given,
+) -> None:
+    """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
+    memory, whatever the model's size.
+
+    With --adapter, the experts are adapters of PEFT, for text that is told its language or, after `gates`, recognised;
+    --data then prints bits per byte of the base, of each adapter alone, of text that is told its language, and, with
+    --gate, of text that nobody told. With --branches, dense models are the experts, and all other weights are averaged
+    (Branch-Train-Mix); then `train joint`. With --blocks, the model stays dense: copied blocks are inserted that at
+    first have no effect (LLaMA-Pro); then `train dense --only-new-blocks`.
+
+    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
+
+    Example: hf-moe-expand expand Qwen/Qwen3-30B-A3B moe-el --plan plan.json --expert-kind added --expert-width 512
+
+    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el-hu --adapter el=me/qwen-el-lora --adapter hu=lora-hu
+
+    Example: hf-moe-expand expand qwen-el qwen-mix --branches qwen-tr --plan plan.json
+
+    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-pro --blocks 8
+
+    Args:
+        plan: plan.json of `plan`; with --branches, of `plan dmoe`.
+        gate: file of `gates BASE`: the language gate, for the plan's or the adapters' languages.
+        adapter: LANGUAGE=ADAPTER, a folder or hub id of a LoRA in PEFT's format that was trained on BASE; several
+            languages of one by comma; repeat.
+        old: with --adapter: codes of the old languages, e.g. en,es,zh.
+        data: with --adapter: LANGUAGE=FILE of any language, to score; repeat.
+        branches: dense model beside BASE, a fine-tune of the same base for the next group of languages; repeat.
+        blocks: number of blocks to insert.
+    """
+    modes = {"adapter": bool(adapter), "branches": bool(branches), "blocks": blocks is not None}
+    chosen = [mode for mode, is_given in modes.items() if is_given]
+    if len(chosen) > 1:
+        raise InputError(f"--{chosen[0]} and --{chosen[1]}: give only one of them.")
+    belongs(given, "data", *_SCORES)
+    if adapter:
+        ways = ("gate", "revision", "old", "data", *_SCORES)
+        without_effect(given, "--adapter", "adapter", *_LIKE_BASE, *ways)
+        _expand_from_adapters(base, out, adapter, old, data or {}, scores, gate, revision, settings, overwrite)
+        return
+    belongs(given, "adapter", "old", "data")
+    written: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite}
+    if blocks is not None:
+        without_effect(given, "--blocks", "blocks", *_LIKE_BASE)
+        from ..baselines.depth import expand_depth
+
+        new = expand_depth(base, out, blocks, **written)
+        print(f"wrote {out}: layers {', '.join(map(str, new))} are new")
+        return
+    if plan is None:
+        raise InputError("Give --plan (plan.json of `plan`), --adapter or --blocks: what the model gets.")
+    if branches:
+        without_effect(given, "--branches", "branches", "plan", "seed", *_LIKE_BASE)
+        from ..baselines.branches import expand_branches
+
+        expand_branches([base, *branches], out, plan, seed=seed, **written)
+        print(f"wrote {out}")
+        return
+    from ..checkpoint.expand import expand_checkpoint
+
+    fitted = _gate(gate, base, plan.new, revision)
+    report = expand_checkpoint(
+        base, out, plan, **settings.experts.model_dump(), **written, seed=seed, revision=revision, gate=fitted
+    )
+    if report.left_out:
+        print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
+    print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
+
+
+def _gate(file: Path | None, base: str, languages: Any, revision: str | None) -> Any:
+    """The gate of a file, whose report is printed; None without a file."""
+    if file is None:
+        return None
+    from ..analysis.gating import gate_from_file
+
+    gate, report = gate_from_file(file, base, languages, revision)
+    print("\n".join(report.lines()))
+    return gate
+
+
+def _expand_from_adapters(
+    base: str,
+    out: Path,
+    arguments: list[str],
+    old: Any,
+    data: dict[str, Any],
+    scores: EvaluationSettings,
+    gate: Path | None,
+    revision: str | None,
+    settings: ExpandSettings,
+    overwrite: bool,
+) -> None:
+    adapters: dict[str, str] = {}
+    for argument in arguments:
+        languages, _, place = argument.partition("=")
+        if not place or not languages:
+            raise InputError(f"--adapter {argument}: give LANGUAGE=ADAPTER, as in --adapter el=lora-el.")
+        if languages in adapters:
+            raise InputError(f"--adapter {languages} has two adapters ({adapters[languages]}, {place}): give one.")
+        if place in adapters.values():
+            raise InputError(f"--adapter {argument}: {place} has a language already; join its languages by commas.")
+        adapters[languages] = place
+    from ..checkpoint.peft import codes_of, expand_from_peft
+
+    classes = {code: number for number, codes in enumerate(adapters, 1) for code in codes_of(codes)}
+    report = expand_from_peft(
+        base, adapters, out, old, revision=revision, max_shard_size=settings.max_shard_size, overwrite=overwrite,
+        gate=_gate(gate, base, classes, revision),
+    )  # fmt: skip
+    print("\n".join([*report.warnings, f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters"]))
+    if data:
+        from ..evaluation.ways import score_ways
+
+        print("bits per byte")
+        print_table(*score_ways(out, data, scores).rows())
+    if gate is None:
+        print(
+            f"no gate            text that is told no language gets the newest adapter, until you run `gates {out} OUT`"
+        )
+
+
+def grow(
+    model: Expanded,
+    out: NewFolder,
+    *,
+    plan: PlanFile,
+    settings: AnalysisSettings,
+    copy_from: str = "0",
+    data: Texts | None = None,
+    seed: Seed = 0,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+    given: Given,
+) -> None:
+    """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
+
+    With --copy-from nearest, --tokens of each language are measured, in blocks of --block-size.
+
+    Experts and router rows that exist stay byte for byte. Classifiers follow the plan: a layer that it names keeps its
+    classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
+    dense. The checkpoint then needs `train post-pretrain` on the new languages and `train review` on all.
+
+    Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json
+
+    Args:
+        plan: plan.json of `plan ... --from MODEL`.
+        copy_from: expert that new experts copy: a number, or nearest: the one that --data uses most.
+        data: LANGUAGE=FILE of a new language, for nearest; repeat.
+    """
+    from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.source import resolve_checkpoint
+    from ..checkpoint.writer import check_output
+
+    if copy_from == "nearest":
+        check_output(out, overwrite, resolve_checkpoint(model, weights=False))
+        check_growth(model, plan)
+        origin = _nearest_experts(model, plan.new, data or {}, seed, settings)
+    elif idle := sorted(given & {"data", *AnalysisSettings.model_fields}):
+        raise InputError(f"--{idle[0].replace('_', '-')} belongs to --copy-from nearest, which is not given.")
+    elif not copy_from.isdecimal():
+        raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
+    else:
+        origin = dict.fromkeys(range(len(plan.experts_per_layer)), int(copy_from))
+    grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
+    print(*classifier_changes(model, plan), f"wrote {out}", sep="\n")
+
+
+def _nearest_experts(
+    model: str, new: list[str], sources: dict[str, Any], seed: int, settings: AnalysisSettings
+) -> dict[int, int]:
+    """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
+    if unknown := [code for code in sources if code not in new]:
+        raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
+    if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
+        raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
+    from ..analysis.routing import nearest_experts
+    from ..data.pairs import texts_for
+    from ..inference.models import load_for_inference
+    from ..modeling import layer_names
+
+    network, tokenizer = load_for_inference(model)
+    texts = texts_for(network.config, sources, seed)
+    nearest = nearest_experts(network, tokenizer, texts, **settings.model_dump())
+    names = layer_names(network.config)
+    print("nearest experts: " + ", ".join(f"layer {names[layer]}: {expert}" for layer, expert in nearest.items()))
+    return nearest
+
+
+def join(
+    out: NewFolder,
+    packs: Annotated[list[str], Kind(metavar="PACK...")],
+    *,
+    name: list[str] = [],  # noqa: B006 (is read)
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+) -> None:
+    """Join language packs, expansions of one frozen base that were made apart, into one model without training.
+
+    A pack's experts are exclusive. The model has those of all packs, byte for byte, and no gate: fit one with `gates`.
+
+    A pack has the name of its run's folder (`run`), else of its own; the card uses it.
+
+    Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu
+
+    Args:
+        packs: expanded checkpoints of one base, whole or with the added tensors; NAME=PACK gives a name.
+        name: name of a pack, one for each PACK in order; by default that of its run's or own folder.
+    """
+    if name and len(name) != len(packs):
+        raise InputError(f"--name: {len(name)} names were given for {len(packs)} packs; give one for each, in order.")
+    packs = [f"{one}={pack}" for one, pack in zip(name, packs, strict=True)] if name else packs
+    from ..checkpoint.source import pack_and_name
+
+    for pack in packs:
+        expanded(pack_and_name(pack)[0], {})
+    from ..checkpoint.join import join_expansions
+
+    report = join_expansions(packs, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    print("\n".join(report.lines()))
+    print(f"no gate            text that is told no language gets the last pack, until you run `gates {out} OUT`")
+
+
+def graft(
+    model: Model,
+    out: NewFolder,
+    *,
+    base: Model,
+    settings: GraftSettings,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+) -> None:
+    """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
+
+    Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+
+    Args:
+        base: the dense model from which both were made.
+    """
+    from ..checkpoint.graft import graft_delta
+
+    _add_delta(graft_delta, model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def _add_delta(
+    add: Callable[..., Any], model: str, out: Path, base: str, settings: GraftSettings, **written: Any
+) -> None:
+    from ..checkpoint.source import local_checkpoint
+
+    local_checkpoint(settings.instruct)
+    print("\n".join(add(model, out, base, **settings.model_dump(), **written).lines()))
+
+
+@group
+def merge() -> None:
+    """Merge checkpoints tensor by tensor."""
+
+
+@verb(merge, "delta")
+def merge_delta_(
+    model: Model,
+    out: NewFolder,
+    *,
+    base: Model,
+    settings: GraftSettings,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+) -> None:
+    """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
+
+    Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+
+    Args:
+        base: the dense model from which both were made.
+    """
+    from ..checkpoint.graft import merge_delta
+
+    _add_delta(merge_delta, model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+@verb(merge, "average")
+def merge_average(
+    models: Annotated[list[str], Kind(metavar="MODELS...")],
+    *,
+    out: NewFolder,
+    weight: list[float] = [],  # noqa: B006 (is read)
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+) -> None:
+    """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
+
+    Of an expanded checkpoint alone, average each expert of its last expansion with the FFN from which it was copied;
+    all else stays byte for byte. Configuration and tokenizer are those of the first checkpoint.
+
+    Example: hf-moe-expand merge average qwen-el-2 --weight 0.8 --out qwen-el
+
+    Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
+
+    Args:
+        models: two or more checkpoints; dense ones may follow an expanded first one. Or an expanded one alone.
+        weight: weight of the first of two checkpoints, or one for each, with the sum 1; equal by default. Of one
+            checkpoint, weight of its new experts; 0.8 by default.
+    """
+    from ..checkpoint.source import local_checkpoint
+
+    for model in models:
+        local_checkpoint(model)
+    from ..checkpoint.average import average_checkpoints, average_experts
+
+    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    if len(models) == 1:
+        own, *more = weight or [AverageSettings().weight]
+        if more:
+            raise InputError("--weight: the experts of one checkpoint have one weight; give it once.")
+        average_experts(models[0], out, own, **written)
+    else:
+        weights = [weight[0], 1 - weight[0]] if len(weight) == 1 and len(models) == 2 else weight
+        average_checkpoints(models, out, weights or None, **written)
+    print(f"wrote {out}")
+
+
+def export(
+    model: Expanded,
+    out: NewFolder,
+    *,
+    expert: int | None = None,
+    language: str | None = None,
+    peft: bool = False,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+    given: Given,
+) -> None:
+    """Write the dense model of one language or of one expert, which every server takes; or adapters of PEFT.
+
+    Example: hf-moe-expand export qwen-el-1 qwen-greek --language el
+
+    Example: hf-moe-expand export qwen-el-1 adapter-el --peft --language el
+
+    Args:
+        expert: write the dense model with this expert as its FFNs.
+        language: write the dense model of a language: the base's, or its exclusive experts'.
+        peft: write the adapter of a language, or a folder for each, in PEFT's format.
+    """
+    if peft:
+        without_effect(given, "--peft", "model", "out", "language", "peft", "overwrite")
+        from ..checkpoint.peft import export_peft
+
+        print("\n".join(export_peft(model, out, language=language, overwrite=overwrite).lines()))
+        return
+    from ..checkpoint.export import export_dense
+
+    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    print(f"wrote {out}: {export_dense(model, out, expert=expert, language=language, **written)}")
+
+
+def gates(
+    model: Model,
+    folder: Annotated[Path, Kind(metavar="OUT")] | None = None,
+    *,
+    data: Places,
+    settings: Annotated[GateSettings, Keys(without=("bound", "window"))],
+    out: Path | None = None,
+    new: str | None = None,
+    anchors: Places | None = None,
+    seed: Seed = 0,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+    given: Given,
+) -> None:
+    """Fit the gate: recognised new languages take the new experts, all other text goes home. Nothing is trained.
+
+    Give text of every new language, and of the base's own as far as you have some. Anchors show the gate what is not
+    new: some twenty sentences in each of many languages, which come with the package.
+
+    Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
+
+    Example: hf-moe-expand gates Qwen/Qwen2.5-0.5B --data en=en.jsonl --data el=el.jsonl --new el --out gate.safetensors
+
+    Args:
+        folder: folder to write: the expanded model with its gate.
+        out: of a dense base: file to write, for `expand --gate`.
+        new: of a dense base: the languages of --data that will be new, by comma.
+        anchors: LANGUAGE=FILE of a language that is not new; repeat. By default the package's own sentences.
+    """
+    if (out is None) == (folder is None):
+        raise InputError("Give OUT, the folder of an expanded model's gate, or --out FILE, for a dense base.")
+    if folder is not None and new is not None:
+        raise InputError("--new is for a dense base: an expanded model's history names its new languages.")
+    if out is not None and "max_shard_size" in given:
+        raise InputError("--max-shard-size: a gate is one file: leave it out.")
+    known = None if anchors is None else documents_of(anchors)
+    texts = documents_of(data, seed)
+    from ..analysis.gating import fit_base_gate, fit_gates
+    from .kinds import codes
+
+    if out is not None:
+        report = fit_base_gate(model, out, texts, codes(new or ""), known, settings, overwrite=overwrite)
+    else:
+        report = fit_gates(
+            model, folder, texts, known, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
+        )
+    print("\n".join(report.lines()))
+
+
+def documents_of(sources: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
+    """The documents of texts, by language; with a seed shuffled, as a recipe's are."""
+    loaded = {code: source.load() for code, source in sources.items()}
+    return {code: (rows if seed is None else rows.shuffle(seed=seed))["text"] for code, rows in loaded.items()}

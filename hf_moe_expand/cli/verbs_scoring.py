@@ -1,0 +1,259 @@
+"""The verb `evaluate`: text, tasks and questions, or translations."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ..core.errors import InputError, errors_at
+from ..core.languages import check_old_and_new
+from ..evaluation.settings import EvaluationSettings, TranslationSettings
+from .kinds import Codes, Models, NewCodes, NewFile, OldCodes, Overwrite, Texts, check_file, codes, text_sources
+from .printing import print_table
+from .signature import Given, Keys, belongs, without_effect
+
+if TYPE_CHECKING:
+    from ..evaluation.harness import HarnessTasks
+    from ..evaluation.report import Evaluation
+
+
+def evaluate(
+    models: Models,
+    *,
+    settings: Annotated[EvaluationSettings, Keys(without=("questions",))],
+    translating: Annotated[TranslationSettings, Keys(without=("limit",))],
+    out: NewFile | None = None,
+    data: Texts | None = None,
+    old: OldCodes = (),
+    new: NewCodes = (),
+    ensemble: int | None = None,
+    tasks: str = "",
+    unnamed: Codes = (),
+    questions: list[str] = [],  # noqa: B006 (is read)
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    include_path: Path | None = None,
+    pairs: str = "",
+    texts: Path | None = None,
+    overwrite: Overwrite = False,
+    given: Given,
+) -> None:
+    """Compare models: perplexity and bits per byte on each language, and tasks of lm-evaluation-harness.
+
+    With --pairs, compare them by the chrF++ of their translations of parallel text, such as FLORES.
+
+    Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl
+
+    Example: hf-moe-expand evaluate qwen-el-2 --pairs en-el --data en=flores/en.jsonl --data el=flores/el.jsonl
+    --shots 8 --out translation.json
+
+    Args:
+        out: file to write as well.
+        data: LANGUAGE=FILE; repeat for each language. With --pairs parallel text, the same sentence in the same line.
+        ensemble: also score the models' ensemble: mix the N that fit the text best at each token.
+        tasks: tasks of lm-evaluation-harness with their numbers of examples, e.g. arc_hu@25,m_mmlu_hu@5; or a task
+            list: moe-lpr, layermoe, dmoe or deltamoe (the papers' benchmarks), or a YAML file.
+        unnamed: codes of languages of a task list that are neither old nor new, e.g. fr,pt.
+        questions: LANGUAGE=FILE with questions, one a line, or LANGUAGE for ten of ours (en): the first and the last
+            model answer them in the chat template; repeat for each language.
+        num_fewshot: examples for tasks given without @N; by default each task's own number.
+        limit: maximum of documents to score of each task, or of sentences with --pairs.
+        include_path: folder with tasks of your own for the harness.
+        batch_size: windows in a forward pass; with --pairs, sentences translated at once.
+        pairs: directions of translation, e.g. en-el,el-en; or all, the first language to and from each other.
+        texts: with --pairs: folder for sources, references and translations as text files as well, for COMET.
+    """
+    belongs(given, "pairs", "shots", "max_new_tokens", "beams", "texts")
+    if pairs:
+        translated = (
+            "models",
+            "out",
+            "data",
+            "limit",
+            "pairs",
+            "texts",
+            "overwrite",
+            *TranslationSettings.model_fields,
+        )
+        without_effect(given, "--pairs", *translated)
+        if out is None or not data:
+            raise InputError("--pairs translates the text of --data, and writes to --out: give both.")
+        from ..core.schema import changed
+
+        directions = [] if pairs == "all" else codes(pairs)
+        how = changed(translating, **({} if limit is None else {"limit": limit}))
+        _evaluate_translations(models, data, directions, how, out, texts, overwrite)
+        return
+    if not data and not tasks and not questions:
+        raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
+    belongs(given, "tasks", "num_fewshot", "limit", "include_path", "unnamed")
+    belongs(given, "data", "ensemble")
+    chat_questions = _questions(questions)
+    if chat_questions and len(models) < 2:
+        raise InputError("--questions compares answers: give the base first and the model made of it last.")
+    from ..evaluation.benchmarks import in_languages, task_list
+
+    benchmarks = task_list(tasks)
+    if unnamed and benchmarks is None:
+        raise InputError("--unnamed: means of a task list have them, but --tasks names none: leave it out.")
+    if ensemble is not None and not 1 <= ensemble <= len(models):
+        raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
+    harness_tasks = None
+    groups = _language_groups(models, [*(data or {})], [*old], [*new], benchmarks is not None)
+    if tasks:
+        from ..evaluation.harness import HarnessTasks
+
+        names = [] if benchmarks else codes(tasks)
+        known = [code for group in groups for code in group]
+        if both := sorted({*known} & {*unnamed}):
+            raise InputError(f"--unnamed: {', '.join(both)} is an old or a new language; leave it out.")
+        if benchmarks is not None:
+            benchmarks, missing = in_languages(benchmarks, [*known, *unnamed])
+            print("\n".join(missing), end="\n" * bool(missing))
+        harness_tasks = HarnessTasks(names, num_fewshot, limit, include_path, benchmarks, [*unnamed])
+    if chat_questions:
+        from ..evaluation.chat import check_chat, without_chat
+
+        for name in (models[0], models[-1]):
+            if why := without_chat(name):
+                raise InputError(f"{name}: {why}, so it cannot answer --questions.")
+    result = evaluate_models(models, data or {}, groups, settings, ensemble, harness_tasks)
+    for code, lines in chat_questions.items():
+        if out is not None:
+            result.to_json(out)  # a question may fail
+        if (chat := check_chat(models[0], models[-1], code, lines)) is not None:
+            result.chats.append(chat)
+            print("\n".join(chat.lines()))
+    if out is not None:
+        result.to_json(out)
+        print(f"wrote {out}")
+
+
+def _questions(arguments: list[str]) -> dict[str, list[str]]:
+    """The questions of `--questions`, by language."""
+    if not arguments:
+        return {}
+    from ..evaluation.chat import QUESTIONS
+
+    ours = {code: list(QUESTIONS[code]) for code in arguments if code in QUESTIONS}
+    if other := next((code for code in arguments if code not in ours and "=" not in code), None):
+        raise InputError(f"--questions {other}: there are questions in {', '.join(QUESTIONS)}; give {other}=FILE.")
+    sources = text_sources([argument for argument in arguments if argument not in ours])
+    return ours | {code: list(source.documents(say=True)) for code, source in sources.items()}
+
+
+def _language_groups(
+    models: list[str], languages: list[str], old: list[str], new: list[str], all_of_them: bool
+) -> list[list[str]]:
+    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history, then
+    what other models' histories add; those of the text, or all. The others are in none."""
+    from ..checkpoint.records import History
+    from ..checkpoint.source import load_config, resolve_checkpoint
+
+    if old or new:
+        check_old_and_new(old, new)
+        groups = [old, new]
+    else:
+        configs = [load_config(resolve_checkpoint(name, weights=False)) for name in models]
+        histories = [found for config in configs if (found := History.of(config).by_expansion)]
+        groups = [list(group) for group in max(histories, key=len, default=[languages, []])]
+        for of_base, *added in histories:  # of another expansion
+            for group, more in ((groups[0], of_base), *((groups[-1], more) for more in added)):
+                group += [code for code in more if not any(code in known for known in groups)]
+    return groups if all_of_them else [[code for code in languages if code in group] for group in groups]
+
+
+def evaluate_models(
+    models: Sequence[str],
+    sources: dict[str, Any],
+    languages: list[list[str]],
+    settings: EvaluationSettings,
+    ensemble: int | None = None,
+    tasks: "HarnessTasks | None" = None,
+) -> "Evaluation":
+    """Scores models side by side and prints the tables.
+
+    Args:
+        languages: the old languages, then the languages of each expansion.
+        tasks: tasks of lm-evaluation-harness to run as well.
+    """
+    from ..evaluation.report import check_decoders, in_time, score_models
+
+    labels: dict[str, tuple[str, str | None]] = {}
+    for name in models:
+        labels[_label(name, labels)] = (name, None)
+    if ensemble is not None:
+        check_decoders(labels, "ensembles")
+    settings = in_time(settings, labels, sources)
+    result = score_models(labels, sources, languages, settings, tasks)
+    if ensemble is not None:
+        from ..baselines.ensemble import evaluate_ensemble
+        from ..checkpoint.source import resolve_checkpoint
+        from ..inference.models import load_tokenizer
+
+        texts = {code: source.load()["text"] for code, source in sources.items()}
+        tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
+        result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
+            list(models), tokenizer, texts, ensemble, **settings.model_dump(exclude={"questions"})
+        )
+    if sources:
+        print("bits per byte")
+        print_table(*result.rows())
+        print("perplexity")
+        print_table(*result.rows("perplexity"))
+        print("\n".join(result.notes()))
+    if tasks is not None:
+        print("tasks")
+        print_table(*result.task_rows())
+        if result.benchmarks:
+            print_table(*result.benchmark_rows())
+    return result
+
+
+def _label(name: str, taken: Collection[str]) -> str:
+    """The name of a model in results: its folder's name, in a run `RUN/STAGE`, or its hub id."""
+    from ..checkpoint.source import name_in_results
+
+    label = name_in_results(name)
+    if label in taken:
+        raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
+    return label
+
+
+def _evaluate_translations(
+    models: list[str],
+    sources: dict[str, Any],
+    directions: list[str],
+    settings: TranslationSettings,
+    out: Path,
+    texts: Path | None,
+    overwrite: bool,
+) -> None:
+    from ..checkpoint.source import load_config, resolve_checkpoint
+    from ..checkpoint.tokenizer import load_tokenizer
+    from ..evaluation import translation
+    from ..inference.models import load_for_inference
+
+    pairs = translation.parse_pairs(directions, list(sources))
+    translation.chrf_plus_plus()  # fails now, before any work, if it is not installed
+    sentences = translation.load_parallel(sources)
+    labels: dict[str, str] = {}
+    for name in models:
+        labels[_label(name, labels)] = name
+    for file in [] if texts is None else translation.text_files(texts, list(labels), pairs):
+        check_file(file, overwrite)
+    for name in models:  # before the first one translates
+        folder = resolve_checkpoint(name)
+        config, tokenizer = load_config(folder), load_tokenizer(folder, name)
+        with errors_at(name):
+            translation.check_translation(config, tokenizer, sentences, pairs, settings)
+    scores: dict[str, Any] = {}
+    for label, name in labels.items():
+        model, tokenizer = load_for_inference(name)
+        scores[label] = translation.evaluate_translation(model, tokenizer, sentences, pairs, settings)
+    result = translation.TranslationScores(settings.shots, settings.max_new_tokens, settings.beams, scores)
+    print("chrF++")
+    print_table(*result.rows())
+    result.to_json(out)
+    if texts is not None:
+        translation.write_texts(texts, result, sentences, pairs)
+    print(f"wrote {out}")

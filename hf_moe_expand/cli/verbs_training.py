@@ -1,0 +1,168 @@
+"""`train STAGE`, a verb for each stage."""
+
+import os
+import pydoc
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+from ..core.errors import InputError
+from ..core.extensions import extension_points
+from ..evaluation.settings import EvaluationSettings
+from ..stages import kinds, stage_files
+from .groups import add, group
+from .kinds import LostText, Model, NewFolder, Overwrite, Places, Seed, expanded
+
+_NO_VERBS = ("graft", "gates", "average")  # which do not train, and are verbs of their own
+# Options of some stages alone, and their values in others.
+_OPTIONS: dict[str, Any] = {
+    "validation": None, "classifier_layers": None, "classifier_choice": None, "test": None, "only_new_blocks": False,
+}  # fmt: skip
+_OF_STAGE = {
+    "adapt": ("test",),
+    "dense": ("only_new_blocks",),
+    "review": ("validation", "classifier_layers", "classifier_choice"),
+}
+
+
+@group
+def train() -> None:
+    """Train one stage."""
+
+
+class _StageVerb(TyperCommand):
+    """Its help is the docstring of the stage's file and the keys of its configuration; the import takes seconds, and
+    only `--help` waits for it."""
+
+    def get_help(self, ctx: Any) -> str:
+        from ..runs.settings_page import stage_help
+
+        self.help = stage_help((self.name or "").replace("-", "_"))
+        return super().get_help(ctx)
+
+
+def _train(
+    model: Model,
+    out: NewFolder,
+    *,
+    data: Places,
+    config: Path | None = None,
+    validation: Places | None = None,
+    classifier_layers: int | None = None,
+    classifier_choice: str | None = None,
+    test: Places | None = None,
+    only_new_blocks: bool = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    allow_lost_text: LostText = False,
+    key: str,
+) -> None:
+    """Trains a stage.
+
+    Args:
+        config: YAML file with the stage's settings; without it, one epoch at the papers' rate (5e-5; 2e-5 in DMoE's
+            stages; cosine): a small base wants more (docs/choose.md#learning-rates).
+        validation: LANGUAGE=FILE of held-out text to score while it trains; repeat.
+        classifier_layers: place classifiers in so many layers, by the languages' similarity in this model.
+        classifier_choice: choice of these layers: similarity, last, random, all or none.
+        test: LANGUAGE=FILE to score before and after; repeat.
+        only_new_blocks: train only the blocks of `expand --blocks` (`method: new-blocks`).
+    """
+    from ..core.yamlfile import read_yaml
+    from ..runs.keys import check_stage_keys
+
+    mapping = {} if config is None else read_yaml(config)
+    check_stage_keys(key, mapping, str(config))
+    if key != "dense":
+        expanded(model, {})
+    placing = {"classifier_layers": classifier_layers, "classifier_choice": classifier_choice}
+    given: dict[str, Any] = {name: value for name, value in placing.items() if value is not None}
+    if only_new_blocks:
+        if mapping.get("method", "new-blocks") != "new-blocks":
+            raise InputError(f"{config}: method is {mapping['method']!r}, but --only-new-blocks was given; drop one.")
+        given["method"] = "new-blocks"
+    settings = _settings(key, mapping, str(config or ""), validation or {}).but(**given)
+    if key == "adapt":
+        _adapt(model, out, data, settings.built(out, seed), seed, overwrite, allow_lost_text, test or {})
+        return
+    from ..stages.kinds.dense import check_old_blocks
+    from ..stages.run import check_frozen, train_stage
+
+    built = settings.built(out, seed)
+    record = train_stage(model, out, data, built, overwrite=overwrite, allow_lost_text=allow_lost_text)
+    if not _is_first_rank():
+        return
+    frozen = None
+    if key != "dense":
+        frozen = check_frozen(model, out, record.stage)
+    elif settings.method == "new-blocks":
+        frozen = check_old_blocks(model, out)
+    kept = "" if frozen is None else f"; {frozen} frozen tensors are byte-identical"
+    print(f"wrote {out}: {record.steps} steps{kept}")
+
+
+def _adapt(
+    model: str, out: Path, data: Any, settings: Any, seed: int, overwrite: bool, allow_lost_text: bool, test: Any
+) -> None:
+    """Adds a language to a DMoE model, and scores it before and after."""
+    from ..stages.kinds.adapt import adapt_language
+    from .verbs_scoring import evaluate_models
+
+    if len(data) > 1:
+        raise InputError("--data: one language is learned at a time: give it once.")
+    (source,) = data.values()
+    done = adapt_language(model, out, source, settings, seed, overwrite, allow_lost_text)
+    if not _is_first_rank():
+        return
+    print("expert  perplexity of the new language")
+    for expert, perplexity in enumerate(done.perplexity):
+        print(f"{expert:6d}  {perplexity:.2f}{'  copied' if expert == done.nearest else ''}")
+    print(f"wrote {out}: expert {done.expert}, {done.record.steps} steps; {done.frozen} frozen tensors are "
+          "byte-identical, and so are the routers' other rows")  # fmt: skip
+    if test:
+        new = [code for code in test if code == source.language]
+        old = [code for code in test if code not in new]
+        evaluate_models([model, str(out)], test, [old, new], EvaluationSettings())
+
+
+def _settings(key: str, mapping: dict[str, Any], where: str, held_out: dict[str, Any]) -> Any:
+    """The keywords of a stage from its file's values, and held-out text of the command line."""
+    from ..core.schema import changed, read
+    from ..stages import all_stages
+
+    stage = all_stages().get(key)
+    if stage is None or not hasattr(stage, "built"):
+        raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
+    settings: Any = read(stage.settings, mapping, where)
+    if not held_out:
+        return settings
+    from ..stages.config import ValidationSettings
+
+    if not hasattr(settings, "validation"):
+        raise InputError(f"--validation: the stage {key} scores no held-out text: leave it out.")
+    before = settings.validation or ValidationSettings()
+    texts = {**before.texts, **{code: text.source for code, text in held_out.items()}}
+    return settings.but(validation=changed(before, texts=texts))
+
+
+def _synopsis_of(module: str) -> str:
+    """The first line of an extension's module; empty for one that is broken, which its use will say."""
+    try:
+        return pydoc.synopsis(str(find_spec(module).origin)) or ""  # type: ignore[union-attr]
+    except Exception:  # a package around it is imported, which may raise anything
+        return ""
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+_SYNOPSES = {key: pydoc.synopsis(str(Path(kinds.__path__[0]) / f"{key}.py")) for key in stage_files()}
+_SYNOPSES |= {key: _synopsis_of(at.module) for key, at in extension_points("stages").items() if key not in _SYNOPSES}
+for _key, _synopsis in _SYNOPSES.items():
+    if _key not in _NO_VERBS:
+        _own = _OF_STAGE.get(_key, ("validation",))
+        _fixed = {"key": _key, **{name: value for name, value in _OPTIONS.items() if name not in _own}}
+        add(train, _train, _key.replace("_", "-"), _fixed, cls=_StageVerb, help="", short_help=_synopsis)
