@@ -325,7 +325,11 @@ def _joint(*classes: type) -> type:
     return _CLASSES.setdefault(classes, _Joint("ExpandedFFN", classes, {}))
 
 
-copyreg.pickle(_Joint, lambda made: (_joint, made.__bases__))  # type: ignore[return-value]
+def _parts_of(made: Any) -> Any:
+    return _joint, made.__bases__
+
+
+copyreg.pickle(_Joint, _parts_of)
 
 
 def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str, Any]) -> None:

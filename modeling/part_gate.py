@@ -92,7 +92,7 @@ def sums_of(
 def inside(control: RoutingControl, model: Any, decoder: Any, device: Any, work: Callable[[], torch.Tensor]) -> Any:
     """What `work` makes in a pass of the whole model: where processes share its weights, there alone each of them has
     the embeddings'."""
-    found = []
+    found: list[torch.Tensor] = []
 
     def run(*_: Any) -> None:
         handle.remove()  # `work` runs the decoder too
