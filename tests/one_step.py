@@ -113,6 +113,16 @@ def train(
     return scores | {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
+def assert_same(a, b, **tolerances):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=name, **(tolerances or {"rtol": 1e-4, "atol": 1e-6}))
+
+
+def largest_difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
 def in_halves(ids):
     """Blocks whose first four hold other tokens (below 125) than the last four."""
     return ids // 2 + 125 * (torch.arange(8) >= 4).unsqueeze(-1)

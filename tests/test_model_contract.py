@@ -54,14 +54,6 @@ def test_a_pickled_model_has_no_secret_of_the_hub(model):
     assert pickle.loads(pickle.dumps(model)).hub_options == {"revision": "main"}
 
 
-def test_built_on_the_meta_device_it_has_the_same_tensors(model):
-    with torch.device("meta"):
-        empty = LayerMoEForCausalLM(model.config)
-    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    assert {name: value.shape for name, value in empty.state_dict().items()} == shapes
-
-
 def test_the_attention_switch_reaches_every_part(model, ids):
     if not model._supports_sdpa:
         pytest.skip("the backbone has one attention implementation")

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import byte_tokenizer, refused, save_dense, tiny_dense, write_texts
+from conftest import byte_tokenizer, refused, tiny_dense, write_texts
 from datasets import Dataset
 from one_sft_step import settings
 from test_trainers_in_memory import by_code, tagged
@@ -28,7 +28,6 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.curriculum import Curriculum
-from hf_moe_expand.data.packing import PackedText
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.trainers.losses import BalanceLoss, GroupLoss
 from hf_moe_expand.trainers.samplers import LanguageMix
@@ -108,13 +107,6 @@ def test_a_language_that_the_model_does_not_have_is_refused(tmp_path, kind):
         trainer_of(kind, ROUTED, text, tmp_path)
     trainer = trainer_of(kind, ROUTED, packed("en", "el") if kind is ReviewTrainer else packed("el"), tmp_path)
     refused(trainer.evaluate, text, says="eval_dataset has the unknown language de, fr; known: en, el")
-
-
-def test_sentence_pairs_are_numbered_anew():
-    rows = Dataset.from_list([{"input_ids": [1], "labels": [2], "language_ids": [0, -1]}])
-    found = PackedText(rows, ("el", "en"), {"el": 2}, {"el": 1}, (1,)).numbered(["en", "el"])
-    assert found.dataset[0]["language_ids"] == [1, -1]
-    assert (found.languages, found.tokens) == (("en", "el"), {"el": 2})
 
 
 @pytest.mark.parametrize("classes", [None, [1, 0]])
@@ -207,29 +199,11 @@ def test_arguments_that_contradict_the_configuration_or_the_model_are_refused(tm
     refused(trainer_of, data=packed(*codes, languages=["en", "el"]), folder=tmp_path, args=args, **given, says=said)
 
 
-def test_masking_of_the_constructor_is_recorded(tmp_path):
-    recorded = trainer_of(PostPretrainTrainer, ROUTED, tagged("el"), tmp_path, masking=MASK).settings
-    assert recorded["masking"]["expert_output"] == 0.5
-
-
 def sft(folder, data, plan=OWN, **options):
     config = settings(folder, max_length=16)
     options = {"router_losses": [BalanceLoss(0.1)] if plan is ROUTED else [], **options}
     model = expand_model(tiny_dense("qwen2"), plan)
     return MoESFTTrainer(model, config, train_dataset=data, processing_class=byte_tokenizer(), **options)
-
-
-@pytest.mark.parametrize(
-    ("data", "plan", "classes", "said"),
-    [
-        (lambda: as_rows("en"), OWN, None, r"`language_ids`, an id for each token: pass .*language_classes=\[0, 1\]"),
-        (lambda: as_rows("en"), OWN, {"en": 0, "el": 1}, "`language_ids`, an id for each token: pass the class"),
-        (lambda: as_rows("en", without=["language_ids"]), OWN, {"en": 0}, "no column `language` .* classes"),
-        (lambda: as_rows("en", without=["language_ids"]), OWN, [0, 1], "no column `language` .* classes"),
-    ],
-)
-def test_sft_drops_no_language(tmp_path, data, plan, classes, said):
-    refused(sft, tmp_path, data(), plan, language_classes=classes, says=said)
 
 
 @pytest.mark.parametrize("plan", [OWN, ROUTED])
@@ -257,8 +231,8 @@ def test_sft_trains_the_experts_of_each_rows_language(tmp_path):
     assert moved(sft(tmp_path, as_rows("en"), language_classes=[0, 1])) == {"0"}
 
 
-def test_text_under_another_languages_code_is_refused(tmp_path):
-    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "model", ROUTED)
+def test_text_under_another_languages_code_is_refused(base, tmp_path):
+    expand_checkpoint(base, tmp_path / "model", ROUTED)
     text = LanguageText("en", str(write_texts(tmp_path / "en.jsonl", ["a text"] * 40)))
     with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
         train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))

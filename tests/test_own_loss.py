@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from datasets import Dataset
 from one_step import build, rows, train
 
-from hf_moe_expand import LossBatch, ReviewConfig, ReviewTrainer, RouterLoss
+from hf_moe_expand import LossBatch, RouterLoss
 
 
 @dataclass(frozen=True)
@@ -71,22 +70,3 @@ def test_a_step_follows_the_gradient_of_both_losses(tmp_path, expected, change):
     for name, value in made().named_parameters():
         assert name in after or torch.equal(found[name], value), name
     assert logs["flatness_loss"] == pytest.approx(kl, rel=1e-4)
-
-
-def test_with_the_stages_own_configuration_it_goes_instead_of_the_stages_losses(tmp_path):
-    model, (ids, languages) = made(), rows()
-    model.config.expansions = [{"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]}]
-    with torch.no_grad():
-        before = flatness(model, ids).item()
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
-    config = ReviewConfig(
-        str(tmp_path), max_steps=30, learning_rate=0.05, logging_steps=1, save_strategy="no", disable_tqdm=True
-    )
-    trainer = ReviewTrainer(model, config, train_dataset=data, router_losses=[Flatness(20.0)])
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert not any("language_prior_loss" in entry or "classifier_loss" in entry for entry in logs)
-    assert logs[0]["flatness_loss"] == pytest.approx(before, rel=1e-4)
-    with torch.no_grad():
-        assert flatness(model, ids).item() < before
-    assert model.config.expansions[-1]["stages"][0]["stage"] == "review"

@@ -17,14 +17,10 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.checkpoint import source
-from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.gate import Gate
 from hf_moe_expand.checkpoint.peft import expand_from_peft, export_peft
 from hf_moe_expand.checkpoint.promises import tiny_twin
-from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.modeling.language_gate import GateRule
 
 IDS = torch.arange(3, 27).view(2, 12)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -169,16 +165,10 @@ def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
     assert torch.equal(told(model, "el"), pefts(base, adapter))
     torch.testing.assert_close(told(model, "hu"), pefts(base, second), rtol=1e-5, atol=1e-5)
     assert torch.equal(told(model, "tr"), told(model, "hu"))
-    mixed = load(model)(IDS, languages=["el", "tr"]).logits
-    torch.testing.assert_close(mixed[0], pefts(base, adapter)[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mixed[1], pefts(base, second)[1], rtol=1e-5, atol=1e-5)
     records = json.loads((model / "config.json").read_text())["expansions"]
     assert [record["new_languages"] for record in records] == [["el"], ["hu", "tr"]]
-    assert records[1]["old_languages"] == ["en", "el"]
     assert records[0]["stages"][0]["settings"]["adapter"] == "lora-el"
     assert str(tmp_path.parent) not in json.dumps(records)
-    stored = sum(tensor.numel for tensor in CheckpointReader(model).tensors.values())
-    assert records[1]["parameters"] == stored > records[0]["parameters"] > records[0]["base_parameters"]
 
     said = invoke("export", model, tmp_path / "all", "--peft")
     assert "vllm serve tiny-llama --enable-lora --max-loras 3 --max-lora-rank 8 --lora-modules" in said
@@ -187,10 +177,6 @@ def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
         assert (tmp_path / "all" / name / WEIGHTS).read_bytes() == (original / WEIGHTS).read_bytes()
     said = invoke("export", model, tmp_path / "one", "--peft", "--language", "el")
     assert f"--max-lora-rank 8 --lora-modules el={tmp_path / 'one'}" in " ".join(said.split())
-    invoke("export", model, tmp_path / "one", "--peft", "--language", "tr", "--overwrite")
-    assert (tmp_path / "one" / WEIGHTS).read_bytes() == (second / WEIGHTS).read_bytes()
-    export_dense(model, tmp_path / "dense", language="hu")
-    torch.testing.assert_close(load(tmp_path / "dense")(IDS).logits, pefts(base, second), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("given", ["with the module's name", "of a model of images"])
@@ -347,16 +333,6 @@ def test_a_table_of_who_knows_the_language(base, adapter, tmp_path):
     assert el[0] != el[1] == el[2]
     assert de[0] == de[2] != de[1]
     assert "no gate" in said
-
-
-def test_a_gate_knows_each_adapters_language(base, adapter, model, tmp_path):
-    gate = Gate(GateRule(1, [["en"], ["el"], ["hu", "tr"]]), torch.randn(4, 32), torch.zeros(4))
-    adapters = {"el": adapter, "hu,tr": model.parent / "lora-hu"}
-    expand_from_peft(base, adapters, tmp_path / "gated", ["en"], gate=gate)
-    config = load(tmp_path / "gated").config
-    assert config.language_gate["languages"] == [["en"], ["el"], ["hu", "tr"]]
-    export_peft(tmp_path / "gated", tmp_path / "back", language="el")
-    assert (tmp_path / "back" / WEIGHTS).read_bytes() == (adapter / WEIGHTS).read_bytes()
 
 
 def test_adapters_attach_to_maps_whose_weights_are_packed(model):

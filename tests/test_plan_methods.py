@@ -3,16 +3,12 @@
 import copy
 import json
 import re
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
 
 import pytest
-import typer
 from conftest import refused, save_dense, tiny_config, write_texts
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from tables import TABLES
-from typer.testing import CliRunner
 
 from hf_moe_expand import (
     LanguageText,
@@ -24,17 +20,12 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.expand import check_dense_plan
-from hf_moe_expand.cli import verbs_planning
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
-from hf_moe_expand.core.schema import Count, Schema, changed, read
-from hf_moe_expand.planning.make import make_plan
+from hf_moe_expand.core.schema import Schema, changed, read
 from hf_moe_expand.planning.methods import (
     METHODS,
-    Allocation,
     AnyPlan,
-    LayerPlan,
-    method_title,
     plan_settings,
     read_plan_settings,
 )
@@ -55,37 +46,6 @@ class Holder(Schema):
     """A settings class with a plan, as a recipe is."""
 
     plan: AnyPlan
-
-
-def options_of(name):
-    return {option for parameter in typer.main.get_command(verbs_planning.plan).commands[name].params
-            for option in parameter.opts}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_key_has_a_type_a_help_and_an_option(name):
-    method, options = METHODS[name], options_of(name)
-    plain = {f"--{key.replace('_', '-')}" for key in method.all_keys()} - {"--grouping"}
-    assert plain | {"--out", "--seed", "--overwrite"} <= options
-    assert ("--from" in options) == method.grows
-    assert ("--deviation" in options) == (method.analysis == "deviation")
-    assert "--analysis" in options  # for DMoE in place of --deviation
-    assert ("--layers" in options) == ("--new" in options) == (method.analysis is None)
-    assert all(key.description for key in method.all_keys().values())
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_a_card_and_words(name):
-    method = METHODS[name]
-    template = (files("hf_moe_expand.model_cards") / f"{method.card}.md").read_text("utf-8")
-    assert ("{{ words" in template) <= bool(method.words)
-    assert method_title(name) == method.title != name
-    assert set(METHODS) == set(GOOD)
-
-
-def test_a_word_of_ones_own_is_no_method():
-    assert "my-rule" not in METHODS
-    assert method_title("my-rule") == "my-rule"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -124,43 +84,6 @@ def test_a_wrong_plan_is_refused_by_key(mapping, message):
         assert str(error.value).startswith(message)
 
 
-def test_a_new_method_is_one_class(monkeypatch, tmp_path):
-    app = typer.Typer()
-    monkeypatch.setattr(verbs_planning, "plan", app)
-
-    try:
-
-        class EndsPlan(LayerPlan):
-            """More experts at both ends.
-
-            Example: hf-moe-expand plan ends --most 4 --out plan.json
-            """
-
-            title = "Ends"
-            card = "layer_moe"
-            tag = "ends"
-
-            method: Literal["ends"]
-            most: Annotated[Count, Field(description="Experts of the first and last layer.")] = 4
-
-            def allocate(self, target):
-                last = target.num_layers - 1
-                return Allocation([self.most if layer in (0, last) else target.least for layer in range(last + 1)])
-
-        verbs_planning._add_method(METHODS["ends"], "ends")
-        app.command("other")(lambda: None)
-        path = tmp_path / "plan.json"
-        run = CliRunner().invoke(app, ["ends", "--most", "3", "--layers", "4", "--new", "el", "--out", str(path)])
-        assert run.exit_code == 0, run.output
-        assert Plan.load(path) == Plan("ends", [3, 2, 2, 3], new=["el"])
-        assert make_plan(plan_settings("ends"), 3, [], ["el"], grows_from=[2, 2, 2]).experts_per_layer == [6, 3, 6]
-        assert "Experts of the first and last layer." in CliRunner().invoke(app, ["ends", "--help"]).output
-        refused(plan_settings, "ends", most=0, says="most is 0: must be at least 1")
-        refused(plan_settings, "mola", most=3, says="`most` is a key of ends")
-    finally:
-        METHODS.pop("ends", None)
-
-
 def test_a_plan_of_ones_own_works_to_the_end(tmp_path):
     base = save_dense(tmp_path / "base")
     run = tmp_path / "run"
@@ -178,20 +101,6 @@ def test_a_plan_of_ones_own_works_to_the_end(tmp_path):
     assert "as many in each layer as its plan, `my &lt;rule>`, says" in " ".join(str(card).split())
     assert "layer-moe" in card.data.tags
     assert "my &lt;rule&gt;" in make_page(run)
-
-
-def test_groups_decide_what_a_plan_makes(tmp_path):
-    base = save_dense(tmp_path / "base")
-    plan = Plan("my-groups", [2, 1, 2], new=["el", "tr"], groups=[["el"], ["tr"]])
-    plan.save(tmp_path / "run" / "plan.json")
-    expand_checkpoint(base, tmp_path / "run" / "expanded", plan)
-    assert "dmoe" in make_card(tmp_path / "run" / "expanded").data.tags
-    (tmp_path / "run" / "group").mkdir()
-    config = (tmp_path / "run" / "expanded" / "config.json").read_text()
-    assert json.loads(config)["model_type"] == "dmoe"
-    (tmp_path / "run" / "group" / "config.json").write_text(config)
-    (tmp_path / "run" / "group" / "model.safetensors").symlink_to(tmp_path / "run" / "expanded" / "model.safetensors")
-    assert "Group training" in make_page(tmp_path / "run")
 
 
 WRONG_LANGUAGES = {

@@ -96,37 +96,29 @@ assert not list(Path(out).glob("_push*")), list(Path(out).glob("_push*"))
     assert not {name for name in files if "optimizer" in name or "training_args" in name}
 
 
-def test_the_mixin_on_trls_trainer_pushes_so_too(server, run):
-    run("""
+@pytest.mark.parametrize(
+    ("name", "more", "file"),
+    [
+        ("me/sft", "router_losses=[BalanceLoss(0.01)]", "modeling_layer_moe.py"),
+        ("me/lora", "peft_config=LoraConfig(target_modules=['q_proj'])", "adapter_model.safetensors"),
+    ],
+)
+def test_trls_trainer_pushes_its_model_or_its_adapter_without_the_arguments(server, run, name, more, file):
+    run(f"""
+from peft import LoraConfig
 from trl import SFTConfig
 from hf_moe_expand import BalanceLoss
-rows = Dataset.from_dict({"text": ["η γάτα κάθισε στο χαλί"] * 8})
-config = SFTConfig(out, max_length=16, max_steps=1, use_cpu=True, bf16=False, report_to="none", hub_model_id="me/sft")
-losses = [BalanceLoss(0.01)]
-made = MoESFTTrainer(model, config, train_dataset=rows, processing_class=byte_tokenizer(), router_losses=losses)
+rows = Dataset.from_dict({{"text": ["η γάτα κάθισε στο χαλί"] * 8}})
+config = SFTConfig(out, max_length=16, max_steps=1, use_cpu=True, bf16=False, report_to="none", hub_model_id={name!r})
+made = MoESFTTrainer(model, config, train_dataset=rows, processing_class=byte_tokenizer(), {more})
 made.train()
 made.push_to_hub(dataset_name="me/chat")
 """)
-    assert {*WHOLE, "tokenizer.json"} <= set(server.files("me/sft"))
-    assert "training_args.bin" not in server.files("me/sft")
-    assert "hf-moe-expand" in card_of(server, "me/sft").data.tags
-
-
-def test_an_adapter_is_pushed_by_the_library_without_the_arguments(server, run):
-    run("""
-from peft import LoraConfig
-from trl import SFTConfig
-rows = Dataset.from_dict({"text": ["η γάτα κάθισε στο χαλί"] * 8})
-config = SFTConfig(out, max_length=16, max_steps=1, use_cpu=True, bf16=False, report_to="none", hub_model_id="me/lora")
-made = MoESFTTrainer(
-    model, config, train_dataset=rows, processing_class=byte_tokenizer(),
-    peft_config=LoraConfig(target_modules=["q_proj"]),
-)
-made.train()
-made.push_to_hub()
-""")
-    assert "adapter_model.safetensors" in server.files("me/lora")
-    assert "training_args.bin" not in server.files("me/lora")
+    assert file in server.files(name)
+    assert "training_args.bin" not in server.files(name)
+    if file in WHOLE:
+        assert {*WHOLE, "tokenizer.json"} <= set(server.files(name))
+        assert "hf-moe-expand" in card_of(server, name).data.tags
 
 
 @pytest.mark.parametrize(("code", "message"), TABLES["pushes"])

@@ -72,18 +72,6 @@ def test_parts_that_no_step_reads_are_named(root, monkeypatch, changes, unread):
     assert [line for line in validate_recipe(loaded) if line.startswith("no step reads")] == loaded.unread()
 
 
-def test_validation_says_what_a_push_will_need(root, monkeypatch):
-    found = validate_recipe(recipe(root))
-    assert found[-2].startswith(f"push: {root}/base is a local folder: where it is published, name it with `push --ba")
-    assert found[-1].startswith("push: of local paths in the recipe, the last part is published")
-    monkeypatch.chdir(root)
-    relative = GOOD.replace("{root}/", "")
-    assert [line for line in validate_recipe(recipe(root, relative)) if "push" in line] == [
-        "push: base is a local folder: where it is published, name it with `push --base HUB_ID`; --expansion-only "
-        "needs that"
-    ]
-
-
 # Mistakes in settings stand in wrong_settings.yaml, those of YAML in test_yamlfile.py.
 def test_validate_says_which_text_is_enough_and_which_is_fewer_than_asked_for(root):
     assert "analysis: en el have enough text" in validate_recipe(recipe(root))
@@ -128,32 +116,17 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     assert "skipped: post_pretrain: deepspeed: /far/away.json is not on this machine" in found
 
 
-def test_the_first_expansion_looks_for_no_nearest_experts(root):
-    first = recipe(root).all_expansions[0]
-    first = changed(first, plan=plan_settings("moe-lpr", experts=2), expand=changed(first.expand, copy_from="nearest"))
-    assert first.analyzed_languages(["en"], further=False) == []
-    assert first.analyzed_languages(["en"], further=True) == ["el"]
-
-
 def test_a_growth_in_some_layers_leaves_out_others(root):
     """After it, no layer is certain to have more experts than before, so a third expansion cannot copy them."""
     some = LAYER_MOE.replace("total_experts: 7, classifier_layers: 1", "total_experts: 3, only_layers: 1")
-    first = {"new": {"el": str(root / "el.jsonl")}, "plan": {"method": "moe-lpr", "experts": 2}}
-    path = root / "recipe.yaml"
-    for copied in (1, 2):
-        rounds = [
-            first,
-            {"new": {"tr": first["new"]["el"]}},
-            {"new": {"hu": first["new"]["el"]}, "expand": {"copy_from": copied}},
-        ]
-        path.write_text(
-            f"base: {root}/base\noutput: {root}/run\nold: {{en: {root}/en.jsonl}}\n{some}expansions: {rounds}\n"
-        )
-        if copied == 1:
-            assert sum("experts, 0 classifiers" in line for line in validate_recipe(Recipe.load(path))) == 3
-            continue
-        with pytest.raises(InputError, match=r"copy_from is 2, but a layer may have only experts 0\.\.1"):
-            validate_recipe(Recipe.load(path))
+    rounds = [{"new": {code: str(root / "el.jsonl")}} for code in ("el", "tr", "hu")]
+    rounds[0]["plan"] = {"method": "moe-lpr", "experts": 2}
+    rounds[2]["expand"] = {"copy_from": 2}
+    text = f"base: {root}/base\noutput: {root}/run\nold: {{en: {root}/en.jsonl}}\n{some}expansions: {rounds}\n"
+    refused(
+        validate_recipe, Recipe.of_text(text, "r"), says=r"copy_from is 2, but a layer may have only experts 0\.\.1"
+    )
+    assert validate_recipe(Recipe.of_text(text.replace("'copy_from': 2", "'copy_from': 1"), "r"))
 
 
 @pytest.mark.parametrize("part", ["new", "test"])

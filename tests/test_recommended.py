@@ -55,14 +55,9 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
         assert one.average.weight == 0.6
     ours, theirs = recipe.post_pretrain, recommended.post_pretrain
     assert ours.block_size == theirs.block_size
-    for name in ("lr_scheduler_type", "warmup_steps"):
-        assert ours.given[name] == theirs.given[name]
-    # The byte tokenizer: a byte is a token, and one more ends each document.
-    tokens = sum(
-        len(doc.encode()) + 1 for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents()
-    )
-    steps = max(tokens // 512, 1)
-    assert f"about {steps} steps, of {tokens:,} tokens" in text
+    sources = [LanguageText(code, str(texts[code])) for code in ("hu", "tr")]
+    tokens = sum(len(document.encode()) + 1 for source in sources for document in source.documents())  # bytes, an end
+    assert f"about {max(tokens // 512, 1)} steps, of {tokens:,} tokens" in text
     assert recipe.post_pretrain.given["num_train_epochs"] == 1
     assert recipe.post_pretrain.given["per_device_train_batch_size"] == 1
     assert re.search(r"post_pretrain: about \d+ steps.* text: 1; tokens at hand, about: hu [\d,]+", said)
@@ -94,13 +89,17 @@ def test_steps_follow_from_the_text():
         assert blocks == 16 or (blocks < 16) == (tokens < 100 * 16 * 512)
 
 
-def test_rates_name_their_source():
+def test_rates_name_their_source(base, texts):
     assert [rates_for(n).stage for n in (135_000_000, 500_000_000, 1_800_000_000)] == ["2e-3", "2e-4", "5e-5"]
     assert "not measured" in rates_for(500_000_000).source
-    smollm2, published = (WholeRecipe.load(find_recipe(name)).mapping for name in
-                          ("recommended", "moe-lpr-qwen1.5-1.8b"))  # fmt: skip
-    for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
+    for name, parameters in (("recommended", 135_000_000), ("moe-lpr-qwen1.5-1.8b", 1_800_000_000)):
+        recipe = WholeRecipe.load(find_recipe(name)).mapping
         assert recipe["post_pretrain"]["learning_rate"] == float(rates_for(parameters).stage)
+    # A small step takes the rate measured for small steps.
+    assert (rates_for(135_000_000, 512).stage, rates_for(135_000_000, 4096)) == ("1e-3", rates_for(135_000_000))
+    assert "512 tokens" in rates_for(135_000_000, 2048).source
+    short = new_recipe(str(base), {}, {"hu": str(texts["hu"])}, {})
+    assert "learning_rate: 1e-3  # measured on SmolLM2, 135 million parameters, with steps of 512 tokens" in short
 
 
 def test_readme_defaults_demo_and_notebook_have_the_rates_of_their_sizes():
@@ -111,16 +110,6 @@ def test_readme_defaults_demo_and_notebook_have_the_rates_of_their_sizes():
     assert f"RATE = 40, 256, {smollm2}" in notebook
     assert yaml.safe_load(re.sub(r"\$\w+", "x", real.RECIPE))["post_pretrain"]["learning_rate"] == smollm2
     assert PostPretrainConfig("x").learning_rate == float(rates_for(1_800_000_000).stage)
-
-
-def test_a_small_step_takes_the_rate_measured_for_small_steps(base, texts):
-    assert rates_for(135_000_000, 512).stage == "1e-3"
-    assert "512 tokens" in rates_for(135_000_000, 2048).source
-    assert rates_for(135_000_000, 4096) == rates_for(135_000_000)
-    assert [rates_for(n, 512) for n in (5 * 10**8, 2 * 10**9)] == [rates_for(n) for n in (5 * 10**8, 2 * 10**9)]
-    short = new_recipe(str(base), {}, {"hu": str(texts["hu"])}, {})
-    assert "learning_rate: 1e-3  # measured on SmolLM2, 135 million parameters, with steps of 512 tokens" in short
-    assert "per_device_train_batch_size: 1  # blocks at a time: all of a step" in short
 
 
 @pytest.mark.parametrize(("here", "gpu", "half", "cpu"), [

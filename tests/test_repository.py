@@ -5,7 +5,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from conftest import invoke
 
 from hf_moe_expand.planning.methods import METHODS
@@ -175,32 +174,3 @@ def test_the_documentation_stays_short():
     words = {page.name: len(page.read_text("utf-8").split()) for page in pages}
     assert sum(words.values()) <= 30_000, words
     assert len((DOCS / "speed.md").read_text("utf-8").splitlines()) <= 80
-
-
-TERMS = {
-    "home": "home", "expert 0": "expert 0", "router": "routers?", "classifier": "classifiers?", "gate": "gates?",
-    "anchor": "anchors?", "named language": "(?:un)?named languages?", "review": "reviews?", "pack": "packs?",
-    "stage": "stages?",
-}  # fmt: skip
-
-
-def test_each_term_of_the_glossary_takes_two_sentences_at_most():
-    terms = re.findall(
-        r"^## ([^\n]+)\n\n(.+?)(?=\n## |\Z)", (DOCS / "glossary.md").read_text("utf-8"), re.DOTALL | re.M
-    )
-    assert TERMS.keys() <= {term for term, _ in terms}
-    for term, meaning in terms:
-        assert len(re.findall(r"[.?!](?:\s|$)", meaning)) <= 2, term
-
-
-@pytest.mark.parametrize("guide", [page for page in GUIDES if page.name != "glossary.md"], ids=lambda page: page.name)
-def test_a_term_leads_to_the_glossary_where_a_page_first_uses_it(guide):
-    code = r"^ *```.*?^ *```$|^#[^\n]*|``.+?``|`[^`]+`"
-    text = re.sub(code, lambda of: " " * len(of[0]), guide.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    links = list(re.finditer(r"\[[^]]+\]\(([^)]+)\)", text))
-    for term, words in TERMS.items():
-        for use in re.finditer(rf"\b{words}\b".replace(" ", r"\s+"), text, re.IGNORECASE):
-            link = next((link for link in links if link.start() < use.start() < link.end()), None)
-            if link is None or "glossary.md" in link[1]:
-                assert link, f"{term}: ...{text[use.start() - 60 : use.end() + 40]}"
-                break

@@ -31,10 +31,8 @@ from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.cli import orderly_stops
 from hf_moe_expand.cli.groups import versions
 from hf_moe_expand.cli.kinds import check_file
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
-from hf_moe_expand.data import held_out
 from hf_moe_expand.data.held_out import check_held_out
 from hf_moe_expand.evaluation import known, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore
@@ -159,10 +157,6 @@ def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
     refused(hf_moe_expand.fit_gates, *given, {"el": ["a"]}, **gate)
     groups = {"groups": [["el"], ["tr"]], "new": ["el", "hu"]}
     refused(Plan, "dmoe", [2, 1, 2], **groups, says="new: hu stands in no group, so that no expert learns it")
-
-
-def test_long_numbers_are_cut():
-    assert str(InputError(f"size is {'7' * 400}, not 1")) == f"size is {'7' * 20}... (400 digits), not 1"
 
 
 @pytest.mark.parametrize(
@@ -398,15 +392,6 @@ def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, war
     assert any(line.startswith("skipped: whether old and new are swapped") for line in check(home))
 
 
-def test_of_long_text_a_part_is_compared_and_said(home, monkeypatch):
-    monkeypatch.setattr(held_out, "MOST_READ", 1000)
-    write_texts(home / "test.jsonl", LONG[190:])  # at the end of the training text
-    lines = check(home)
-    assert [line for line in lines if "compared with the held-out text" in line]
-    monkeypatch.undo()
-    refused(check, home, says="10 of its 10 documents are training text")
-
-
 def test_a_document_or_two_are_a_warning(home):
     write_texts(home / "test.jsonl", [*HELD_OUT, LONG[150]])
     (line,) = [line for line in check(home) if "warning" in line]
@@ -478,9 +463,6 @@ def test_a_second_signal_does_not_stop_the_clean_up():
                 signal.raise_signal(signal.SIGINT)
         assert came == [signal.SIGTERM, signal.SIGINT]
         assert {number: signal.getsignal(number) for number in handlers} == handlers
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with orderly_stops():
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -519,18 +501,6 @@ def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsy
         cli.main()
 
 
-def test_where_the_folder_is_read_only_the_traceback_goes_elsewhere(tmp_path, monkeypatch, capsys):
-    for name in ("temporary", "gone"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    with monkeypatch.context() as patched:
-        patched.chdir(tmp_path / "gone")
-        (tmp_path / "gone").rmdir()
-        _, said = ended(patched, capsys, RuntimeError("x"))
-    (file,) = (tmp_path / "temporary").iterdir()
-    assert str(file) in said
-
-
 def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
     given = (monkeypatch, capsys)
     said = "interrupted: hf-moe-expand train review. The same command starts from the beginning.\n"
@@ -544,27 +514,21 @@ def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
     assert ended(*given, KeyboardInterrupt(), "run", "--x") == (130, "")
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_a_log_gets_no_bars_unless_they_are_wanted(wanted, tmp_path):
+def test_a_log_gets_lines_at_once_and_no_bars(tmp_path):
     program = """
+import os
+os.environ.pop("TQDM_DISABLE", None)
 from hf_moe_expand import cli
 @cli.app.command()
 def bars() -> None:
-    from datasets import Dataset
     from tqdm.auto import tqdm
     list(tqdm(range(3), desc="a bar"))
-    Dataset.from_dict({"a": [1]}).map(lambda row: row, desc="a bar")
     print(sys.stdout.line_buffering)
 sys.argv = ["hf-moe-expand", "bars"]
-try:
-    cli.main()
-finally:
-    print("TQDM_DISABLE" in os.environ)
+cli.main()
 """
-    given = "os.environ['TQDM_DISABLE'] = ''" if wanted else "os.environ.pop('TQDM_DISABLE', None)"
-    said, errors = start_python(f"import os\n{given}{program}", cwd=tmp_path).communicate()
-    assert said == f"True\n{wanted}\n"  # a line appears at once, and the environment is as it was
-    assert errors.count("a bar: 100%") == (2 if wanted else 0), errors
+    said, errors = start_python(program, cwd=tmp_path).communicate()
+    assert (said, errors) == ("True\n", "")
 
 
 def test_the_package_is_a_program_that_says_its_versions():

@@ -1,6 +1,5 @@
 """A run's folder in the place of a checkpoint; what a run ends with; and the card, which is the one `push` writes."""
 
-import json
 import shlex
 import shutil
 
@@ -66,10 +65,6 @@ def test_a_model_with_a_chat_template_is_chatted_with(ran, tmp_path):
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(final)
     assert _what_follows(tmp_path, final)[1] == f"hf-moe-expand chat {final} --base inside"
-    config = json.loads((final / "config.json").read_text())
-    config["expansions"][-1]["stages"].append({"stage": "graft"})
-    (final / "config.json").write_text(json.dumps(config))
-    assert _what_follows(tmp_path, final)[1] == f"hf-moe-expand chat {final}"  # the base inside is no more
 
 
 def test_a_run_s_folder_stands_for_its_last_checkpoint(ran, tmp_path):

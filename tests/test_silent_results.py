@@ -5,9 +5,8 @@ import torch
 from conftest import byte_tokenizer, checkpointed, refused, save_dense, tiny_dense
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import TrainingArguments
 from trl import SFTConfig
-from uneven_rows import Plain, model_of, uneven_rows
+from uneven_rows import model_of, uneven_rows
 
 from hf_moe_expand import (
     LayerMoEForCausalLM,
@@ -22,7 +21,6 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.stages import config as stage_config
 
 SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.5, "weight_decay": 0.0}
@@ -206,23 +204,6 @@ def test_trls_training_is_recorded_and_keeps_the_type_of_a_named_checkpoint(tmp_
     (stage,) = History.of(model.config).stages
     assert stage.trained == ["experts", "router"]
     assert not stage.changes_everything
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".experts.0." in name)
-    sft(tmp_path / "home", model, in_greek()).train()
-    stage = History.of(model.config).stages[-1]
-    assert stage.trained == ["base"]
-    assert stage.changes_everything
-
-
-def test_the_mixin_in_front_of_a_plain_trainer_watches_too(tmp_path):
-    model = model_of("exclusive")
-    freeze(model, "post-pretrain")
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
-    )
-    made = Plain(model, arguments, collate_blocks, in_greek(), router_losses=[], language_classes=[0, 1])
-    with model.use_expert(0), pytest.raises(InputError, match="no trained parameter had a gradient"):
-        made.train()
 
 
 @pytest.mark.parametrize("given", [b"bytes of text" * 9, [b"bytes" * 9], ["text" * 20, None], [3]])

@@ -31,17 +31,6 @@ def text(rows: int, length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def test_a_new_language_sees_all_experts_whatever_the_classifiers_say():
-    _, model = expanded()
-    batch = text(2)
-    with torch.no_grad(), model.capture_routing() as routing:
-        said = model(**batch, languages="el").logits
-    assert all(layer.allowed.all() for layer in routing)
-    for ffn in model.expanded_ffns().values():
-        ffn.classifier = None
-    assert torch.equal(model(**batch).logits, said)
-
-
 def test_pipelines_take_a_language():
     dense, model = expanded()
     tokenizer = byte_tokenizer()

@@ -6,15 +6,13 @@ import threading
 import pytest
 from conftest import save_dense, start_python, write_texts
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hf_moe_expand import (
     LanguageText,
     Plan,
     PostPretrainConfig,
     PostPretrainTrainer,
-    ReviewConfig,
-    ReviewTrainer,
     expand_checkpoint,
     train_stage,
 )
@@ -166,15 +164,6 @@ def test_a_step_that_is_not_the_best_is_saved_too(scored, tmp_path, capsys, save
     assert trainer.args.save_total_limit == 1
 
 
-def test_the_history_counts_up_to_the_best_step_that_was_loaded(scored):
-    trainer = scored(2)
-    trainer.train()
-    assert trainer.state.global_step == 6
-    record = trainer.model.config.expansions[-1]["stages"][-1]
-    assert record["steps"] == trainer.state.best_global_step == 2
-    assert (record["blocks_seen"], record["tokens_seen"]) == (2, 32)
-
-
 @pytest.mark.parametrize("place", ["ignored", "thread", "no checkpoints"])
 def test_other_handlers_stay(root, tmp_path, monkeypatch, usual_handlers, place):
     kept = dict(usual_handlers)
@@ -205,40 +194,13 @@ def test_without_save_steps_the_clock_saves(root, tmp_path, monkeypatch, changes
     assert seen.saves == saves
 
 
-def test_the_clock_begins_anew_with_each_checkpoint():
-    now = [0.0]
-    trainer_args = PostPretrainConfig()
-    stops = stopping.Stops(None, lambda: now[0])
-
-    class Control:
-        should_save = should_training_stop = False
-
-    stops.on_train_begin(trainer_args, None, None)
-    saved = []
-    for step in range(1, 31):
-        now[0] += 100.0
-        control = Control()
-        stops.on_step_end(trainer_args, None, control)
-        if control.should_save:
-            saved.append(step)
-            now[0] += 50.0  # the writing itself
-            stops.on_save(trainer_args, TrainerState(global_step=step), control)
-        assert not control.should_training_stop
-    assert saved == [6, 12, 18, 24, 30]
-
-
-@pytest.mark.parametrize("kind", [PostPretrainTrainer, ReviewTrainer])
-def test_a_trainer_of_ones_own_does_the_same(root, tmp_path, capsys, kind):
-    rows = {"text": TEXTS * 2, "language": ["el"] * 4 + ["en"] * 4}
-    rows = rows if kind is ReviewTrainer else {name: values[:4] for name, values in rows.items()}
-    own = {"old_documents": 4, "new_per_old": 1} if kind is ReviewTrainer else {}
-    config = (ReviewConfig if kind is ReviewTrainer else PostPretrainConfig)(str(tmp_path / "out"), **QUICK, **own)
-
+def test_a_trainer_of_ones_own_does_the_same(root, tmp_path, capsys):
     def trainer(*callbacks):
-        model = AutoModelForCausalLM.from_pretrained(root / "expanded")
-        tokenizer = AutoTokenizer.from_pretrained(root / "expanded")
-        data = Dataset.from_dict(rows)
-        return kind(model, config, train_dataset=data, processing_class=tokenizer, callbacks=list(callbacks))
+        return PostPretrainTrainer(
+            AutoModelForCausalLM.from_pretrained(root / "expanded"), PostPretrainConfig(str(tmp_path / "out"), **QUICK),
+            train_dataset=Dataset.from_dict({"text": TEXTS}), callbacks=list(callbacks),
+            processing_class=AutoTokenizer.from_pretrained(root / "expanded"),
+        )  # fmt: skip
 
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     stopped = trainer(Signals(signal.SIGTERM))

@@ -141,68 +141,6 @@ def test_a_study_says_what_is_wrong(small_study, words, said):
         small_study(*words)
 
 
-@pytest.fixture
-def figures(study, tmp_path, capsys):
-    """`figures(lines, claim)` writes lines as a CSV with a base of 1 bit per byte, and returns the report's cells."""
-
-    def report(lines, *claim, base=True):
-        kept = {"read.documents.en": 1.0, "read.documents.es": 1.0, "read.documents.hu": 1.0}
-        rows = [{"row": "base", "tokens": 0, "seed": 0, **kept}] * base + [{**kept, **line} for line in lines]
-        common = {"base": "smollm2", "device": "cpu", "workers": 1, "parameters": 1e6, "peak_gigabytes": 1.0}
-        frame = pandas.DataFrame(
-            common | {"weight": 1.0, "seconds_a_step": 0.5, "tokens_a_second": 99.0} | r for r in rows
-        )
-        frame.to_csv(tmp_path / "made.csv", index=False)
-        settings = yaml.safe_load((BENCHMARKS / "study.yaml").read_text("utf-8"))
-        settings["languages"] = {"kept": ["en"], "anchored": [], "unnamed": ["es"], "new": ["hu"]}
-        settings["claims"] = [["it", *claim]] if claim else []
-        (tmp_path / "made.yaml").write_text(yaml.safe_dump(settings), "utf-8")
-        study.main(["report", "--settings", str(tmp_path / "made.yaml"), "--csv", str(tmp_path / "made.csv")])
-        lines = [
-            line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")
-        ]
-        return {line[0]: line[1:] for line in lines}
-
-    return report
-
-
-@pytest.mark.parametrize(("first", "second", "verdict"), TABLES["claims"])
-def test_a_claim_is_judged_by_its_seeds(figures, first, second, verdict):
-    lines = [
-        {"row": row, "tokens": 8, "seed": seed, "read.documents.hu": value}
-        for row, values in (("one", first), ("other", second))
-        for seed, value in enumerate(values)
-    ]
-    assert figures(lines, "one", "other", "new: documents", 0)["it"] == [verdict]
-    assert "it" not in figures(lines, "one", "third", "new: documents", 0)
-
-
-def test_a_line_is_compared_with_the_base_of_its_device(figures):
-    lines = [{"row": "one", "tokens": 8, "seed": 0, "read.documents.hu": 0.9}]
-    for row, value in (("base", 2.0), ("one", 1.8)):
-        lines.append({"device": "CPU AVX512", "row": row, "tokens": 8, "seed": 1, "read.documents.hu": value})
-    assert figures(lines, "one", None, "new: documents", 0)["it"] == ["holds (-10.0, -10.0)"]
-
-
-def test_a_gate_is_measured_by_full_fine_tuning(figures):
-    whole = {"row": "full fine-tuning", "read.documents.hu": 0.8}
-    gated = {
-        "row": "exclusive", "read.documents.hu": 0.9, "end.documents.hu": 0.85, "told.documents.hu": 0.8,
-        "new.documents.hu": 0.75, "new.documents.es": 0.012,
-    }  # fmt: skip
-    found = figures([{"tokens": 8, "seed": 0, **line} for line in (whole, gated)])
-    assert found["8"][:5] == ["exclusive", "0", "50", "75", "100"]
-    assert found["es"] == ["unnamed", "1.2"]
-    assert found["hu"] == ["new", "75.0"]
-    assert found["one gate, exclusive experts"][2:] == ["-10.0,  %", "-15.0,  %"]
-    assert found["full fine-tuning"][2:] == ["-20.0,  %"] * 2
-
-
-def test_a_csv_without_its_base_is_refused(figures):
-    with pytest.raises(SystemExit, match=r"made.csv: has no line of the base itself: smollm2 on cpu"):
-        figures([{"row": "one", "tokens": 8, "seed": 0}], base=False)
-
-
 def test_gates_shares_are_those_of_the_classes(study, tmp_path, monkeypatch, capsys):
     gates = importlib.import_module("gates")
     model, tokenizer = gated_model(max_position_embeddings=1024), byte_tokenizer()

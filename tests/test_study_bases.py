@@ -2,14 +2,11 @@
 
 import hashlib
 import importlib
-import io
 from pathlib import Path
-from types import SimpleNamespace
 from zipfile import ZipFile
 
 import pytest
-from conftest import byte_tokenizer, save_dense
-from tokenizers import normalizers
+from conftest import save_dense
 
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.demo import smollm2
@@ -93,15 +90,6 @@ def test_without_consent_gemma_is_skipped_and_with_it_both_are_made_once(tmp_pat
     assert capsys.readouterr().out == "".join(kept)
 
 
-@pytest.mark.parametrize(("answer", "accepted"), [("yes", True), (" Yes ", True), ("y", False), ("", False)])
-def test_in_a_terminal_the_script_asks(script, monkeypatch, answer, accepted):
-    terminal = io.StringIO(f"{answer}\n")
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stdin", terminal)
-    assert script.gemma_accepted(given=False) is accepted
-    assert script.gemma_accepted(given=True)
-
-
 def test_a_base_that_cannot_be_made_is_skipped_aloud(tmp_path, script, index, capsys, monkeypatch):
     out = tmp_path / "bases"
     script.main(["--out", str(out), "--accept-gemma-terms"])
@@ -110,10 +98,4 @@ def test_a_base_that_cannot_be_made_is_skipped_aloud(tmp_path, script, index, ca
     assert "--base" not in smollm2_line  # an option of the demo's
     assert gemma_line == f"gemma3: wrote {out / 'gemma3'}"
 
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    monkeypatch.setattr(script, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda folder: tokenizer))
-    monkeypatch.setitem(script.MAKERS, "smollm2", save_dense)
-    script.main(["--out", str(out)])
-    assert "smollm2: skipped: the tokenizer changes text: 'A plain" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["gemma3"]

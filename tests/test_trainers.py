@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import checkpointed, enable_checkpointing, fork_ranks, refused, tiny_config
+from conftest import enable_checkpointing, fork_ranks, refused, tiny_config
 from datasets import Dataset
-from one_step import rows, train
+from one_step import assert_same, largest_difference, rows, train
 from transformers import Trainer, TrainingArguments
 
 from hf_moe_expand import (
@@ -14,10 +14,7 @@ from hf_moe_expand import (
     LanguagePriorLoss,
     LayerMoEConfig,
     LayerMoEForCausalLM,
-    ReviewConfig,
-    ReviewTrainer,
     RouterLossMixin,
-    freeze,
 )
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.trainers import expert_selections, load_balance_loss
@@ -28,94 +25,49 @@ def model(backbone="qwen2", **changes):
     return LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config(backbone), **fields))
 
 
-def trainable(network):
-    return {name for name, parameter in network.named_parameters() if parameter.requires_grad}
-
-
-def test_the_report_counts_what_trains():
-    network = model()
-    report = freeze(network, "review")
-    assert report.trainable == (3 + 2) * 32 + 2 * 32
-    assert report.parts == {"base": 0, "experts": 0, "routers": 160, "classifiers": 64}
-    assert report.total == sum(parameter.numel() for parameter in network.parameters())
-    assert "routers 160, classifiers 64" in str(report)
-    assert freeze(network, "everything").parts["base"] > 0
-
-
-def assert_same(a, b, **tolerances):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], msg=name, **(tolerances or {"rtol": 1e-4, "atol": 1e-6}))
-
-
-def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
-@pytest.fixture(scope="module")
-def whole_batch(tmp_path_factory):
-    return train(str(tmp_path_factory.mktemp("whole")), prior=1.0, classifier=1.0)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"batch": 4, "steps": 2},
-        {"batch": 1, "steps": 8},
-        {"padded": True},
-        {"padded": True, "batch": 2, "steps": 4},
-        {"checkpointing": True},
-        {"checkpointing": True, "batch": 2, "steps": 4},
-    ],
-    ids=str,
-)
-def test_p6_review_losses_do_not_depend_on_how_a_step_is_cut(tmp_path, whole_batch, change):
-    # One SGD step with learning rate 1: the parameters moved by the gradient.
-    assert_same(train(str(tmp_path), prior=1.0, classifier=1.0, **change), whole_batch)
-
-
-def test_the_check_above_can_fail(tmp_path, whole_batch):
-    assert largest_difference(train(str(tmp_path), prior=1.1, classifier=1.0), whole_batch) > 1e-3
-
-
-@pytest.mark.parametrize("change", [{"padded": True}, {"checkpointing": True}], ids=str)
-def test_p6_balance_does_not_depend_on_padding_or_checkpointing(tmp_path, change):
-    options = {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0}
-    assert_same(train(str(tmp_path / "a"), **options), train(str(tmp_path / "b"), **options, **change))
-
-
+BALANCE = {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0}
 BUDGET = {
     "stage": "post", "prior": 0.0, "classifier": 0.0, "budget": 1.0, "fields": {"conditional_routing": True},
 }  # fmt: skip
+REVIEW = {"prior": 1.0, "classifier": 1.0}
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch": 1, "steps": 8}, {"padded": True, "batch": 2, "steps": 4}, {"checkpointing": True}], ids=str
+    ("losses", "changes"),
+    [
+        (
+            REVIEW,
+            [
+                {"batch": 4, "steps": 2},
+                {"padded": True},
+                {"padded": True, "batch": 2, "steps": 4},
+                {"checkpointing": True},
+                {"checkpointing": True, "batch": 1, "steps": 8},
+            ],
+        ),
+        (BALANCE, [{"padded": True}, {"checkpointing": True}]),
+        (BUDGET, [{"batch": 1, "steps": 8}, {"padded": True, "batch": 2, "steps": 4}, {"checkpointing": True}]),
+    ],
+    ids=["review", "balance", "budget"],
 )
-def test_p6_the_gates_budget_does_not_depend_on_how_a_step_is_cut(tmp_path, change):
-    whole = train(str(tmp_path / "a"), **BUDGET)
-    assert_same(train(str(tmp_path / "b"), **BUDGET, **change), whole)
-    assert largest_difference(whole, train(str(tmp_path / "c"), **{**BUDGET, "budget": 1.1})) > 1e-3
+def test_p6_a_step_does_not_depend_on_how_it_is_cut(tmp_path, losses, changes):
+    # One SGD step with learning rate 1: the parameters moved by the gradient.
+    whole = train(str(tmp_path / "whole"), **losses)
+    for change in changes:
+        assert_same(train(str(tmp_path / str(change)), **losses, **change), whole)
+    weight = next(name for name in ("budget", "balance", "prior") if losses.get(name))
+    assert largest_difference(whole, train(str(tmp_path / "other"), **{**losses, weight: 1.1})) > 1e-3
 
 
 def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path):
     # Equal micro-batches: their mean is the loss of one of them.
-    options = {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0, "same": True}
-    one = train(str(tmp_path / "a"), batch=2, steps=1, **options)
-    four = train(str(tmp_path / "b"), batch=2, steps=4, **options)
+    one, four = (train(str(tmp_path / str(n)), batch=2, steps=n, **BALANCE, same=True) for n in (1, 4))
     assert_same(one, four)
-    without = train(str(tmp_path / "c"), batch=2, steps=1, **{**options, "balance": 0.0})
-    assert largest_difference(one, without) > 1e-3
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0},
-        {"stage": "review", "prior": 1.0, "classifier": 1.0},
-        BUDGET,
-        {"stage": "post", "prior": 0.0, "classifier": 0.0, "distillation": 5.0},
-    ],
+    [BALANCE, REVIEW, BUDGET, {"stage": "post", "prior": 0.0, "classifier": 0.0, "distillation": 5.0}],
     ids=["post-pretrain", "review", "budget", "distillation"],
 )
 def test_p6_two_ranks_make_the_step_of_one(tmp_path, options):
@@ -176,23 +128,8 @@ def test_the_mixin_on_a_plain_trainer_and_its_evaluation(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match=r"reentrant gradient checkpointing .*use_reentrant"):
-        plain_trainer(tmp_path, model(), **checkpointed(reentrant=True))
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         plain_trainer(tmp_path, model(), label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="need language_classes"):
-        ReviewTrainer(model(), args=ReviewConfig(str(tmp_path)))
-    untagged = plain_trainer(tmp_path, model())
-    untagged.train_dataset = untagged.train_dataset.remove_columns("language_ids")
-    untagged.data_collator = lambda rows: {
-        "input_ids": (ids := torch.tensor([r["input_ids"] for r in rows])),
-        "labels": ids,
-    }
-    refused(untagged.train, says="and batches with language_ids", raises=ValueError)
-    further = plain_trainer(tmp_path, model())
-    further.train_dataset = further.train_dataset.map(lambda row: {"language_ids": [7] * len(row["input_ids"])})
-    with pytest.raises(ValueError, match=r"A batch has the language id 7, but .* 2 classes, of the ids 0\.\.1\."):
-        further.train()
     dense = model(num_experts_per_layer=[1, 1, 1], classifier_layers=[])
     with pytest.raises(ValueError, match="No layer of the model is expanded"):
         plain_trainer(tmp_path, dense).train()

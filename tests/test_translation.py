@@ -21,7 +21,6 @@ from hf_moe_expand.evaluation.translation import (
     translate,
     translation_prompt,
 )
-from hf_moe_expand.inference.models import load_for_inference
 
 pytest.importorskip("sacrebleu", reason="the extra `eval` is not installed")
 pytest.importorskip("language_data", reason="the extra `eval` is not installed")
@@ -184,17 +183,10 @@ def test_a_prompt_that_does_not_fit_is_refused():
         translate(tiny_dense("qwen2"), byte_tokenizer(), PROMPTS, 2, 30)
 
 
-@pytest.mark.parametrize("backbone", ["qwen2", "llama"])  # the library makes an empty tokenizer, or none
-def test_a_model_without_a_tokenizer_is_refused(tmp_path, backbone):
-    tiny_dense(backbone).save_pretrained(tmp_path / "bare")
-    refused(load_for_inference, tmp_path / "bare", says="bare: has no tokenizer that loads")
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    with pytest.raises(InputError, match=r"no_such_one is not installed: pip install 'hf-moe-expand\[eval\]'"):
-        extra.import_extra("no_such_one.metrics")
-    with pytest.raises(ModuleNotFoundError):
-        extra.import_extra("sacrebleu.no_such_part")
+def test_a_missing_package_is_named():
+    refused(
+        extra.import_extra, "no_such_one.x", says=r"no_such_one is not installed: pip install 'hf-moe-expand\[eval\]'"
+    )
 
 
 def test_each_model_is_checked_before_the_first_translates(tmp_path, monkeypatch):
@@ -218,9 +210,7 @@ def test_the_command(tmp_path):
     written = json.loads((tmp_path / out).read_text("utf-8"))
     assert (written["metric"], written["shots"], written["max_new_tokens"]) == ("chrF++", 1, 5)
     assert list(written["models"]) == ["base", "el"]
-    files = {
-        file.relative_to(folder).as_posix(): file.read_text("utf-8").splitlines() for file in folder.rglob("*.txt")
-    }
+    files = {str(file.relative_to(folder)): file.read_text("utf-8").splitlines() for file in folder.rglob("*.txt")}
     pairs = {"en-el": ("en", "el"), "el-en": ("el", "en")}
     expected = {f"{pair}.source.txt": texts[source][1:] for pair, (source, _) in pairs.items()}
     expected |= {f"{pair}.reference.txt": texts[target][1:] for pair, (_, target) in pairs.items()}
@@ -229,7 +219,7 @@ def test_the_command(tmp_path):
         assert all("nw:2" in score["signature"] for score in scores.values())
         expected |= {f"{model}/{pair}.txt": score["translations"] for pair, score in scores.items()}
     assert files == expected
-    with pytest.raises(InputError, match=r"source.txt: exists already"):
-        invoke("evaluate", base, tmp_path / "el", "--pairs", "en-el", *data, *more, "--out", tmp_path / "again.json")
+    again = (base, "--pairs", "en-el", *data, *more, "--out", tmp_path / "again.json")
+    refused(invoke, "evaluate", *again, says=r"source.txt: exists already")
     # Right after expansion the model computes what the base did, greedy continuations included.
     assert written["models"]["el"] == written["models"]["base"]

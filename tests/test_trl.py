@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from conftest import byte_tokenizer, checkpointed, fork_ranks, refused, run_python
+from conftest import byte_tokenizer, checkpointed, fork_ranks, refused
 from datasets import Dataset
 from gated_models import gated_model
-from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train, trainer
-from one_step import build
+from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train
+from one_step import assert_same, build, largest_difference
 from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, SFTConfig
+from trl import DPOConfig, DPOTrainer
 
 from hf_moe_expand import BalanceLoss, DistillationLoss, GroupLoss, LanguagePriorLoss, MoESFTTrainer, RouterLossMixin
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.trainers import load_balance_loss
 from hf_moe_expand.trainers.losses import distillation_loss
 
@@ -36,16 +35,6 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "trainers.md"
 def quiet(monkeypatch):
     monkeypatch.setenv("CI", "true")  # TRL sends no telemetry
     datasets.disable_progress_bars()
-
-
-def assert_same(a, b, **tolerances):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], msg=name, **(tolerances or {"rtol": 1e-4, "atol": 1e-6}))
-
-
-def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def obvious_losses(model, completion_only=True, rows=ROWS):
@@ -171,17 +160,17 @@ CUTS = [
 ]
 
 
-def letters_trainer(folder, data, **cut):
-    options = {"processing_class": byte_tokenizer(), "router_losses": [LanguagePriorLoss(0.1)]}
-    return MoESFTTrainer(build(), settings(folder, **cut), train_dataset=data, **options, language_classes=LANGUAGES)
+def sft(folder, *losses, data=None, classes=LANGUAGES, **options):
+    data = Dataset.from_list(ROWS) if data is None else data
+    given = {"processing_class": byte_tokenizer(), "router_losses": list(losses), "language_classes": classes}
+    return MoESFTTrainer(build(), settings(folder, **options), train_dataset=data, **given)
 
 
 @pytest.mark.parametrize(("cut", "tagged"), CUTS, ids=str)
 def test_every_token_keeps_its_language(tmp_path, cut, tagged):
-    assert check_letters(*collated(letters_trainer(tmp_path, Dataset.from_list(LETTERS), **cut))) == tagged
-    if cut.keys() <= {"max_length", "packing"}:
-        stream = Dataset.from_list(LETTERS).to_iterable_dataset()
-        assert check_letters(*collated(letters_trainer(tmp_path, stream, **cut))) == tagged
+    data = Dataset.from_list(LETTERS)
+    for rows in (data, data.to_iterable_dataset())[: 1 + (cut.keys() <= {"max_length", "packing"})]:
+        assert check_letters(*collated(sft(tmp_path, LanguagePriorLoss(0.1), data=rows, **cut))) == tagged
 
 
 TOKENISED = [([64] * 5 + [65] * 30 + [256], [4] * 5 + [2] * 31), ([66] * 3 + [67] * 2, [-1] * 3 + [0] * 2)]
@@ -189,10 +178,7 @@ TOKENISED = [([64] * 5 + [65] * 30 + [256], [4] * 5 + [2] * 31), ([66] * 3 + [67
 
 def tokenised_trainer(folder, **cut):
     data = Dataset.from_list([{"input_ids": ids, "language_ids": languages} for ids, languages in TOKENISED])
-    return MoESFTTrainer(
-        build(), settings(folder, **cut), train_dataset=data, processing_class=byte_tokenizer(),
-        router_losses=[LanguagePriorLoss(0.1)], language_classes=[1, 0, 1, 0, 0],
-    )  # fmt: skip
+    return sft(folder, LanguagePriorLoss(0.1), data=data, classes=[1, 0, 1, 0, 0], **cut)
 
 
 def check_tokenised(one, count):
@@ -218,17 +204,6 @@ def test_language_ids_of_tokenised_text_stay_beside_their_tokens(tmp_path):
 @pytest.mark.parametrize("change", [{"packing": True}, {"padding_free": True, "max_length": None}], ids=str)
 def test_a_packed_step_is_that_of_the_rows_alone(tmp_path, whole_step, change):
     assert_same(train(tmp_path, prior=1.0, classifier=1.0, **change), whole_step, rtol=1e-4, atol=1e-5)
-
-
-def test_evaluation_logs_each_part(tmp_path):
-    one = trainer(tmp_path, balance=0.5, prior=1.0, classifier=0.7)
-    metrics = one.evaluate(Dataset.from_list(ROWS))
-    with torch.no_grad():
-        parts = [part.item() for part in obvious_losses(build().eval())]
-    logged = one.state.log_history[-1]
-    assert metrics["eval_loss"] == pytest.approx(parts[0] + 0.5 * parts[1] + parts[2] + 0.7 * parts[3], rel=1e-5)
-    for name, part in zip(("next_token", "balance", "language_prior", "classifier"), parts, strict=True):
-        assert logged[f"eval_{name}_loss"] == pytest.approx(part, abs=1e-5), name
 
 
 @pytest.fixture(scope="module")
@@ -318,23 +293,6 @@ def parameters_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_dpo_with_a_reference_model(tmp_path):
-    reference = build()
-    with torch.no_grad():
-        reference.lm_head.weight.add_(0.1 * torch.randn_like(reference.lm_head.weight))
-    before = parameters_of(reference)
-    one = dpo(tmp_path, ref_model=reference)
-    loss = one.train().training_loss
-    assert loss > 0
-    assert loss != pytest.approx(0.6931, abs=1e-3)  # log 2: what a model costs that is its own reference
-    assert_same(parameters_of(reference), before, rtol=0, atol=0)
-    assert largest_difference(parameters_of(one.model), parameters_of(build())) > 1e-3
-
-
-def test_dpo_loads_its_reference_from_the_checkpoint(tmp_path, expanded):
-    assert dpo(tmp_path, model=str(expanded)).train().training_loss == pytest.approx(0.6931, abs=1e-3)
-
-
 def balance_gradients(model):
     """Gradients of the balance loss over both answers of each row."""
     tokenizer, layers = byte_tokenizer(), {}
@@ -409,12 +367,6 @@ def test_the_documents_python_runs_without_a_gpu(tmp_path, monkeypatch, expanded
     assert any("router_z_loss" in entry for entry in namespace["trainer"].state.log_history)
 
 
-def test_trl_is_imported_on_first_use_alone():
-    code = "from hf_moe_expand.trainers import RouterLossMixin; before = 'trl' in sys.modules; "
-    code += "from hf_moe_expand import MoESFTTrainer; print(before, 'trl' in sys.modules)"
-    assert run_python(code).split() == ["False", "True"]
-
-
 @pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
 def test_a_reference_model_behind_a_gate_is_routed_as_the_one_that_trains(tmp_path, exclusive):
     """At first both are equal; the gate decides in neither."""
@@ -429,11 +381,7 @@ def test_self_distillation_trains_beside_trls_loss_without_logits(tmp_path):
     config = {"per_device_train_batch_size": 8, "completion_only_loss": False}
     steps = {}
     for coef in (0.0, 2.0):
-        losses = [DistillationLoss(coef)] if coef else []
-        one = MoESFTTrainer(
-            build(), settings(tmp_path, SFTConfig, **config), train_dataset=Dataset.from_list(ROWS),
-            processing_class=byte_tokenizer(), router_losses=losses, language_classes=LANGUAGES,
-        )  # fmt: skip
+        one = sft(tmp_path, *([DistillationLoss(coef)] if coef else []), **config)
         before = parameters_of(one.model)
         one.train()
         steps[coef] = {name: before[name] - value for name, value in parameters_of(one.model).items()}, one
@@ -447,8 +395,5 @@ def test_self_distillation_trains_beside_trls_loss_without_logits(tmp_path):
     for name, parameter in model.named_parameters():
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(steps[2.0][0][name] - steps[0.0][0][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
-    with pytest.raises(InputError, match="loss_type is 'dft': a loss that reads logits goes with 'nll' alone"):
-        MoESFTTrainer(
-            build(), settings(tmp_path, SFTConfig, loss_type="dft", **config), train_dataset=Dataset.from_list(ROWS),
-            processing_class=byte_tokenizer(), router_losses=[DistillationLoss(1.0)], language_classes=LANGUAGES,
-        )  # fmt: skip
+    said = "loss_type is 'dft': a loss that reads logits goes with 'nll' alone"
+    refused(sft, tmp_path, DistillationLoss(1.0), loss_type="dft", **config, says=said)
