@@ -17,7 +17,6 @@ from hf_moe_expand.modeling.part_cmr import ConditionalFFN
 from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
 from hf_moe_expand.trainers import Masking, mask_routing
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
-from hf_moe_expand.trainers.masking import mask_outputs
 
 
 class OneLayer(ExpandedFFN):
@@ -53,19 +52,6 @@ def tiny(backbone="qwen2", counts=(3, 1, 3), **fields):
     torch.manual_seed(0)
     config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=list(counts), **fields)
     return LayerMoEForCausalLM(config)
-
-
-def test_masked_assignments_lose_their_weight_and_the_others_keep_theirs():
-    weights, index = torch.rand(20_000, 2), torch.randint(0, 5, (20_000, 2))
-    torch.manual_seed(1)
-    kept, where = mask_outputs(weights, index, 5, 0.3, 0.0)
-    masked = where == 5
-    assert abs(masked.float().mean() - 0.3) < 0.01
-    assert torch.equal(kept[masked], torch.zeros_like(kept[masked]))
-    assert torch.equal(kept[~masked], weights[~masked])  # no rescaling, no renormalisation
-    assert torch.equal(where[~masked], index[~masked])
-    both = masked.all(-1).float().mean()
-    assert abs(both - 0.09) < 0.01  # assignments are masked one by one
 
 
 @pytest.mark.parametrize("ffn", [Plain, WithResidual])

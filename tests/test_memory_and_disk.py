@@ -32,7 +32,6 @@ from hf_moe_expand.core.disk import StepOutput, peak, readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
-from hf_moe_expand.inference import memory
 from hf_moe_expand.inference.memory import least_memory, training_disk
 from hf_moe_expand.inference.models import load_config
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -275,13 +274,3 @@ def test_more_memory_than_there_is(root, tmp_path, monkeypatch):
         assert check(text, **options)
     monkeypatch.setattr(stage_steps, "memory_of_all", lambda: None)  # a device of which it is not known
     assert check()
-
-
-def test_the_memory_of_other_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert memory.memory_of_all() == 320  # over which a launch may split the model
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert memory.memory_of_all() is None

@@ -65,13 +65,6 @@ def test_the_attention_switch_reaches_every_part(model, ids):
         close(model(ids).logits, expected)
 
 
-def test_tuples_instead_of_named_outputs(model, ids):
-    named = model(ids, labels=ids)
-    loss, logits = model(ids, labels=ids, return_dict=False)[:2]
-    assert torch.equal(loss, named.loss)
-    assert torch.equal(logits, named.logits)
-
-
 @pytest.mark.parametrize("backbone", COMMON_BACKBONES)
 def test_it_compiles_into_one_graph(backbone, ids):
     model = build(backbone, counts=[3], classifiers=[0], num_hidden_layers=1)

@@ -7,10 +7,9 @@ import datasets
 import pytest
 import torch
 from conftest import byte_tokenizer, enable_checkpointing, refused
-from one_sft_step import NEW_EXPERTS, ROWS, lora, save_expanded, trainer
+from one_sft_step import NEW_EXPERTS, ROWS, lora, trainer
 from one_step import build
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -57,36 +56,6 @@ def test_the_documents_patterns_name_what_they_say():
         chosen = {"target_modules": "all-linear", f"{kind}_modules": pattern}
         assert adapted(get_peft_model(build(), lora(**chosen))) == (new if "[1-9]" in pattern else experts)
     refused(get_peft_model, build(), lora(), says="Please specify `target_modules`", raises=ValueError)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A checkpoint, an adapter with routers trained on it, and the trained model's logits."""
-    folder = tmp_path_factory.mktemp("adapter")
-    base = save_expanded(folder)
-    one = trainer(
-        folder / "adapter", model=str(base), balance=0.1, prior=1.0, classifier=1.0, learning_rate=0.1,
-        adapter=lora(**NEW_EXPERTS, modules_to_save=["router", "classifier"]),
-    )  # fmt: skip
-    before = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
-    one.train()
-    one.save_model()
-    return base, folder / "adapter", one.model.eval(), before
-
-
-def test_routers_train_and_travel_in_the_adapter(trained):
-    _, folder, model, before = trained
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert {name for name in moved if ".lora_" not in name} == {
-        f"base_model.model.model.layers.{layer}.mlp.{part}.modules_to_save.default.weight"
-        for layer, part in ((0, "router"), (2, "router"), (2, "classifier"))
-    }
-    saved = load_file(folder / "adapter_model.safetensors")
-    layers = model.get_base_model().model.layers
-    for layer in (0, 2):
-        router = saved[f"base_model.model.model.layers.{layer}.mlp.router.weight"]
-        assert torch.equal(router, layers[layer].mlp.router.modules_to_save["default"].weight)
-    assert not any("base_layer" in name or "experts.0" in name for name in saved)
 
 
 def test_a_wrapped_routers_lost_gradient_is_noticed(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from conftest import StopAt, fork_ranks, keywords, refused, save_dense, write_texts
+from conftest import fork_ranks, interrupted, keywords, refused, save_dense, write_texts
 
 from hf_moe_expand import (
     DMoEForCausalLM,
@@ -34,13 +34,11 @@ from hf_moe_expand.hub.published import published_files
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.planning.results import SimilarityResult
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.runs.pipeline import steps_of
 from hf_moe_expand.runs.recipe import Expansion, Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
 from hf_moe_expand.stages.kinds.graft import GraftSettings
-from hf_moe_expand.stages.trainer import StageTrainer
 
 PostPretrainSettings, ReviewSettings = partial(keywords, PostPretrainConfig), partial(keywords, ReviewConfig)
 GroupSettings, JointSettings = partial(keywords, GroupConfig), partial(keywords, JointConfig)
@@ -125,24 +123,16 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
         run_recipe(changed(recipe, plan=plan_settings(total_experts=8)), said.append)
 
 
-def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypatch, capsys):
+def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, capsys):
     whole = run_recipe(changed(recipe, output=str(root / "whole"), test={}), lambda line: None)
     broken = changed(recipe, output=str(root / "broken"), test={})
-    made = StageTrainer.__init__
-
-    def interrupted(trainer, *args, **rest):
-        made(trainer, *args, **rest)
-        trainer.add_callback(StopAt(5))
-
-    monkeypatch.setattr(StageTrainer, "__init__", interrupted)
-    with pytest.raises(KeyboardInterrupt) as stopped:
+    with interrupted(5), pytest.raises(KeyboardInterrupt) as stopped:
         run_recipe(broken, lambda line: None)
     steps = [step.name for step in steps_of(broken)[0]]
     number = steps.index("post_pretrain") + 1
     assert stopped.value.__notes__ == ["from step 4", f"with step {number} of {len(steps)}, post_pretrain"]
     assert (root / "broken" / "post_pretrain.training" / "checkpoint-4").is_dir()
     assert not (root / "broken" / "post_pretrain").exists()
-    monkeypatch.undo()
     other = changed(broken, post_pretrain=broken.post_pretrain.but(balance_coef=0.5))
     with pytest.raises(InputError, match=r"an interrupted run with other balance_coef \(then 0.01, now 0.5\)"):
         run_recipe(other, lambda line: None)
@@ -276,18 +266,6 @@ def test_a_dmoe_recipe(recipe, root):
     assert "Group training" in make_page(root / "dmoe")
 
 
-def test_a_dmoe_recipe_without_a_training_for_each_language(recipe, root):
-    training = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
-    recipe = changed(
-        recipe, new={**recipe.old, **recipe.new}, old={}, test={}, output=str(root / "one-pass"),
-        plan=plan_settings("dmoe", groups=2, grouping="similarity", threshold=0.5),
-        group=GroupSettings(block_size=16, **training), joint=None, post_pretrain=PostPretrainSettings(), review=None,
-    )  # fmt: skip
-    groups = DMoEForCausalLM.from_pretrained(run_recipe(recipe, lambda line: None)).config.language_groups
-    assert sorted(code for group in groups for code in group) == sorted(recipe.new)
-    assert SimilarityResult.from_json(root / "one-pass" / "analysis.json").new_old is None
-
-
 def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
     """The review after the graft moves routers alone, and a second run goes on after the graft."""
     save_dense(root / "instruct", seed=1)
@@ -329,20 +307,3 @@ def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_pa
     mapping["expansions"] = [{"new": dict([first]), "plans": {}}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
     refused(Recipe.load, tmp_path / "recipe.yaml", says=r"expansions\[0\]: unknown key `plans`; did you mean `plan`")
-
-
-def test_what_a_further_expansion_copies(recipe):
-    first, second = (Expansion(new={code: source}, plan=recipe.plan) for code, source in recipe.new.items())
-
-    def with_copies(*copied):
-        pairs = zip((first, second), copied, strict=True)
-        rounds = [changed(part, expand=ExpandSettings(copy_from=value)) for part, value in pairs]
-        return changed(recipe, new={}, expansions=rounds)
-
-    assert [part.expand.copy_from for part in with_copies("nearest", 3).all_expansions] == ["nearest", 3]
-    for copied, message in (
-        ((2, 0), "copy_from is 2: the first expansion can copy only expert 0"),
-        ((0, "next"), "copy_from: expected an integer or 'nearest', found 'next'"),
-        ((0, -1), "copy_from is -1: must be at least 0"),
-    ):
-        refused(with_copies, *copied, says=message)

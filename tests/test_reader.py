@@ -1,17 +1,27 @@
-"""Which tensors a reader finds in the files of a checkpoint, and which of them are the same."""
+"""Tensors in the files of a checkpoint, under whatever name; surgery on them reads in pieces."""
 
 import json
 import resource
 import struct
 from pathlib import Path
 
+import pytest
 import torch
-from conftest import save_dense
+from conftest import ADDED, byte_tokenizer, save_dense, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
+from hf_moe_expand.baselines.branches import expand_branches
+from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint import reader as reader_module
+from hf_moe_expand.checkpoint.average import average_checkpoints
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.export import export_dense
+from hf_moe_expand.checkpoint.graft import merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
+from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.core.jsonfile import read_json
 
 
@@ -97,3 +107,119 @@ def test_a_tensor_put_together_has_the_bytes_of_one_stored_whole(tmp_path, monke
     assert together("a").same_bytes(stored["whole"])
     assert stored["whole"].same_bytes(together("a"))
     assert not together("a").same_bytes(together("b"))
+
+
+UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
+GROUPS = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
+LARGEST = 4096  # bytes; the embedding has 32,896
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base, a fine-tune of it in another type, and an expanded model."""
+    root = tmp_path_factory.mktemp("surgery")
+    save_dense(root / "base")
+    save_dense(root / "instruct", dtype=torch.bfloat16)
+    expand_checkpoint(root / "base", root / "expanded", UNIFORM)
+    expand_checkpoint(save_dense(root / "olmoe", "olmoe", num_experts=4), root / "mixture", UNIFORM, **ADDED)
+    return root
+
+
+WORK = {
+    "expand": lambda at, out: expand_checkpoint(at / "base", out, UNIFORM),
+    "expand a mixture": lambda at, out: expand_checkpoint(at / "olmoe", out, UNIFORM, **ADDED),
+    "export --expert of a mixture": lambda at, out: export_dense(at / "mixture", out, expert=0),
+    "grow": lambda at, out: grow_checkpoint(
+        at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    ),
+    "graft": lambda at, out: graft_delta(at / "expanded", out, at / "base", at / "instruct"),
+    "merge delta": lambda at, out: merge_delta(at / "base", out, at / "base", at / "instruct"),
+    "merge average": lambda at, out: average_checkpoints([at / "expanded", at / "instruct"], out),
+    "expand-branches": lambda at, out: expand_branches([at / "base", at / "instruct"], out, GROUPS),
+    "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),
+    "export --expert": lambda at, out: export_dense(at / "expanded", out, expert=1),
+    "diff": lambda at, out: compare_checkpoints(at / "base", at / "instruct"),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
+    read = StoredModel.tensor
+
+    def routing_only(self, key):
+        assert "router" in key or "classifier" in key, f"{key} is read as a whole"
+        return read(self, key)
+
+    sizes = []
+
+    def watched(method):
+        def pieces(self, *arguments, **options):
+            for piece in method(self, *arguments, **options):
+                sizes.append(piece.nbytes if isinstance(piece, torch.Tensor) else len(piece))
+                yield piece
+
+        return pieces
+
+    monkeypatch.setattr(reader, "_PIECE", LARGEST // 4)
+    monkeypatch.setattr(reader, "_CHUNK", LARGEST)
+    monkeypatch.setattr(StoredModel, "tensor", routing_only)
+    for method in ("chunks", "pieces"):
+        monkeypatch.setattr(reader.StoredTensor, method, watched(getattr(reader.StoredTensor, method)))
+    WORK[name](place, tmp_path / "out")
+    assert len(sizes) > 20
+    assert max(sizes) <= LARGEST
+
+
+IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def make(folder, rename, backbone="qwen2", **changes):
+    """A dense checkpoint whose file gives its tensors other names."""
+    tiny_dense(backbone, **changes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    weights = {rename(name): value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def logits(folder):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "llama"])
+def test_a_tied_matrix_under_the_heads_name(tmp_path, backbone):
+    def to_head(name):
+        return "lm_head.weight" if name == "model.embed_tokens.weight" else name
+
+    base = make(tmp_path / "base", to_head, backbone, tie_word_embeddings=True)
+    assert "model.embed_tokens.weight" not in CheckpointReader(base).tensors
+    expected = logits(base)
+    expand_checkpoint(base, tmp_path / "expanded", UNIFORM)
+    made = {
+        "average": lambda out: average_checkpoints([tmp_path / "expanded", base], out),
+        "graft": lambda out: graft_delta(tmp_path / "expanded", out, base, base),
+        "depth": lambda out: expand_depth(base, out, 1),
+        "expert": lambda out: export_dense(tmp_path / "expanded", out, expert=0),
+    }
+    torch.testing.assert_close(logits(tmp_path / "expanded"), expected)
+    for name, make_it in made.items():
+        make_it(tmp_path / name)
+        torch.testing.assert_close(logits(tmp_path / name), expected, msg=name)
+    assert compare_checkpoints(base, tmp_path / "expert").same
+
+
+@pytest.mark.parametrize(("backbone", "prefix"), [("bloom", "transformer."), ("llama", "model.")])
+def test_expert_0_is_a_base_whose_names_lack_the_prefix(tmp_path, backbone, prefix):
+    base = make(tmp_path / "base", lambda name: name.removeprefix(prefix), backbone)
+    assert not any(name.startswith(prefix) for name in CheckpointReader(base).tensors)
+    expand_checkpoint(base, tmp_path / "expanded", UNIFORM)
+    export_dense(tmp_path / "expanded", tmp_path / "out", expert=0)
+    found = compare_checkpoints(base, tmp_path / "out")
+    assert found.same
+    assert len(found.identical) == len(CheckpointReader(base).tensors)
+    export_dense(tmp_path / "expanded", tmp_path / "same", expert=1)
+    weights = load_file(tmp_path / "same" / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, tmp_path / "same" / "model.safetensors", metadata={"format": "pt"})
+    assert compare_checkpoints(base, tmp_path / "same").changed == [next(iter(weights))]

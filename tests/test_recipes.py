@@ -3,7 +3,6 @@
 import re
 import socket
 from fnmatch import fnmatch
-from itertools import pairwise
 from pathlib import Path
 
 import papers
@@ -60,33 +59,6 @@ def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
     found = validate_recipe(changed(recipe, base=str(tmp_path / "base"), expand=narrow), offline=True)
     assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
     assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == len(recipe.all_expansions)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_says_what_it_is_and_explains_every_key(name):
-    files = [Path(file).read_text("utf-8").splitlines() for file, _ in WholeRecipe.load(packaged_files()[name]).layers]
-    lines = files[-1]
-    if name == "recommended":
-        assert lines[0].startswith("# Exclusive experts: ")
-    else:
-        assert re.fullmatch(r"# (MoE-LPR|LayerMoE|DMoE|DeltaMoE|EOM|FOM|CMR): .+ \(.+ et al\.( \d{4})?\)", lines[0])
-        assert "# Differences from the paper:" in lines
-    assert lines[1] == "#"
-    assert max(map(len, lines)) <= 120
-    explained = {"inherits"}  # a key that the file of a parent explains needs no comment
-    for before, line in pairwise(line for file in files for line in file):
-        key = re.match(r" *(?:- )?(\w+):", line)
-        # A language and its source need no comment.
-        if key is None or re.search(r": (hub:|\$MADLAD/)", line):
-            continue
-        if "  # " in line or before.lstrip().startswith("# "):
-            explained.add(key[1])
-        assert key[1] in explained, line
-
-
-def test_their_files_hold_what_differs():
-    files = [*packaged_files().values(), *packaged_files("methods").values()]
-    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= 930
 
 
 # What is no number of a paper: recipes (patterns), dotted keys of the first expansion, values.

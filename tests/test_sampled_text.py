@@ -13,7 +13,10 @@ from hf_moe_expand import Plan, expand_checkpoint, run_recipe
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
 from hf_moe_expand.hub.card import make_card
+from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.inference.sampling import write_documents, writer_of
 from hf_moe_expand.inference.writing import SampleSettings
@@ -197,3 +200,42 @@ def test_distillation_of_a_model_whose_plan_names_no_old_language_is_refused(roo
     expand_checkpoint(root / "base", tmp_path / "expanded", Plan("moe-lpr", [2, 1, 2], new=["el"]))
     with pytest.raises(InputError, match=r"which the base can write itself \(`hf-moe-expand sample`\)"):
         invoke("train", "review", tmp_path / "expanded", tmp_path / "out", "--data", f"el={root / 'el.jsonl'}")
+
+
+def test_the_first_language_of_each_group_with_text_begins_a_sample():
+    texts = {
+        "de": ["eins zwei drei vier fünf sechs sieben acht"],
+        "el": ["  ένα\nδύο "],
+        "hu": ["egy"],
+        "zh": ["字" * 90],
+    }
+    found = begin_samples(texts, (["en", "de"], ["el", "hu"]))
+    assert [(sample.language, sample.prompt) for sample in found] == [
+        ("de", "eins zwei drei vier fünf sechs sieben"), ("el", "ένα δύο"),
+    ]  # fmt: skip
+    assert [sample.prompt for sample in begin_samples(texts, ([], ["zh"]))] == ["字" * 40]
+    assert begin_samples({"en": [" "], "el": []}, (["en"], ["el"])) == []
+
+
+def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
+    for code, text in (("en", "A short text. "), ("el", "Ένα κείμενο. ")):
+        write_texts(tmp_path / f"{code}.jsonl", [text * 6])
+    models = [save_dense(tmp_path / "one"), save_dense(tmp_path / "two", seed=1)]
+    data = [f"--data={code}={tmp_path / code}.jsonl" for code in ("en", "el")]
+    invoke("evaluate", *models, *data, "--old", "en", "--new", "el", "--out", tmp_path / "e.json")
+    samples = {sample["language"]: sample for sample in json.loads((tmp_path / "e.json").read_text())["samples"]}
+    assert list(samples) == ["en", "el"]
+    prompt = samples["en"]["prompt"]
+    assert prompt == "A short text. A short text. A short"
+    expected = {m.name: ChatModel.load(m).answer(prompt, Answering(max_new_tokens=24)).split() for m in models}
+    assert {name: text.split() for name, text in samples["en"]["continued"].items()} == expected
+    header, rows = Evaluation.from_json(tmp_path / "e.json").sample_rows()
+    assert header == ["language", "held-out text begins", "one", "two"]
+    assert rows[0] == ["en", prompt, *samples["en"]["continued"].values()]
+
+
+def test_words_that_fill_a_models_positions_are_not_continued(tmp_path):
+    model = ChatModel.load(save_dense(tmp_path / "one"))
+    samples = begin_samples({"zh": ["字" * 90]}, (["zh"], []))  # 120 bytes, each a token; the model takes 64
+    continue_samples(samples, model)
+    assert samples[0].continued == {}

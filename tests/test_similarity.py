@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_dense
+from conftest import byte_tokenizer, refused, tiny_dense
 
 from hf_moe_expand import Plan, expand_model, measure_similarity
-from hf_moe_expand.analysis.reading import ffn_inputs, padded_batches, token_blocks
-from hf_moe_expand.analysis.similarity import MeanDirections
+from hf_moe_expand.analysis.reading import ffn_inputs
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 4,
@@ -60,22 +59,6 @@ def test_an_expanded_model_is_measured_at_the_same_place():
         for model in (tiny_dense("qwen2"), expanded)
     )
     assert after == pytest.approx(before, abs=1e-5)
-
-
-def test_exactly_so_many_tokens_are_counted_and_padding_never():
-    batches = padded_batches(token_blocks("en", TEXTS["en"], byte_tokenizer(), 101, 16), 4)
-    assert sum(batch.tokens for batch in batches) == 101
-    directions = MeanDirections(1, 3)
-    directions.add(0, torch.tensor([[3.0, 0, 0], [0, 0, 0], [0, 0.1, 0]]))
-    assert directions.means()[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0])
-
-
-def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one():
-    blocks = token_blocks("en", TEXTS["en"], beginning_tokenizer(), 101, 16)
-    assert sum(map(len, blocks)) == 101
-    assert all(block[0] == BEGIN for block in blocks)
-    first, second = (beginning_tokenizer()(text).input_ids for text in TEXTS["en"][:2])
-    assert blocks[:3] == [first[:16], [BEGIN, *first[17:]], second[:16]]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import signal
 import threading
 
 import pytest
-from conftest import save_dense, start_python, write_texts
+from conftest import interrupted, save_dense, start_python, write_texts
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -17,7 +17,6 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.stages import stopping
-from hf_moe_expand.stages.trainer import StageTrainer
 
 TEXTS = ["a text that is long enough for a block " * 4] * 4
 QUICK = {"block_size": 16, "max_steps": 6, "per_device_train_batch_size": 1, "disable_tqdm": True}
@@ -62,15 +61,8 @@ class Signals(TrainerCallback):
         self.saves.append(state.global_step)
 
 
-def stage(root, out, monkeypatch, callback, **changes):
-    make = StageTrainer.__init__
-
-    def made(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        self.add_callback(callback)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StageTrainer, "__init__", made)
+def stage(root, out, callback, **changes):
+    with interrupted(0, callback=callback):
         text = {"el": LanguageText("el", str(root / "el.jsonl"))}
         return train_stage(root / "expanded", out, text, PostPretrainConfig(**QUICK | changes))
 
@@ -84,10 +76,10 @@ def whole(root):
 
 @pytest.mark.parametrize("again", [False, True])  # as `timeout` does, which signals the process and its group
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_its_step_and_the_same_call_goes_on(root, whole, tmp_path, monkeypatch, capsys, number, again):
+def test_a_signal_saves_its_step_and_the_same_call_goes_on(root, whole, tmp_path, capsys, number, again):
     kind = KeyboardInterrupt if number == signal.SIGINT else SystemExit
     with pytest.raises(kind) as stopped:
-        stage(root, tmp_path / "out", monkeypatch, Signals(*[number] * (1 + again)))
+        stage(root, tmp_path / "out", Signals(*[number] * (1 + again)))
     if kind is SystemExit:
         assert stopped.value.code == 128 + number
     else:
@@ -96,37 +88,37 @@ def test_a_signal_saves_its_step_and_the_same_call_goes_on(root, whole, tmp_path
     assert f"{number.name}: step 3 of 6 is saved in {tmp_path / 'out'}.training; " in said.out
     assert not (tmp_path / "out").exists()
     goes_on = Signals()
-    stage(root, tmp_path / "out", monkeypatch, goes_on)
+    stage(root, tmp_path / "out", goes_on)
     assert goes_on.first == 3
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
 
 
 def test_a_second_signal_stops_at_once(root, tmp_path, monkeypatch, usual_handlers):
     with pytest.raises(KeyboardInterrupt) as stopped:
-        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM, signal.SIGINT))
+        stage(root, tmp_path / "out", Signals(signal.SIGTERM, signal.SIGINT))
     assert not hasattr(stopped.value, "__notes__")
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(stopping, "_SAME", -1)
     signal.signal(signal.SIGTERM, usual_handlers[signal.SIGINT])  # the usual one would end this process
     with pytest.raises(KeyboardInterrupt):
-        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM, signal.SIGTERM, step=4), save_steps=2)
+        stage(root, tmp_path / "out", Signals(signal.SIGTERM, signal.SIGTERM, step=4), save_steps=2)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert [path.name for path in (tmp_path / "out.training").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_a_signal_in_the_last_step_leaves_the_writing(root, whole, tmp_path, monkeypatch):
+def test_a_signal_in_the_last_step_leaves_the_writing(root, whole, tmp_path):
     with pytest.raises(SystemExit):
-        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM, step=6))
+        stage(root, tmp_path / "out", Signals(signal.SIGTERM, step=6))
     assert not (tmp_path / "out").exists()
-    assert stage(root, tmp_path / "out", monkeypatch, Signals()).steps == 6
+    assert stage(root, tmp_path / "out", Signals()).steps == 6
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
 
 
-def test_a_handler_of_the_script_is_called_once_the_step_is_saved(root, tmp_path, monkeypatch):
+def test_a_handler_of_the_script_is_called_once_the_step_is_saved(root, tmp_path):
     came = []
     signal.signal(signal.SIGTERM, lambda number, frame: came.append(list((tmp_path / "out.training").glob("*-3"))))
     with pytest.raises(SystemExit):  # it returned, but the training is not done
-        stage(root, tmp_path / "out", monkeypatch, Signals(signal.SIGTERM))
+        stage(root, tmp_path / "out", Signals(signal.SIGTERM))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert len(came) == 1
     assert came[0]
@@ -165,13 +157,13 @@ def test_a_step_that_is_not_the_best_is_saved_too(scored, tmp_path, capsys, save
 
 
 @pytest.mark.parametrize("place", ["ignored", "thread", "no checkpoints"])
-def test_other_handlers_stay(root, tmp_path, monkeypatch, usual_handlers, place):
+def test_other_handlers_stay(root, tmp_path, usual_handlers, place):
     kept = dict(usual_handlers)
     seen, changes = Signals(), {"save_strategy": "no"} if place == "no checkpoints" else {}
     if place == "ignored":
         kept = {signal.SIGHUP: signal.SIG_IGN}
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    thread = threading.Thread(target=stage, args=(root, tmp_path / "out", monkeypatch, seen), kwargs=changes)
+    thread = threading.Thread(target=stage, args=(root, tmp_path / "out", seen), kwargs=changes)
     if place == "thread":
         thread.start()
         thread.join()
@@ -190,7 +182,7 @@ def test_without_save_steps_the_clock_saves(root, tmp_path, monkeypatch, changes
     assert stopping.SECONDS_BETWEEN_SAVES == 600
     monkeypatch.setattr(stopping, "SECONDS_BETWEEN_SAVES", 0)
     seen = Signals()
-    stage(root, tmp_path / "out", monkeypatch, seen, **changes)
+    stage(root, tmp_path / "out", seen, **changes)
     assert seen.saves == saves
 
 

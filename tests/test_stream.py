@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import BEGIN, StopAt, beginning_tokenizer, byte_tokenizer, refused, save_dense, write_texts
+from conftest import BEGIN, StopAt, beginning_tokenizer, byte_tokenizer, interrupted, refused, save_dense, write_texts
 from fsspec.implementations.memory import MemoryFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,6 @@ from hf_moe_expand.data.stream import TextStream
 from hf_moe_expand.data.stream_reader import passed_line, summed
 from hf_moe_expand.stages import streaming
 from hf_moe_expand.stages.streaming import is_streamed
-from hf_moe_expand.stages.trainer import StageTrainer
 from hf_moe_expand.trainers import LanguageMix
 
 END = 256
@@ -296,17 +295,6 @@ def root(tmp_path_factory):
 
 def data_of(root, *codes):
     return {code: LanguageText(code, str(root / code)) for code in codes}
-
-
-def interrupted(step):
-    """Inside, a training ends after a step, as a time limit would end it."""
-    begun = StageTrainer.__init__
-
-    def begin(self, *args, **kwargs):
-        begun(self, *args, **kwargs)
-        self.add_callback(StopAt(step))
-
-    return patch.object(StageTrainer, "__init__", begin)
 
 
 STAGES = {

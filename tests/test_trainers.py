@@ -1,23 +1,34 @@
-"""Freezing, the losses inside a Trainer (P3, P6), and what is logged."""
+"""The losses inside a Trainer (P6) and what is logged; a loss of a user's own; the loss in pieces."""
 
 import json
+import math
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-from conftest import enable_checkpointing, fork_ranks, refused, tiny_config
+import torch.nn.functional as F
+from conftest import enable_checkpointing, fork_ranks, refused, tiny_config, tiny_dense
 from datasets import Dataset
-from one_step import assert_same, largest_difference, rows, train
+from one_step import assert_same, build, largest_difference, rows, train
 from transformers import Trainer, TrainingArguments
 
 from hf_moe_expand import (
     BalanceLoss,
+    DistillationLoss,
     LanguagePriorLoss,
     LayerMoEConfig,
     LayerMoEForCausalLM,
+    LossBatch,
+    Plan,
+    RouterLoss,
     RouterLossMixin,
+    expand_model,
 )
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.trainers import expert_selections, load_balance_loss
+from hf_moe_expand.trainers import pieces as module
+from hf_moe_expand.trainers.pieces import LogitsInPieces
 
 
 def model(backbone="qwen2", **changes):
@@ -56,7 +67,7 @@ def test_p6_a_step_does_not_depend_on_how_it_is_cut(tmp_path, losses, changes):
     for change in changes:
         assert_same(train(str(tmp_path / str(change)), **losses, **change), whole)
     weight = next(name for name in ("budget", "balance", "prior") if losses.get(name))
-    assert largest_difference(whole, train(str(tmp_path / "other"), **{**losses, weight: 1.1})) > 1e-3
+    assert largest_difference(whole, train(str(tmp_path / "other"), **{**losses, weight: 2.0})) > 1e-3
 
 
 def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path):
@@ -140,3 +151,200 @@ def test_reentrant_checkpointing_behind_the_trainers_back_is_noticed(tmp_path):
     trainer = plain_trainer(tmp_path, network)
     enable_checkpointing(network, reentrant=True)
     refused(trainer.train, says="router logits carry no gradient", raises=ValueError)
+
+
+@dataclass(frozen=True)
+class Flatness(RouterLoss):
+    """The mean over tokens of KL(u || p): u is the uniform distribution over the vocabulary, p the model's."""
+
+    name = "flatness"
+    metrics = ("flatness_loss",)
+    needs_outputs = True
+
+    coef: float = 1.0
+
+    def __call__(self, batch: LossBatch) -> torch.Tensor:
+        log_p = batch.outputs.logits.float().flatten(0, 1).log_softmax(-1)[batch.tokens.counted_T]
+        total = (-math.log(log_p.shape[-1]) - log_p.mean(-1)).sum()
+        batch.record("flatness_loss", total, batch.local.counted)
+        return total / batch.step.counted
+
+
+def made():
+    """A model whose experts differ enough for the routers to matter."""
+    model = build()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def flatness(model, ids):
+    """The same, by torch's own function."""
+    log_p = model(ids).logits.log_softmax(-1).flatten(0, 1)
+    uniform = torch.full_like(log_p, 1 / log_p.shape[-1])
+    return torch.nn.functional.kl_div(log_p, uniform, reduction="batchmean")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Routers and classifiers after one step of plain gradient descent with learning rate 1, and the loss before it."""
+    model, (ids, _) = made().train(), rows()
+    moving = {name: p for name, p in model.named_parameters() if "router" in name or "classifier" in name}
+    kl = flatness(model, ids)
+    loss = model(ids, labels=ids).loss + 0.5 * kl
+    gradients = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+    after = {
+        name: (p if gradient is None else p - gradient).detach()
+        for (name, p), gradient in zip(moving.items(), gradients, strict=True)
+    }
+    return after, kl.item()
+
+
+@pytest.mark.parametrize("change", [{}, {"batch": 2, "steps": 4}, {"padded": True}, {"checkpointing": True}], ids=str)
+def test_a_step_follows_the_gradient_of_both_losses(tmp_path, expected, change):
+    after, kl = expected
+    logs = {}
+    found = train(str(tmp_path), model=made(), losses=[Flatness(0.5)], logs=logs, **change)
+    for name, value in after.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    for name, value in made().named_parameters():
+        assert name in after or torch.equal(found[name], value), name
+    assert logs["flatness_loss"] == pytest.approx(kl, rel=1e-4)
+
+
+IDS, _ = rows()
+TOKENS = 5  # of a piece; no divisor of anything here
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(module, "PIECE", TOKENS * 257 + 200)
+    monkeypatch.setattr(module, "LARGE", 90 * 257)
+
+
+@pytest.fixture
+def widest(monkeypatch):
+    """The most tokens of which logits were computed at once, since the batch became large."""
+    found = []
+    own = LogitsInPieces.logits
+
+    def logits(self, hidden, *others):
+        found.append(hidden.shape[:-1].numel())
+        return own(self, hidden, *others)
+
+    monkeypatch.setattr(LogitsInPieces, "logits", logits)
+    return found
+
+
+def different(backbone, **sizes):
+    """An expanded model whose experts differ."""
+    model = expand_model(tiny_dense(backbone, **sizes), Plan("moe-lpr", [3, 1, 2], old=["en"], new=["el"]))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for parameter in ffn.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def compare(folder, make, monkeypatch, widest, **options):
+    logs, in_pieces = {}, {}
+    whole = train(folder / "whole", model=make(), logs=logs, **options)
+    assert not widest
+    monkeypatch.setattr(module, "PIECE", TOKENS * 257 + 200)
+    monkeypatch.setattr(module, "LARGE", 40 * 257)
+    cut = train(folder / "cut", model=make(), logs=in_pieces, **options)
+    assert 1 <= max(widest[1:]) <= TOKENS < widest[0] == 8  # the first are those by which the head was found
+    for name in ("loss", "next_token_loss", "grad_norm"):
+        assert in_pieces[name] == pytest.approx(logs[name], rel=2e-5), name
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=2e-4, atol=2e-5, msg=name)
+    return logs
+
+
+def test_a_step_is_that_of_the_whole_logits(backbone, tmp_path, monkeypatch, widest):
+    compare(tmp_path, lambda: different(backbone), monkeypatch, widest, stage="post", everything=True)
+
+
+CUT = {"batch": 4, "steps": 2, "padded": True}
+
+
+@pytest.mark.parametrize("options", [{}, CUT, {"everything": True}], ids=str)
+def test_self_distillation_in_pieces(options, tmp_path, monkeypatch, widest):
+    losses = [DistillationLoss(2.0)]
+    logs = compare(tmp_path, lambda: different("qwen2"), monkeypatch, widest, losses=losses, **options)
+    assert logs["distillation_loss"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (build, {"stage": "post"}),
+        (build, CUT),
+        (build, {"checkpointing": True, "stage": "post", "everything": True}),
+        (partial(different, "gemma3_text", final_logit_softcapping=0.7), {"stage": "post", "everything": True}),
+        (partial(different, "granite", logits_scaling=3.0), {"stage": "post", "everything": True}),
+    ],
+    ids=["stage", "cut", "checkpointing", "capped", "scaled"],
+)
+def test_stages_padding_accumulation_and_heads(make, options, tmp_path, monkeypatch, widest):
+    compare(tmp_path, make, monkeypatch, widest, **options)
+
+
+def test_the_definition(small_pieces):
+    model = build().train()
+    labels = torch.where(torch.arange(12) % 4 == 1, -100, IDS)
+    found = LogitsInPieces.of(model)
+    assert found.size() == TOKENS
+    assert model.training
+    with found.head_inputs() as kept:
+        outputs = model(input_ids=IDS, use_cache=False)
+    assert outputs.logits.shape == (8, 1, 257)
+    loss = found.next_token_loss(kept[0], labels)
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    logits = model(input_ids=IDS, use_cache=False).logits
+    assert logits.shape == (8, 12, 257)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(expected, model(input_ids=IDS, labels=labels).loss)
+    torch.testing.assert_close(
+        found.next_token_loss(kept[0], labels, 1000) * 1000 / (labels[:, 1:] != -100).sum(), expected
+    )
+    others = torch.autograd.grad(expected, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    for one, other in zip(gradients, others, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    nothing = torch.full_like(IDS, -100)
+    assert found.next_token_loss(kept[0], nothing, 5) == 0
+
+
+def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, widest):
+    def shifted():
+        model = different("qwen2")
+        bend = torch.linspace(-1, 1, 257)
+
+        def bent(module, args, output):
+            output.logits = output.logits + bend
+
+        model.register_forward_hook(bent)
+        return model
+
+    assert LogitsInPieces.of(shifted()) is None
+    train(tmp_path, model=shifted(), stage="post")
+    assert set(widest) == {8}  # nothing but what found it
+    other = build()
+    other.loss_function = lambda **_: torch.tensor(0.0)
+    assert LogitsInPieces.of(other) is None
+
+
+def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):
+    logs, whole = {}, {}
+    train(tmp_path / "a", model=made(), logs=logs, losses=[Flatness(0.5)])
+    assert logs["flatness_loss"] > 0
+    module.LARGE = build().get_output_embeddings().weight.shape[0] * IDS.numel()
+    train(tmp_path / "b", model=made(), logs=whole, losses=[Flatness(0.5)])
+    assert logs["flatness_loss"] == whole["flatness_loss"]
