@@ -232,20 +232,7 @@ def test_what_is_no_lora_of_the_layers_is_refused(base, tmp_path, kind):
     assert not (tmp_path / "out").exists()
 
 
-FIELDS = {
-    "a field of a later PEFT": ({"use_xora": True}, "use_xora True, which PEFT .* does not know"),
-    "no kind": ({"peft_type": None}, "has the peft_type None"),
-    "an unknown kind": ({"peft_type": "XORA"}, "has the peft_type 'XORA'"),
-    "olora": ({"init_lora_weights": "OLoRA"}, "init_lora_weights 'olora'"),
-    "classification": ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS'"),
-    "an aLoRA": ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens \[1\], which is no plain"),
-    "layers anew": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
-    "parameters": ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
-    "another rank": ({"r": 5}, r"has shape \[4, 48\], but .* needs \[5, 48\]"),
-    "no maps": ({"target_modules": ["nothing"]}, "PEFT finds no maps"),
-    "a broken pattern": ({"target_modules": "(("}, "PEFT finds no maps"),
-    "layers beside a pattern": ({"target_modules": ".*q_proj", "layers_to_transform": [1]}, "PEFT cannot read its"),
-}  # fmt: skip
+FIELDS = TABLES["fields of adapters"]
 
 
 TENSORS = {

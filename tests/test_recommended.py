@@ -139,14 +139,6 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
     assert sizes == [(16, False), (1, True)]
 
 
-@pytest.mark.parametrize("name", ["no: text", "#1", "a {b}", "'x'", "été"])
-def test_odd_names_stay_what_they_are(base, tmp_path, name):
-    (tmp_path / name).mkdir()
-    file, out = write_texts(tmp_path / name / "no.jsonl", ["en tekst om byen"]), str(tmp_path / name / "out: run")
-    recipe = Recipe.of_text(new_recipe(str(base), {"en": str(file)}, {"no": str(file)}, {}, output=out), "x")
-    assert (dict(recipe.new), recipe.output) == ({"no": str(file)}, out)
-
-
 def test_what_it_refuses(base, texts, tmp_path):
     out = tmp_path / "r.yaml"
     arguments = ["recipes", "new", "--base", str(base), "--out", str(out)]

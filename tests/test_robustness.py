@@ -194,16 +194,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header, says):
     refused(CheckpointReader, tmp_path, says=says)
 
 
-@pytest.mark.parametrize(
-    ("where", "says"),
-    [
-        ({"a": "../x.safetensors"}, "not a safetensors file in this folder"),
-        ({"a": ["model-1.safetensors"]}, "not a safetensors file in this folder"),
-        ({"a": "link.safetensors"}, "link that leads out of the folder"),
-        ({"a": "model-3.safetensors"}, "but the file is missing"), ({}, "weight_map is missing"),
-        ({"a": "model-1.safetensors", "b": "model-2.safetensors"}, "tensor 'a' is in model-1.safetensors too"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("where", "says"), TABLES["indices that lie"])
 def test_an_index_that_lies_is_refused(tmp_path, where, says):
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     folder = tmp_path / "checkpoint"

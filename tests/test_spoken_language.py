@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import byte_tokenizer, enable_checkpointing, moved, refused, tiny_config, tiny_dense
 from gated_models import gated_model
+from tables import TABLES
 from transformers import Trainer, TrainingArguments, pipeline
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
@@ -58,18 +59,7 @@ def test_the_word_holds_inside_the_call_alone():
     assert model.routing_control.request.classes is None
 
 
-@pytest.mark.parametrize(
-    ("languages", "said"),
-    [
-        ("xx", "does not know 'xx'; it knows en, el"),
-        (["en", "xx"], "does not know 'xx'; it knows en, el"),
-        (["en"], "languages has 1 codes, but the batch has 2 sequences"),
-        (["en", "el", "el"], "languages has 3 codes, but the batch has 2 sequences"),
-        ([], "languages is empty"),
-        (7, "languages is 7: give a code"),
-        ([7, "en"], "give a code, or a list"),
-    ],
-)
+@pytest.mark.parametrize(("languages", "said"), TABLES["wrong languages"])
 def test_wrong_languages_are_refused(languages, said):
     _, model = expanded()
     for call in (model, model.generate):

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import math
 import re
+import sys
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -27,6 +28,7 @@ DOCS = BENCHMARKS.parent / "docs"
 @pytest.fixture
 def study(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "tables")  # of the tests; benchmarks have one, too
     return importlib.import_module("study")
 
 

@@ -144,17 +144,6 @@ WRONG_OF_CHAT = {
     "callbacks": [5],
     "peft_config": [5],
 }
-OF_CONFIGURATION = (
-    ("output_dir", 5),
-    ("output_dir", DENSE),
-    ("report_to", 5),
-    ("run_name", 5),
-    ("bf16", "yes"),
-    ("learning_rate", "fast"),
-    ("eval_steps", "often"),
-    ("masking", 5),
-    ("hub_model_id", 5),
-)
 
 
 def is_checked(one):
@@ -251,8 +240,3 @@ def test_a_wrong_argument_of_the_chat_trainer_is_named(tmp_path):
     columns = good | {"train_dataset": of_rows(content=["a"])}
     refused(kind, **columns, says="train data set has the columns content")
     refused(kind, **good, tokenizer=TOKENIZER, says="unknown key `tokenizer`")
-
-
-@pytest.mark.parametrize(("name", "value"), OF_CONFIGURATION)
-def test_a_wrong_argument_of_a_configuration_is_named(name, value):
-    refused(PostPretrainConfig, **{"output_dir": "out", name: value}, says=name)
