@@ -331,7 +331,7 @@ def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_pa
 
 def test_the_command(server, client, checkpoint):
     code = f"""
-import re
+import os
 os.environ["HF_TOKEN"] = {TOKEN!r}
 import hf_moe_expand.hub.publish
 hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import refused
+from data_tables import TABLES
 from datasets import Dataset
 from encoder_decoders import (
     SENTENCES,
@@ -14,7 +15,6 @@ from encoder_decoders import (
     plain_tokenizer,
     t5_tokenizer,
 )
-from tables import TABLES
 
 from hf_moe_expand import LanguageText, pack_pairs
 from hf_moe_expand.analysis.reading import side_batches

@@ -8,9 +8,9 @@ import pytest
 import torch
 from bpe import bpe_tokenizer
 from conftest import invoke, load, refused, save_dense, write_texts
+from data_tables import TABLES
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tables import TABLES
 from transformers import BitsAndBytesConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner

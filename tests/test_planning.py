@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import refused, save_dense, tiny_config, write_texts
+from data_tables import TABLES
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tables import TABLES
 
 from hf_moe_expand import (
     LanguageText,

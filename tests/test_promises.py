@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SIZES, VOCABULARY, byte_tokenizer, invoke, load, moved
+from data_tables import TABLES
 from promises import PROMISES, Twin
-from tables import TABLES
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -1,9 +1,9 @@
 """`model.push_to_hub` and `trainer.push_to_hub`, against a server that speaks the hub's protocol."""
 
 import pytest
+from data_tables import TABLES
 from hub_server import TOKEN
 from huggingface_hub import ModelCard
-from tables import TABLES
 
 PRELUDE = f"""
 import os, sys
@@ -13,7 +13,7 @@ import hf_moe_expand.hub.publish
 hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
 from conftest import byte_tokenizer, tiny_dense
 from datasets import Dataset
-from tables import TABLES
+from data_tables import TABLES
 from hf_moe_expand import Plan, PostPretrainConfig, PostPretrainTrainer, MoESFTTrainer, expand_model
 model = expand_model(tiny_dense("qwen2"), Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"]))
 texts = Dataset.from_dict({{"text": ["η γάτα κάθισε στο χαλί"] * 20}})

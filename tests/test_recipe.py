@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import invoke, keywords, refused, save_dense, write_texts
+from data_tables import TABLES
 from jsonschema import Draft202012Validator
-from tables import TABLES
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
 from hf_moe_expand.core.errors import InputError

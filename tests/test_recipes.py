@@ -9,9 +9,9 @@ import papers
 import pytest
 import yaml
 from conftest import invoke, refused, save_dense, tiny_config, write_texts
+from data_tables import TABLES
 from encoder_decoders import tiny
 from guides import DOCS, small
-from tables import TABLES
 
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.source import load_config

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from conftest import invoke, refused
-from tables import TABLES
+from data_tables import TABLES
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (

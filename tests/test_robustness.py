@@ -17,8 +17,8 @@ import pytest
 import torch
 import yaml
 from conftest import byte_tokenizer, invoke, refused, save_dense, start_python, tiny_dense, write_texts
+from data_tables import TABLES
 from safetensors.torch import load_file, save_file
-from tables import TABLES
 from typer.testing import CliRunner
 
 import hf_moe_expand

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import byte_tokenizer, enable_checkpointing, moved, refused, tiny_config, tiny_dense
+from data_tables import TABLES
 from gated_models import gated_model
-from tables import TABLES
 from transformers import Trainer, TrainingArguments, pipeline
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model

@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 from conftest import byte_tokenizer, save_dense, write_texts
+from data_tables import TABLES
 from gated_models import gated_model
-from tables import TABLES
 
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.core.errors import InputError
