@@ -437,17 +437,6 @@ def test_labels_that_no_loss_takes_are_refused(tmp_path):
         refused(post, tmp_path, model_of("review"), rows.add_column("labels", labels), says=message)
 
 
-def test_a_checkpoint_without_an_optimizer_is_named_when_it_resumes(tmp_path, capsys):
-    for only in (False, True):
-        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
-        folder = tmp_path / str(only)
-        post(folder, model_of("review"), in_greek(), save_only_model=only, **settings).train()
-        post(folder, model_of("review"), in_greek(), save_only_model=only, **settings).train(
-            resume_from_checkpoint=str(folder / "checkpoint-1")
-        )
-        assert ("has weights alone (save_only_model)" in capsys.readouterr().out) == only
-
-
 def test_trls_training_is_recorded_and_keeps_the_type_of_a_named_checkpoint(tmp_path):
     base = save_dense(tmp_path / "base", dtype=torch.bfloat16)
     expand_checkpoint(base, tmp_path / "expanded", Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el"]))

@@ -28,12 +28,7 @@ from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import Schema, changed, read
 from hf_moe_expand.planning.layers import classifier_layers, layers_in
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.planning.methods import (
-    METHODS,
-    AnyPlan,
-    plan_settings,
-    read_plan_settings,
-)
+from hf_moe_expand.planning.methods import METHODS, AnyPlan, plan_settings, read_plan_settings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.report.inspection import inspect_checkpoint

@@ -8,11 +8,7 @@ from conftest import invoke, refused
 from data_tables import TABLES
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import (
-    Plan,
-    PostPretrainConfig,
-    expand_checkpoint,
-)
+from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.stages import training_stages

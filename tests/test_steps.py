@@ -24,7 +24,6 @@ from hf_moe_expand.hub.publish import card_to_push, push_to_hub
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.runs.pipeline import _what_follows, steps_of
 from hf_moe_expand.runs.recipe import Expansion, Recipe
-from hf_moe_expand.runs.steps.evaluate import Evaluate
 from hf_moe_expand.stages.run import check_frozen
 
 TRAINING = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
@@ -125,14 +124,6 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
     assert set(record["plan"]["made_from"]) == {"base", "seed", "plan: plan", "plan: old", "plan: new"}
     assert "evaluate: test" in record["evaluate"]["made_from"]
     assert str(tmp_path) not in (run / "steps.json").read_text()
-
-
-def test_questions_that_a_base_without_a_template_cannot_be_asked_are_refused(recipe, tmp_path):
-    questions = {"en": str(write_texts(tmp_path / "asked.jsonl", ["Who?"]))}
-    asks = changed(recipe, evaluation=EvaluationSettings(block_size=16, questions=questions))
-    refused(validate_recipe, asks, says=r"evaluation.questions: .* chat template, and this base has none: leave them")
-    step = Evaluate(asks, {"base": recipe.base, "result": recipe.base})
-    assert step.work().summary.endswith("; no chat: a model has no template")
 
 
 def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):

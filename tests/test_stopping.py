@@ -8,14 +8,7 @@ from conftest import interrupted, save_dense, start_python, write_texts
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from hf_moe_expand import (
-    LanguageText,
-    Plan,
-    PostPretrainConfig,
-    PostPretrainTrainer,
-    expand_checkpoint,
-    train_stage,
-)
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, PostPretrainTrainer, expand_checkpoint, train_stage
 from hf_moe_expand.stages import stopping
 
 TEXTS = ["a text that is long enough for a block " * 4] * 4
@@ -175,8 +168,7 @@ def test_other_handlers_stay(root, tmp_path, usual_handlers, place):
 
 
 @pytest.mark.parametrize(
-    ("changes", "saves"),
-    [({}, [1, 2, 3, 4, 5, 6]), ({"save_steps": 4}, [4, 6]), ({"save_strategy": "epoch"}, [6])],
+    ("changes", "saves"), [({}, [1, 2, 3, 4, 5, 6]), ({"save_steps": 4}, [4, 6]), ({"save_strategy": "epoch"}, [6])]
 )
 def test_without_save_steps_the_clock_saves(root, tmp_path, monkeypatch, changes, saves):
     assert stopping.SECONDS_BETWEEN_SAVES == 600

@@ -268,36 +268,6 @@ def test_held_out_text_is_scored_however_the_training_text_came(tmp_path, how):
     assert "el" in (tmp_path / "validation.json").read_text("utf-8")
 
 
-SCORED = {
-    "post-pretraining": (PostPretrainTrainer, PostPretrainConfig, PLANS["one"], ["el"]),
-    "review": (ReviewTrainer, ReviewConfig, PLANS["one"], ["el", "en"]),
-    "group": (GroupTrainer, GroupConfig, PLANS["dmoe"], ["el", "en", "tr"]),
-}
-
-
-@pytest.mark.parametrize("case", SCORED)
-def test_text_to_score_is_packed_as_the_trainings_is(tmp_path, case):
-    """In any of the model's languages, at the steps and at the end, and by `evaluate`."""
-    kind, config, plan, codes = SCORED[case]
-    model = expand_model(tiny_dense("qwen2"), plan)
-    options = {**QUICK, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
-    held_out = {code: Dataset.from_dict({"text": texts(code)}) for code in ("en", "el")}
-    trainer = kind(
-        model, config(str(tmp_path), **options), train_dataset=tagged(*codes), eval_dataset=held_out,
-        processing_class=byte_tokenizer(), compute_metrics=lambda found: {"rows": len(found.label_ids)},
-    )  # fmt: skip
-    before = trainer.evaluate()
-    trainer.train()
-    scored = [log for log in trainer.state.log_history if "eval_el_loss" in log]
-    assert before["eval_el_loss"] > scored[-1]["eval_el_loss"]
-    assert len(scored) == QUICK["max_steps"]
-    found = trainer.evaluate()
-    assert {"eval_en_next_token_loss", "eval_el_next_token_loss"} <= {*found}
-    blocks = trainer.evaluate(pack_texts(held_out, byte_tokenizer(), 16, seed=5, languages=["en", "el"]))
-    assert blocks["eval_rows"] > found["eval_en_rows"] > 4
-    assert len(trainer.predict(tagged("el")).label_ids) == found["eval_el_rows"]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_of_two_bytes_trains_in_float32_and_keeps_its_type(tmp_path, dtype, capsys):
     small = {**QUICK, "learning_rate": 1e-5, "max_steps": 5, "save_steps": 5}
