@@ -28,7 +28,7 @@ from hf_moe_expand import (
     validate_recipe,
 )
 from hf_moe_expand.checkpoint.stored import network_of
-from hf_moe_expand.core.disk import StepOutput, peak, readable_size
+from hf_moe_expand.core.disk import peak, readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
@@ -163,14 +163,6 @@ def test_an_emulated_bfloat16_is_said(root, tmp_path, monkeypatch):
         monkeypatch.setattr("hf_moe_expand.runs.steps.stage.has_bfloat16", lambda able=able: able)
         lines = validate_recipe(Recipe.of_text(given, "recipe.yaml"))
         assert sum(line.startswith("warning: post_pretrain: bf16: this machine has no") for line in lines) == said
-
-
-def test_training_checkpoints_that_are_there_need_no_more_room(tmp_path):
-    steps = [StepOutput(tmp_path / "a", 5), StepOutput(tmp_path / "b", 5, 100), StepOutput(tmp_path / "c", 5, 20)]
-    assert peak(steps) == 110
-    (tmp_path / "b.training").mkdir()
-    (tmp_path / "b.training" / "x").write_bytes(bytes(90))
-    assert peak(steps) == 35
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -138,14 +138,6 @@ def test_a_growth_in_some_layers_leaves_out_others(root):
     assert validate_recipe(Recipe.of_text(text.replace("'copy_from': 2", "'copy_from': 1"), "r"))
 
 
-@pytest.mark.parametrize("part", ["new", "test"])
-def test_text_that_holds_none_is_found_before_anything_runs(root, part):
-    file = root / "wrong.jsonl"
-    file.write_text('{"text": "tekst", "language": "hu"}', "utf-8")
-    with pytest.raises(InputError, match=r"wrong.jsonl: no text in language 'el': where rows have a `language`"):
-        validate_recipe(changed(recipe(root), **{part: {"el": str(file)}}))
-
-
 def test_a_graft_is_checked_before_anything_runs(root):
     """A fine-tune of another size is refused by `validate`, not after the days of stage 1."""
     save_dense(root / "instruct", seed=1)

@@ -138,22 +138,6 @@ def test_rows_without_languages_train_where_no_loss_needs_them(root, tmp_path):
     assert trainer.train().global_step == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "message"),
-    [
-        ("two", {"text": texts("el")}, "no column `language`, but this expansion adds el, tr"),
-        ("one", {"text": ["x", "y"], "language": ["el", None]}, "has the unknown language None"),
-        ("one", {"text": ["", " "]}, "no row has text to train on or to score: give some"),
-        ("one", {"text": []}, "no row has text to train on or to score: give some"),
-    ],
-)
-def test_wrong_rows_are_named(root, tmp_path, name, rows, message):
-    given = {"model": AutoModelForCausalLM.from_pretrained(root / name), "train_dataset": Dataset.from_dict(rows)}
-    given["args"] = PostPretrainConfig(str(tmp_path), **QUICK)
-    refused(PostPretrainTrainer, processing_class=byte_tokenizer(), **given, says=message)
-    refused(PostPretrainTrainer, **given, says="and the tokenizer as processing_class")
-
-
 def parsed(*arguments, kind=PostPretrainConfig):
     (config,) = HfArgumentParser(kind).parse_args_into_dataclasses(list(arguments))
     return config
@@ -286,13 +270,3 @@ def test_a_model_of_two_bytes_trains_in_float32_and_keeps_its_type(tmp_path, dty
         assert torch.equal(trained[name].to(dtype), value)  # rounded once
         moved = (trained[name] != before[name].float()).float().mean()
         assert moved > 0.9 if ".experts.1." in name or ".experts.2." in name or "router" in name else moved == 0, name
-
-
-def test_rows_without_text_are_left_out_and_said(root, tmp_path, capsys):
-    model = AutoModelForCausalLM.from_pretrained(root / "one")
-    rows = Dataset.from_dict({"text": [*texts("el"), None, "  "], "language": ["ell_Grek"] * 22})
-    trainer = PostPretrainTrainer(
-        model, PostPretrainConfig(str(tmp_path), **QUICK), train_dataset=rows, processing_class=byte_tokenizer()
-    )
-    assert trainer.packed.documents == {"el": 20}
-    assert "train_dataset: 20 documents kept, 2 rows left out: 2 without text" in capsys.readouterr().err
