@@ -8,8 +8,8 @@ from gated_models import gated_model
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
-from hf_moe_expand.cli import verbs_writing as verb
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.inference import verbs_writing as verb
 from hf_moe_expand.inference.asking import Answering, ChatModel
 
 SHORT = Answering(max_new_tokens=6)

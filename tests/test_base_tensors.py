@@ -16,9 +16,9 @@ from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.peft import export_peft
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.stored import StoredModel
-from hf_moe_expand.cli.verbs_writing import _warn_of_moved
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.hub.published import published_files
+from hf_moe_expand.inference.verbs_writing import _warn_of_moved
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
 OLD = Path(__file__).resolve().parent / "checkpoints"

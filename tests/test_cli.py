@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.cli import groups
-from hf_moe_expand.cli.signature import Given, Keys, Kind, belongs, without_effect
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
+from hf_moe_expand.core.verbs import Given, Keys, Kind, belongs, without_effect
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -32,7 +32,7 @@ from hf_moe_expand.analysis.gate_fit import (
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.analysis.gating import fitted, gate_of
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.cli.kinds import text_sources
+from hf_moe_expand.checkpoint.arguments import text_sources
 from hf_moe_expand.cli.verbs_making import documents_of
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.anchors import shipped_anchors, shipped_sentences

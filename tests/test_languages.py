@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from hf_moe_expand import Plan, pack_texts
 from hf_moe_expand.analysis.gating import check_languages
-from hf_moe_expand.cli.kinds import text_sources
+from hf_moe_expand.checkpoint.arguments import text_sources
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.languages import check_language_code, check_old_and_new, names_language, same_language
 from hf_moe_expand.data.anchors import shipped_anchors

@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 import hf_moe_expand
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, cli, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.arguments import check_file
 from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.cli import orderly_stops
 from hf_moe_expand.cli.groups import versions
-from hf_moe_expand.cli.kinds import check_file
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.held_out import check_held_out

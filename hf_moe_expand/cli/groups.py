@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -13,26 +13,29 @@ import typer
 from typer.core import TyperGroup
 
 from ..core.errors import InputError
+from ..core.verbs import Group, Verb
 
 # The module of each verb, in the order of `--help`.
 _VERBS = {
     "A recipe, from its check to its page": {
-        **dict.fromkeys(("run", "validate", "report", "recipes"), "verbs_recipes"),
+        **dict.fromkeys(("run", "validate"), "runs.verbs_recipes"),
+        "report": "report.verbs_showing",
+        "recipes": "runs.verbs_recipes",
     },
     "Models, step by step": {
-        "plan": "verbs_planning",
-        **dict.fromkeys(("expand", "grow", "join", "graft", "merge", "export", "gates"), "verbs_making"),
-        "train": "verbs_training",
+        "plan": "cli.verbs_planning",
+        **dict.fromkeys(("expand", "grow", "join", "graft", "merge", "export", "gates"), "cli.verbs_making"),
+        "train": "runs.verbs_training",
     },
     "What models do": {
-        "evaluate": "verbs_scoring",
-        **dict.fromkeys(("chat", "sample"), "verbs_writing"),
-        "analyze": "verbs_measuring",
-        "curriculum": "verbs_planning",
-        **dict.fromkeys(("inspect", "diff"), "verbs_measuring"),
+        "evaluate": "cli.verbs_scoring",
+        **dict.fromkeys(("chat", "sample"), "inference.verbs_writing"),
+        "analyze": "analysis.verbs_measuring",
+        "curriculum": "cli.verbs_planning",
+        **dict.fromkeys(("inspect", "diff"), "report.verbs_showing"),
     },
-    "For others": dict.fromkeys(("card", "push"), "verbs_sharing"),
-    "To see it work": {"demo": "verbs_recipes"},
+    "For others": dict.fromkeys(("card", "push"), "hub.verbs_sharing"),
+    "To see it work": {"demo": "demo.verbs_trying"},
 }
 _MODULES = {name: module for verbs in _VERBS.values() for name, module in verbs.items()}
 # What to write in place of verbs of earlier releases.
@@ -76,9 +79,9 @@ class _AllVerbs(Verbs):
 
 
 def _imported(name: str) -> Any:
-    found = getattr(import_module(f"{__package__}.{_MODULES[name]}"), name)
-    if isinstance(found, typer.Typer):
-        return typer.main.get_group(found)
+    found = getattr(import_module(f"..{_MODULES[name]}", __package__), name)
+    if isinstance(found, Group):
+        return typer.main.get_group(with_verbs(name, found))
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     add(alone, found, name)
     return typer.main.get_command(alone)
@@ -86,34 +89,29 @@ def _imported(name: str) -> Any:
 
 @cache
 def _summary(module: str, name: str) -> str:
-    """The first sentence of a verb's docstring, from the source."""
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
-    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    text = " ".join((ast.get_docstring(found) or "").partition("\n\n")[0].split())
-    return text.partition(". ")[0].removesuffix(".") + "."
+    """The first sentence of a verb's docstring, or what a group is about, from the source."""
+    file = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+            return f"{text.partition('. ')[0].removesuffix('.')}."
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return str(ast.literal_eval(node.value.args[0]))  # type: ignore[attr-defined]
+    raise AssertionError(name)
 
 
-def add(group: typer.Typer, verb: Callable[..., None], name: str, fixed: Any = (), **keywords: Any) -> None:
-    """Adds a verb to a group, its options made from its signature but for `fixed` parameters."""
+def add(app: typer.Typer, verb: Verb, name: str, fixed: Mapping[str, Any] = {}, **keywords: Any) -> None:
+    """Adds a verb, its options made from its signature but for `fixed` parameters."""
     from .signature import as_command, help_text
 
-    group.command(name, **{"help": help_text(verb), **keywords})(as_command(verb, dict(fixed)))
+    app.command(name, **{"help": help_text(verb), **keywords})(as_command(verb, fixed))
 
 
-def group(function: Callable[[], None]) -> typer.Typer:
-    """A group of verbs, with the function's name and docstring."""
-    name = function.__name__
-    return typer.Typer(cls=Verbs, name=name, help=function.__doc__, no_args_is_help=True, rich_markup_mode=None)
-
-
-def verb(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds the function below it to a group."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        add(group, function, name)
-        return function
-
-    return decorate
+def with_verbs(name: str, group: Group) -> typer.Typer:
+    app = typer.Typer(cls=Verbs, name=name, help=group.about, no_args_is_help=True, rich_markup_mode=None)
+    for word, (verb, fixed, keywords) in group.verbs.items():
+        add(app, verb, word, fixed, **keywords)
+    return app
 
 
 def versions() -> str:

@@ -8,56 +8,26 @@ under `Args:` of the docstring, or comes with the parameter's type.
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
 from ..core.errors import InputError
-from ..core.schema import MOST, Schema, read
+from ..core.schema import MOST, Schema, check_seed, read
+from ..core.verbs import Given, Keys, Kind, Verb, flag
 
-Verb = Callable[..., None]
+# The help of parameters that many verbs have.
+_COMMON = {
+    "allow_lost_text": "Take text of which the tokenizer loses more than 2 % of the bytes, too.",
+    "max_shard_size": "Size of the largest weight file.",
+    "overwrite": "Replace the output if it exists.",
+    "revision": "Revision of a hub id.",
+    "seed": "Random seed.",
+}
 Parameters = dict[str, tuple[Any, Any]]  # type and default by name
-# A parameter of this type gets the names of the options that the command line has.
-Given = NewType("Given", frozenset[str])
 _EMPTY = inspect.Parameter.empty
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a type says of its parameters.
-
-    Attributes:
-        help: where the docstring has none.
-        read: makes the parameter's value of what the command line gives, and of all of its values by name.
-        given: the type on the command line, where it is another.
-        metavar: the argument's name in the help.
-    """
-
-    help: str = ""
-    read: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    given: Any = None
-    metavar: str | None = None
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Of a settings class: keys without an option, and defaults in place of the class's own."""
-
-    without: Collection[str] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _at_most(value: int, name: str) -> int:
-    if abs(value) > MOST:
-        raise InputError(f"{flag(name)} is {value}: must be at most {MOST:,}.")
-    return value
-
-
-def flag(name: str) -> str:
-    return f"--{name.strip('_').replace('_', '-')}"
 
 
 def as_command(verb: Verb, fixed: Mapping[str, Any] = {}) -> Verb:
@@ -83,7 +53,10 @@ def as_command(verb: Verb, fixed: Mapping[str, Any] = {}) -> Verb:
             continue
         kind = extra if isinstance(extra, Kind) else Kind()
         kinds[name] = (hint, kind)
-        parameters[name] = _parameter(name, one, kind.given or hint, kind, helps.get(name) or kind.help)
+        about = helps.get(name) or kind.help or _COMMON.get(name, "")
+        parameters[name] = _parameter(name, one, kind.given or hint, kind, about)
+    if any(kind.is_file for _, kind in kinds.values()) and "overwrite" not in parameters:
+        parameters["overwrite"] = (Annotated[bool, typer.Option("--overwrite", help=_COMMON["overwrite"])], False)
 
     def command(context: typer.Context, **values: Any) -> None:
         arguments = {name: read(cls, _keys(cls, keys, values)) for name, (cls, keys) in settings.items()}
@@ -91,8 +64,10 @@ def as_command(verb: Verb, fixed: Mapping[str, Any] = {}) -> Verb:
             value = values[name]
             if value is None and signature[name].default is not _EMPTY:
                 continue  # the function's own default
-            if hint is int:
-                _at_most(value, name)
+            if name == "seed":
+                check_seed(value)
+            elif hint is int and abs(value) > MOST:
+                raise InputError(f"{flag(name)} is {value}: must be at most {MOST:,}.")
             arguments[name] = kind.read(value, values) if kind.read else value
         seen = {name: given_options(context) for name, one in signature.items() if one.annotation is Given}
         verb(**arguments, **seen, **fixed)
@@ -101,7 +76,33 @@ def as_command(verb: Verb, fixed: Mapping[str, Any] = {}) -> Verb:
 
 
 def _keys(cls: Any, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**keys.defaults, **{key: values[key] for key in cls.model_fields if key not in keys.without}}
+    """The keys of a settings class, from the options."""
+    given = dict(keys.defaults)
+    for name, key in cls.model_fields.items():
+        if name in keys.without:
+            continue
+        if not (options := _options(key)):
+            given[name] = values[name]
+            continue
+        flags = [option.flag for option in options]
+        answers = [(option, values[_name(option)]) for option in options]
+        chosen = [option.value(value) for option, value in answers if value is not None and value is not False]
+        if len(chosen) > 1:
+            raise InputError(f"{' and '.join(flags)}: give only one of them.")
+        if chosen:
+            given[name] = chosen[0]
+        elif key.is_required():
+            raise InputError(f"Give {' or '.join(flags)}.")
+    return given
+
+
+def _options(key: FieldInfo) -> list[Any]:
+    """The options of a key that `--key VALUE` does not suit (`planning.methods.Option`)."""
+    return [part for part in key.metadata if hasattr(part, "flag")]
+
+
+def _name(option: Any) -> str:
+    return option.flag.removeprefix("--").replace("-", "_")
 
 
 def given_options(context: typer.Context) -> frozenset[str]:
@@ -136,7 +137,7 @@ def _opened(hint: Any) -> tuple[Any, Any]:
         return (hint, None) if more else (*_opened(inner)[:1], _opened(inner)[1])
     if get_origin(hint) is Annotated:
         return get_args(hint)[0], get_args(hint)[1]
-    return hint, None
+    return list[get_args(hint)] if get_origin(hint) is Sequence else hint, None  # type: ignore[misc]
 
 
 def _parameter(name: str, one: inspect.Parameter, hint: Any, kind: Kind, help: str) -> tuple[Any, Any]:
@@ -155,9 +156,15 @@ def key_options(
     defaults: Mapping[str, Any] = {},
     helps: Mapping[str, str] = {},
 ) -> Parameters:
-    """The option `--key VALUE` for each key of a settings class, with a type that has no bounds: the class checks."""
+    """The option `--key VALUE` for each key of a settings class, with a type that has no bounds: the class checks; or
+    the key's own options."""
     options: Parameters = {}
     for name, key in keys.items():
+        for own in _options(key):
+            hint, unset = (bool, False) if own.kind is bool else (own.kind | None, None)
+            options[_name(own)] = (Annotated[hint, typer.Option(own.flag, help=own.help)], unset)
+        if _options(key):
+            continue
         default = _EMPTY if key.is_required() else key.default
         option = typer.Option(flag(name), help=helps.get(name) or sentence(key.description or ""))
         options[name] = (Annotated[_plain(key.annotation), option], defaults.get(name, default))
@@ -189,19 +196,3 @@ def with_parameters(command: Verb, parameters: Parameters) -> Verb:
     )
     command.__annotations__ = hints
     return command
-
-
-def without_effect(given: Given, beside: str, *taken: str) -> None:
-    """Refuses options of the command line that have no effect beside the option `beside`.
-
-    Args:
-        taken: names of the options and arguments that have one.
-    """
-    if idle := sorted(given - {*taken}):
-        raise InputError(f"{flag(idle[0])} has no effect beside {beside}: leave it out.")
-
-
-def belongs(given: Given, to: str, *names: str) -> None:
-    """Refuses options of the command line whose owner, the option `to`, it does not have."""
-    if to not in given and (idle := [name for name in names if name in given]):
-        raise InputError(f"{flag(idle[0])} belongs to {flag(to)}, which is not given.")

@@ -1,32 +1,17 @@
 """The verbs that make a checkpoint from others without training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from ..analysis.settings import AnalysisSettings, GateSettings
+from ..checkpoint.arguments import Expanded, Model, NewFolder, OldCodes, Places, PlanFile, Texts, expanded
 from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
+from ..core.printing import print_table
+from ..core.verbs import Given, Group, Keys, Kind, belongs, without_effect
 from ..evaluation.settings import EvaluationSettings
-from .groups import group, verb
-from .kinds import (
-    Expanded,
-    GateFile,
-    Model,
-    NewFolder,
-    OldCodes,
-    Overwrite,
-    Places,
-    PlanFile,
-    Revision,
-    Seed,
-    ShardSize,
-    Texts,
-    expanded,
-)
-from .printing import print_table
-from .signature import Given, Keys, Kind, belongs, without_effect
 
 _SCORES = tuple(key for key in EvaluationSettings.model_fields if key != "questions")
 _LIKE_BASE = ("base", "out", "max_shard_size", "overwrite")
@@ -38,16 +23,16 @@ def expand(
     *,
     plan: PlanFile | None = None,
     settings: Annotated[ExpandSettings, Keys(without=("copy_from",))],
-    gate: GateFile | None = None,
-    adapter: list[str] = [],  # noqa: B006 (is read)
+    gate: Path | None = None,
+    adapter: Sequence[str] = (),
     old: OldCodes = (),
     data: Texts | None = None,
     scores: Annotated[EvaluationSettings, Keys(without=("questions",))],
-    branches: list[str] = [],  # noqa: B006 (is read)
+    branches: Sequence[str] = (),
     blocks: int | None = None,
-    seed: Seed = 0,
-    revision: Revision | None = None,
-    overwrite: Overwrite = False,
+    seed: int = 0,
+    revision: str | None = None,
+    overwrite: bool = False,
     given: Given,
 ) -> None:
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
@@ -132,7 +117,7 @@ def _gate(file: Path | None, base: str, languages: Any, revision: str | None) ->
 def _expand_from_adapters(
     base: str,
     out: Path,
-    arguments: list[str],
+    arguments: Sequence[str],
     old: Any,
     data: dict[str, Any],
     scores: EvaluationSettings,
@@ -178,9 +163,9 @@ def grow(
     settings: AnalysisSettings,
     copy_from: str = "0",
     data: Texts | None = None,
-    seed: Seed = 0,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    seed: int = 0,
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
     given: Given,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
@@ -241,9 +226,9 @@ def join(
     out: NewFolder,
     packs: Annotated[list[str], Kind(metavar="PACK...")],
     *,
-    name: list[str] = [],  # noqa: B006 (is read)
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    name: Sequence[str] = (),
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
 
@@ -277,8 +262,8 @@ def graft(
     *,
     base: Model,
     settings: GraftSettings,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
 
@@ -301,20 +286,18 @@ def _add_delta(
     print("\n".join(add(model, out, base, **settings.model_dump(), **written).lines()))
 
 
-@group
-def merge() -> None:
-    """Merge checkpoints tensor by tensor."""
+merge = Group("Merge checkpoints tensor by tensor.")
 
 
-@verb(merge, "delta")
+@merge.verb("delta")
 def merge_delta_(
     model: Model,
     out: NewFolder,
     *,
     base: Model,
     settings: GraftSettings,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
 
@@ -328,14 +311,14 @@ def merge_delta_(
     _add_delta(merge_delta, model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-@verb(merge, "average")
+@merge.verb("average")
 def merge_average(
     models: Annotated[list[str], Kind(metavar="MODELS...")],
     *,
     out: NewFolder,
-    weight: list[float] = [],  # noqa: B006 (is read)
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    weight: Sequence[float] = (),
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
 ) -> None:
     """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
 
@@ -376,8 +359,8 @@ def export(
     expert: int | None = None,
     language: str | None = None,
     peft: bool = False,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
     given: Given,
 ) -> None:
     """Write the dense model of one language or of one expert, which every server takes; or adapters of PEFT.
@@ -412,9 +395,9 @@ def gates(
     out: Path | None = None,
     new: str | None = None,
     anchors: Places | None = None,
-    seed: Seed = 0,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    seed: int = 0,
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
     given: Given,
 ) -> None:
     """Fit the gate: recognised new languages take the new experts, all other text goes home. Nothing is trained.
@@ -441,7 +424,7 @@ def gates(
     known = None if anchors is None else documents_of(anchors)
     texts = documents_of(data, seed)
     from ..analysis.gating import fit_base_gate, fit_gates
-    from .kinds import codes
+    from ..checkpoint.arguments import codes
 
     if out is not None:
         report = fit_base_gate(model, out, texts, codes(new or ""), known, settings, overwrite=overwrite)

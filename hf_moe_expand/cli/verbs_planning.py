@@ -4,132 +4,76 @@ which plans when each language enters training."""
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
-import typer
-from pydantic.fields import FieldInfo
-
+from ..checkpoint.arguments import NewCodes, NewFile, OldCodes, Texts, codes, expanded
 from ..core.errors import InputError
-from ..planning.methods import METHODS, Option, PlanSettings, read_plan_settings
-from . import kinds
-from .groups import group, verb
-from .kinds import NewFile, Overwrite, Texts, codes
-from .printing import print_table
-from .signature import Parameters, key_options, with_parameters
+from ..core.printing import print_table
+from ..core.verbs import Group, Keys
+from ..planning.methods import METHODS, PlanSettings
 
-_EMPTY = inspect.Parameter.empty
-# The option for the file of each analysis.
-_ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
-
-
-@group
-def plan() -> None:
-    """Decide which layer gets how many experts."""
+plan = Group("Decide which layer gets how many experts.")
 
 
 def _add_method(method: type[PlanSettings], name: str) -> None:
     """Adds `plan NAME`."""
+    keys = Keys(without=("method",), defaults={"method": name})
 
-    def work(context: typer.Context, **arguments: Any) -> None:
-        _plan(method, name, arguments)
+    def work(
+        *,
+        analysis: Path | None = None,
+        deviation: Path | None = None,
+        settings: Annotated[method, keys],  # type: ignore[valid-type]
+        out: NewFile,
+        layers: str | None = None,
+        old: OldCodes = (),
+        new: NewCodes = (),
+        seed: int = 0,
+        from_: str | None = None,
+    ) -> None:
+        """Makes a plan.
 
-    plan.command(name, help=inspect.getdoc(method))(with_parameters(work, _parameters(method)))
+        Args:
+            analysis: analysis.json of `analyze similarity`; for methods without one, of classifiers by similarity.
+            deviation: deviation.json of `analyze deviation`.
+            layers: number of layers (6+6: an encoder's and its decoder's), or the checkpoint to count them in.
+            from_: expanded checkpoint that the plan grows; numbers of experts then count new ones.
+        """
+        _plan(settings, analysis, deviation, layers, [*old], [*new], seed, from_, out)
 
-
-def _option(hint: Any, flag: str, help: str, default: Any = None) -> tuple[Any, Any]:
-    return Annotated[hint, typer.Option(flag, help=help)], default
-
-
-def _parameters(method: type[PlanSettings]) -> Parameters:
-    """The options of a method, required ones first: its analysis, its keys, and the options of every plan."""
-    parameters: Parameters = {}
-    hint: Any
-    if method.analysis:
-        file = _ANALYSES[method.analysis]
-        others = [option.flag for key in method.own_keys().values() for option in _options(key)]
-        hint, unset = (Path | None, None) if "--analysis" in others else (Path, _EMPTY)  # which may take its place
-        parameters[file] = _option(hint, f"--{file}", f"{file}.json of `analyze {method.analysis}`.", unset)
-    for name, key in method.own_keys().items():
-        parameters |= _key_options(name, key)
-    parameters["out"] = _option(Path, "--out", "File to write.", _EMPTY)
-    if not method.analysis:
-        about = "Number of layers (6+6: an encoder's and its decoder's), or the checkpoint to count them in."
-        hint, unset = (str | None, None) if method.grows else (str, _EMPTY)
-        parameters["layers"] = _option(hint, "--layers", about, unset)
-        parameters["old"] = _option(str, "--old", "Codes of the old languages, e.g. en,es,zh.", "")
-        parameters["new"] = _option(str, "--new", "Codes of the new languages, e.g. el,hu,tr.", "")
-    for name, key in method.all_keys().items():
-        parameters |= {} if name in method.own_keys() else _key_options(name, key)
-    if not method.analysis:
-        parameters["analysis"] = _option(Path | None, "--analysis", "analysis.json, for classifiers by similarity.")
-    parameters["seed"] = _option(int, "--seed", "Random seed.", 0)
-    if method.grows:
-        about = "Expanded checkpoint that the plan grows; numbers of experts then count new ones."
-        parameters["grows_from"] = _option(str | None, "--from", about)
-    parameters["overwrite"] = _option(bool, "--overwrite", "Replace the output if it exists.", False)
-    return dict(sorted(parameters.items(), key=lambda item: item[1][1] is not _EMPTY))
+    fixed = {"layers": None, "old": (), "new": ()} if method.analysis else {}
+    fixed |= {} if method.analysis == "deviation" else {"deviation": None}
+    plan.add(work, name, fixed if method.grows else {**fixed, "from_": None}, help=inspect.getdoc(method))
 
 
-def _key_options(name: str, key: FieldInfo) -> Parameters:
-    """The options for a key: those in its annotation, or `--key VALUE`."""
-    given: Parameters = {}
-    for option in _options(key):
-        hint, unset = (bool, False) if option.kind is bool else (Optional[option.kind], None)  # noqa: UP045
-        given[_name(option)] = _option(hint, option.flag, option.help, unset)
-    return given or key_options({name: key})
-
-
-def _options(key: FieldInfo) -> list[Option]:
-    return [part for part in key.metadata if isinstance(part, Option)]
-
-
-def _name(option: Option) -> str:
-    return option.flag.removeprefix("--").replace("-", "_")
-
-
-def _keys_given(method: type[PlanSettings], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's keys, from the options."""
-    keys = {}
-    for name, key in method.all_keys().items():
-        options = _options(key)
-        if not options:
-            keys[name] = arguments[name]
-            continue
-        flags = [option.flag for option in options]
-        values = [(option, arguments[_name(option)]) for option in options]
-        chosen = [option.value(value) for option, value in values if value is not None and value is not False]
-        if len(chosen) > 1:
-            raise InputError(f"{' and '.join(flags)}: give only one of them.")
-        if chosen:
-            keys[name] = chosen[0]
-        elif key.is_required():
-            raise InputError(f"Give {' or '.join(flags)}.")
-    return keys
-
-
-def _plan(method: type[PlanSettings], name: str, arguments: Mapping[str, Any]) -> None:
-    out, seed = arguments["out"], arguments["seed"]
-    kinds.check_seed(seed)
-    kinds.check_file(out, arguments["overwrite"])
-    settings = read_plan_settings({"method": name, **_keys_given(method, arguments)})
+def _plan(
+    settings: PlanSettings,
+    analysis: Path | None,
+    deviation_file: Path | None,
+    layers: str | None,
+    old: list[str],
+    new: list[str],
+    seed: int,
+    base: str | None,
+    out: Path,
+) -> None:
     from ..planning.make import make_plan
     from ..planning.results import DeviationResult, SimilarityResult
 
-    similarity = SimilarityResult.from_json(arguments["analysis"]) if arguments.get("analysis") else None
-    deviation = DeviationResult.from_json(arguments["deviation"]) if arguments.get("deviation") else None
-    if method.analysis == "deviation" and (similarity is None) == (deviation is None):
+    similarity = SimilarityResult.from_json(analysis) if analysis else None
+    deviation = DeviationResult.from_json(deviation_file) if deviation_file else None
+    if settings.analysis == "deviation" and (similarity is None) == (deviation is None):
         raise InputError(
             "Give --deviation (the file of `analyze deviation`), or in its place --analysis (that of `analyze "
             "similarity`)."
         )
-    old, new = codes(arguments.get("old", "")), codes(arguments.get("new", ""))
-    if similarity is not None and not method.makes_groups:
+    if similarity is not None and not settings.makes_groups:
         old, new = old or similarity.old, new or similarity.new
     counts: list[int] = []
     exclusive = False
     encoder = similarity.encoder_layers if similarity is not None else 0
-    if base := arguments.get("grows_from"):
-        kinds.expanded(base, {})
+    if base is not None:
+        expanded(base, {})
         from ..checkpoint.source import grown_from
         from ..core.languages import check_named_once
 
@@ -140,8 +84,8 @@ def _plan(method: type[PlanSettings], name: str, arguments: Mapping[str, Any]) -
         check_named_once([*known, *new])
     measured = similarity.similarity if similarity else deviation.deviation if deviation else []
     num_layers = len(counts) or len(measured)
-    if arguments.get("layers"):
-        num_layers, encoder = _num_layers(arguments["layers"])
+    if layers:
+        num_layers, encoder = _num_layers(layers)
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
     made = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, encoder, exclusive)
@@ -177,12 +121,10 @@ for _word, _method in METHODS.items():
     _add_method(_method, _word)
 
 
-@group
-def curriculum() -> None:
-    """Decide which language enters training when."""
+curriculum = Group("Decide which language enters training when.")
 
 
-@verb(curriculum, "derive")
+@curriculum.verb("derive")
 def curriculum_derive(
     run: Path,
     *,
@@ -190,7 +132,6 @@ def curriculum_derive(
     bins: int = 5,
     merge_first: int = 1,
     steps: int | None = None,
-    overwrite: Overwrite = False,
 ) -> None:
     """Let languages that over-fitted early in a first run enter late in the next run (step-based).
 
@@ -210,7 +151,7 @@ def curriculum_derive(
     _write(step_based(best, bins, curves.total_steps, merge_first, steps), out, "best step", best)
 
 
-@verb(curriculum, "counts")
+@curriculum.verb("counts")
 def curriculum_counts(
     *,
     out: NewFile,
@@ -219,7 +160,6 @@ def curriculum_counts(
     data: Texts | None = None,
     thresholds: str = "5e6,8e5",
     shares: str = "1,0.4,0.2",
-    overwrite: Overwrite = False,
 ) -> None:
     """Let languages with little text enter late (count-based).
 

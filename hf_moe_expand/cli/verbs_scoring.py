@@ -1,19 +1,17 @@
 """The verb `evaluate`: text, tasks and questions, or translations."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+from ..checkpoint.arguments import Codes, Models, NewCodes, NewFile, OldCodes, Texts, check_file, codes, text_sources
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_old_and_new
+from ..core.printing import print_table
+from ..core.verbs import Given, Keys, belongs, without_effect
 from ..evaluation.settings import EvaluationSettings, TranslationSettings
-from .kinds import Codes, Models, NewCodes, NewFile, OldCodes, Overwrite, Texts, check_file, codes, text_sources
-from .printing import print_table
-from .signature import Given, Keys, belongs, without_effect
-
-if TYPE_CHECKING:
-    from ..evaluation.harness import HarnessTasks
-    from ..evaluation.report import Evaluation
+from ..evaluation.side_by_side import evaluate_models, label_of
 
 
 def evaluate(
@@ -28,13 +26,13 @@ def evaluate(
     ensemble: int | None = None,
     tasks: str = "",
     unnamed: Codes = (),
-    questions: list[str] = [],  # noqa: B006 (is read)
+    questions: Sequence[str] = (),
     num_fewshot: int | None = None,
     limit: int | None = None,
     include_path: Path | None = None,
     pairs: str = "",
     texts: Path | None = None,
-    overwrite: Overwrite = False,
+    overwrite: bool = False,
     given: Given,
 ) -> None:
     """Compare models: perplexity and bits per byte on each language, and tasks of lm-evaluation-harness.
@@ -97,6 +95,10 @@ def evaluate(
         raise InputError("--unnamed: means of a task list have them, but --tasks names none: leave it out.")
     if ensemble is not None and not 1 <= ensemble <= len(models):
         raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
+    if ensemble is not None:
+        from ..evaluation.report import check_decoders
+
+        check_decoders({name: (name, None) for name in models}, "ensembles")
     harness_tasks = None
     groups = _language_groups(models, [*(data or {})], [*old], [*new], benchmarks is not None)
     if tasks:
@@ -116,7 +118,8 @@ def evaluate(
         for name in (models[0], models[-1]):
             if why := without_chat(name):
                 raise InputError(f"{name}: {why}, so it cannot answer --questions.")
-    result = evaluate_models(models, data or {}, groups, settings, ensemble, harness_tasks)
+    more = None if ensemble is None else partial(_score_ensemble, models, data or {}, ensemble)
+    result = evaluate_models(models, data or {}, groups, settings, harness_tasks, more)
     for code, lines in chat_questions.items():
         if out is not None:
             result.to_json(out)  # a question may fail
@@ -128,7 +131,20 @@ def evaluate(
         print(f"wrote {out}")
 
 
-def _questions(arguments: list[str]) -> dict[str, list[str]]:
+def _score_ensemble(models: list[str], sources: Any, ensemble: int, result: Any, settings: EvaluationSettings) -> None:
+    from ..baselines.ensemble import evaluate_ensemble
+    from ..checkpoint.source import resolve_checkpoint
+    from ..inference.models import load_tokenizer
+
+    texts = {code: source.load()["text"] for code, source in sources.items()}
+    tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
+    sizes = settings.model_dump(exclude={"questions"})
+    result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
+        models, tokenizer, texts, ensemble, **sizes
+    )
+
+
+def _questions(arguments: Sequence[str]) -> dict[str, list[str]]:
     """The questions of `--questions`, by language."""
     if not arguments:
         return {}
@@ -162,63 +178,6 @@ def _language_groups(
     return groups if all_of_them else [[code for code in languages if code in group] for group in groups]
 
 
-def evaluate_models(
-    models: Sequence[str],
-    sources: dict[str, Any],
-    languages: list[list[str]],
-    settings: EvaluationSettings,
-    ensemble: int | None = None,
-    tasks: "HarnessTasks | None" = None,
-) -> "Evaluation":
-    """Scores models side by side and prints the tables.
-
-    Args:
-        languages: the old languages, then the languages of each expansion.
-        tasks: tasks of lm-evaluation-harness to run as well.
-    """
-    from ..evaluation.report import check_decoders, in_time, score_models
-
-    labels: dict[str, tuple[str, str | None]] = {}
-    for name in models:
-        labels[_label(name, labels)] = (name, None)
-    if ensemble is not None:
-        check_decoders(labels, "ensembles")
-    settings = in_time(settings, labels, sources)
-    result = score_models(labels, sources, languages, settings, tasks)
-    if ensemble is not None:
-        from ..baselines.ensemble import evaluate_ensemble
-        from ..checkpoint.source import resolve_checkpoint
-        from ..inference.models import load_tokenizer
-
-        texts = {code: source.load()["text"] for code, source in sources.items()}
-        tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
-        result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
-            list(models), tokenizer, texts, ensemble, **settings.model_dump(exclude={"questions"})
-        )
-    if sources:
-        print("bits per byte")
-        print_table(*result.rows())
-        print("perplexity")
-        print_table(*result.rows("perplexity"))
-        print("\n".join(result.notes()))
-    if tasks is not None:
-        print("tasks")
-        print_table(*result.task_rows())
-        if result.benchmarks:
-            print_table(*result.benchmark_rows())
-    return result
-
-
-def _label(name: str, taken: Collection[str]) -> str:
-    """The name of a model in results: its folder's name, in a run `RUN/STAGE`, or its hub id."""
-    from ..checkpoint.source import name_in_results
-
-    label = name_in_results(name)
-    if label in taken:
-        raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
-    return label
-
-
 def _evaluate_translations(
     models: list[str],
     sources: dict[str, Any],
@@ -238,7 +197,7 @@ def _evaluate_translations(
     sentences = translation.load_parallel(sources)
     labels: dict[str, str] = {}
     for name in models:
-        labels[_label(name, labels)] = name
+        labels[label_of(name, labels)] = name
     for file in [] if texts is None else translation.text_files(texts, list(labels), pairs):
         check_file(file, overwrite)
     for name in models:  # before the first one translates

@@ -2,15 +2,16 @@
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ..checkpoint.arguments import Model, NewFile, checkpoint
 from ..core.errors import InputError, is_unicode
-from ..inference.writing import Answering, SampleSettings
-from .kinds import Model, NewFile, Overwrite, Revision, checkpoint
-from .signature import Given, Keys, belongs
+from ..core.verbs import Given, Keys, belongs
+from .writing import Answering, SampleSettings
 
 if TYPE_CHECKING:
-    from ..inference.asking import ChatModel
+    from .asking import ChatModel
 
 
 def chat(
@@ -21,7 +22,7 @@ def chat(
     plain: bool = False,
     languages: str | None = None,
     base: str | None = None,
-    revision: Revision | None = None,
+    revision: str | None = None,
     given: Given,
 ) -> None:
     """Talk with a model in its chat template, line by line, or once (--prompt); with --base, with another beside it.
@@ -43,7 +44,7 @@ def chat(
     belongs(given, "prompt", "plain")
     if base not in (None, "inside"):
         checkpoint(str(base), {})
-    from ..inference.asking import ChatModel
+    from .asking import ChatModel
 
     first = ChatModel.load(model, revision)
     models = [first]
@@ -131,9 +132,8 @@ def sample(
     out: NewFile,
     settings: Annotated[SampleSettings, Keys(without=("prompts",))],
     language: str = "und",
-    prompt: list[str] = [],  # noqa: B006 (is read)
-    revision: Revision | None = None,
-    overwrite: Overwrite = False,
+    prompt: Sequence[str] = (),
+    revision: str | None = None,
 ) -> None:
     """Let a base model write text, for a gate or a review without any text that the base was trained on.
 
@@ -148,7 +148,7 @@ def sample(
     """
     from ..core.languages import check_language_code
     from ..core.schema import changed
-    from ..inference.sampling import write_sample
+    from .sampling import write_sample
 
     check_language_code(language)
     settings = changed(settings, prompts=prompt)

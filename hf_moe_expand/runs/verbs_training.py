@@ -8,12 +8,12 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from ..checkpoint.arguments import Model, NewFolder, Places, expanded
 from ..core.errors import InputError
 from ..core.extensions import extension_points
+from ..core.verbs import Group
 from ..evaluation.settings import EvaluationSettings
 from ..stages import kinds, stage_files
-from .groups import add, group
-from .kinds import LostText, Model, NewFolder, Overwrite, Places, Seed, expanded
 
 _NO_VERBS = ("graft", "gates", "average")  # which do not train, and are verbs of their own
 # Options of some stages alone, and their values in others.
@@ -27,9 +27,7 @@ _OF_STAGE = {
 }
 
 
-@group
-def train() -> None:
-    """Train one stage."""
+train = Group("Train one stage.")
 
 
 class _StageVerb(TyperCommand):
@@ -37,7 +35,7 @@ class _StageVerb(TyperCommand):
     only `--help` waits for it."""
 
     def get_help(self, ctx: Any) -> str:
-        from ..runs.settings_page import stage_help
+        from .settings_page import stage_help
 
         self.help = stage_help((self.name or "").replace("-", "_"))
         return super().get_help(ctx)
@@ -54,9 +52,9 @@ def _train(
     classifier_choice: str | None = None,
     test: Places | None = None,
     only_new_blocks: bool = False,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    allow_lost_text: LostText = False,
+    seed: int = 0,
+    overwrite: bool = False,
+    allow_lost_text: bool = False,
     key: str,
 ) -> None:
     """Trains a stage.
@@ -71,7 +69,7 @@ def _train(
         only_new_blocks: train only the blocks of `expand --blocks` (`method: new-blocks`).
     """
     from ..core.yamlfile import read_yaml
-    from ..runs.keys import check_stage_keys
+    from .keys import check_stage_keys
 
     mapping = {} if config is None else read_yaml(config)
     check_stage_keys(key, mapping, str(config))
@@ -107,8 +105,8 @@ def _adapt(
     model: str, out: Path, data: Any, settings: Any, seed: int, overwrite: bool, allow_lost_text: bool, test: Any
 ) -> None:
     """Adds a language to a DMoE model, and scores it before and after."""
+    from ..evaluation.side_by_side import evaluate_models
     from ..stages.kinds.adapt import adapt_language
-    from .verbs_scoring import evaluate_models
 
     if len(data) > 1:
         raise InputError("--data: one language is learned at a time: give it once.")
@@ -165,4 +163,4 @@ for _key, _synopsis in _SYNOPSES.items():
     if _key not in _NO_VERBS:
         _own = _OF_STAGE.get(_key, ("validation",))
         _fixed = {"key": _key, **{name: value for name, value in _OPTIONS.items() if name not in _own}}
-        add(train, _train, _key.replace("_", "-"), _fixed, cls=_StageVerb, help="", short_help=_synopsis)
+        train.add(_train, _key.replace("_", "-"), _fixed, cls=_StageVerb, help="", short_help=_synopsis)

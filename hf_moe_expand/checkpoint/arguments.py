@@ -7,8 +7,7 @@ from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 from ..core.errors import InputError
-from ..core.schema import check_seed
-from .signature import Kind
+from ..core.verbs import Kind
 
 
 def text_sources(arguments: Sequence[str], look: bool = False) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def codes(argument: str) -> list[str]:
 
 def checkpoint(name: str, values: Mapping[str, Any]) -> str:
     """The name, which is that of a checkpoint's folder or a hub id."""
-    from ..checkpoint.source import local_checkpoint
+    from .source import local_checkpoint
 
     local_checkpoint(name, values.get("revision"))
     return name
@@ -61,13 +60,14 @@ def checkpoint(name: str, values: Mapping[str, Any]) -> str:
 
 def expanded(name: str, values: Mapping[str, Any]) -> str:
     """The name, which is not that of a dense checkpoint on this machine."""
-    from ..checkpoint.source import check_expanded
+    from .source import check_expanded
 
     check_expanded(name, values.get("revision"))
     return name
 
 
-def _each(names: Sequence[str], _: Mapping[str, Any]) -> list[str]:
+def each(names: Sequence[str], _: Mapping[str, Any] = {}) -> list[str]:
+    """The names, all of them of checkpoints."""
     return [checkpoint(name, {}) for name in names]
 
 
@@ -82,30 +82,19 @@ def _plan(path: Path, _: Mapping[str, Any]) -> Any:
     return Plan.load(path)
 
 
-def _seed(value: int, _: Mapping[str, Any]) -> int:
-    check_seed(value)
-    return value
-
-
 MODEL = "Folder or hub id of a checkpoint."
 _TEXTS = "LANGUAGE=FILE; repeat for each language."
 
 Model = Annotated[str, Kind(MODEL, checkpoint)]
 Expanded = Annotated[str, Kind(MODEL, expanded)]
 Models = Annotated[
-    list[str], Kind("Folders or hub ids; the others are compared with the first.", _each, metavar="MODELS...")
+    list[str], Kind("Folders or hub ids; the others are compared with the first.", each, metavar="MODELS...")
 ]
 NewFolder = Annotated[Path, Kind("Folder to write.")]
-NewFile = Annotated[Path, Kind("File to write.", _writable)]
+NewFile = Annotated[Path, Kind("File to write.", _writable, is_file=True)]
 PlanFile = Annotated[Any, Kind("plan.json of `plan`.", _plan, Path)]
 Texts = Annotated[dict[str, Any], Kind(_TEXTS, lambda given, _: text_sources(given, look=True), list[str])]
 Places = Annotated[dict[str, Any], Kind(_TEXTS, lambda given, _: text_sources(given), list[str])]  # not looked for
 Codes = Annotated[Sequence[str], Kind("Codes of languages, e.g. el,hu,tr.", lambda given, _: codes(given), str)]
 OldCodes = Annotated[Sequence[str], Kind("Codes of the old languages, e.g. en,es,zh.", lambda g, _: codes(g), str)]
 NewCodes = Annotated[Sequence[str], Kind("Codes of the new languages, e.g. el,hu,tr.", lambda g, _: codes(g), str)]
-GateFile = Annotated[Path, Kind("File of `gates BASE`: the language gate, for the plan's languages.")]
-Revision = Annotated[str, Kind("Revision of a hub id.")]
-Seed = Annotated[int, Kind("Random seed.", _seed)]
-Overwrite = Annotated[bool, Kind("Replace the output if it exists.")]
-ShardSize = Annotated[str, Kind("Size of the largest weight file.")]
-LostText = Annotated[bool, Kind("Take text of which the tokenizer loses more than 2 % of the bytes, too.")]

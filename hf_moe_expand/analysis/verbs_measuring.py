@@ -1,40 +1,21 @@
-"""The verbs that measure a model on text, compare checkpoints, and show what one is."""
+"""The verbs that measure a model on text."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from ..analysis.settings import AnalysisSettings, DeviationSettings
-from ..checkpoint.settings import ExpandSettings
-from .groups import group, verb
-from .kinds import (
-    Expanded,
-    Model,
-    NewCodes,
-    NewFile,
-    OldCodes,
-    Overwrite,
-    PlanFile,
-    Revision,
-    Seed,
-    Texts,
-    expanded,
-)
-from .printing import print_table
-from .signature import Given, Keys, belongs
+from ..checkpoint.arguments import Expanded, Model, NewCodes, NewFile, OldCodes, Texts
+from ..core.printing import print_table
+from ..core.verbs import Group, Keys
+from .settings import AnalysisSettings, DeviationSettings
 
 _HIDDEN = ("expert_init", "copy_from", "conditional_routing", "max_shard_size")
 
 
-@group
-def analyze() -> None:
-    """Measure a model on text."""
+analyze = Group("Measure a model on text.")
 
 
-@verb(analyze, "similarity")
+@analyze.verb("similarity")
 def analyze_similarity(
     base: Model,
     *,
@@ -42,9 +23,8 @@ def analyze_similarity(
     out: NewFile,
     settings: AnalysisSettings,
     old: Texts | None = None,
-    seed: Seed = 0,
-    revision: Revision | None = None,
-    overwrite: Overwrite = False,
+    seed: int = 0,
+    revision: str | None = None,
 ) -> None:
     """Measure how similar the languages are in each layer of a dense or expanded model (LayerMoE).
 
@@ -60,10 +40,10 @@ def analyze_similarity(
 
     old = old or {}
     check_languages(old, new)
-    from ..analysis.similarity import measure_similarity
     from ..core.layer_names import layer_name
     from ..data.pairs import texts_for
     from ..inference.models import load_for_inference
+    from .similarity import measure_similarity
 
     model, tokenizer = load_for_inference(base, revision)
     texts = texts_for(model.config, {**old, **new}, seed)
@@ -75,7 +55,7 @@ def analyze_similarity(
     print(f"wrote {out}")
 
 
-@verb(analyze, "deviation")
+@analyze.verb("deviation")
 def analyze_deviation(
     base: Model,
     *,
@@ -83,9 +63,8 @@ def analyze_deviation(
     out: NewFile,
     settings: DeviationSettings,
     work_dir: Path | None = None,
-    seed: Seed = 0,
-    revision: Revision | None = None,
-    overwrite: Overwrite = False,
+    seed: int = 0,
+    revision: str | None = None,
 ) -> None:
     """Measure how far training on each language moves each layer's FFN, and how similar these changes are (DMoE).
 
@@ -97,9 +76,9 @@ def analyze_deviation(
     Args:
         work_dir: folder for each language's results, kept; by default beside --out until it is written.
     """
-    from ..analysis.deviation import measure_deviation
     from ..checkpoint.source import load_base_config, resolve_checkpoint
     from ..inference.models import load_for_inference
+    from .deviation import measure_deviation
 
     load_base_config(resolve_checkpoint(base, revision, weights=False))
     model, tokenizer = load_for_inference(base, revision)
@@ -123,7 +102,7 @@ def analyze_deviation(
     print(f"wrote {out}")
 
 
-@verb(analyze, "routing")
+@analyze.verb("routing")
 def analyze_routing(
     model: Expanded,
     *,
@@ -133,9 +112,8 @@ def analyze_routing(
     old: OldCodes = (),
     new: NewCodes = (),
     by_direction: bool = False,
-    seed: Seed = 0,
-    revision: Revision | None = None,
-    overwrite: Overwrite = False,
+    seed: int = 0,
+    revision: str | None = None,
 ) -> None:
     """Measure which experts each language uses in each layer of an expanded model, how clearly, and to what effect.
 
@@ -147,11 +125,11 @@ def analyze_routing(
     Args:
         by_direction: of an encoder-decoder, measure each direction, such as en-el.
     """
-    from ..analysis.routing import language_classes, measure_routing
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
     from ..data.pairs import texts_for
     from ..inference.models import load_for_inference
     from ..planning.results import NO_CHOICE
+    from .routing import language_classes, measure_routing
 
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     languages: dict[str, Any] = {"old": [*old], "new": [*new]}
@@ -170,57 +148,3 @@ def analyze_routing(
     if not result.has_choice:
         print(NO_CHOICE)
     print(f"wrote {out}")
-
-
-def inspect(
-    model: Model,
-    *,
-    settings: Annotated[ExpandSettings, Keys(without=_HIDDEN)],
-    plan: PlanFile | None = None,
-    revision: Revision | None = None,
-    given: Given,
-) -> None:
-    """Show layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
-
-    Example: hf-moe-expand inspect qwen-el-2
-
-    Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json
-
-    Args:
-        plan: plan.json for the dense MODEL: show what it makes of it, before anything runs.
-    """
-    belongs(given, "plan", *ExpandSettings.model_fields)
-    if plan is None:
-        expanded(model, {"revision": revision})
-    from ..report.inspection import inspect_checkpoint, inspect_plan
-
-    if plan is None:
-        found = inspect_checkpoint(model, revision)
-    else:
-        found = inspect_plan(model, plan, revision, **settings.experts.model_dump())
-    print("\n".join(found.lines()))
-
-
-def diff(before: Model, after: Model, *, all_: bool = False, json_: bool = False) -> None:
-    """Show which tensors differ between two checkpoints. Exit status 0: none differ; 1: some differ; 2: an error.
-
-    Example: hf-moe-expand diff qwen-el qwen-el-1
-
-    Args:
-        all_: name every tensor that differs.
-        json_: print JSON, with all names.
-    """
-    from ..checkpoint.compare import compare_checkpoints
-    from ..checkpoint.source import resolve_checkpoint
-
-    difference = compare_checkpoints(resolve_checkpoint(before), resolve_checkpoint(after))
-    parts = difference.by_part()
-    if json_:
-        print(json.dumps({**vars(difference), "by_part": parts}, indent=2))
-    else:
-        rows = [[part, *map(str, counts.values())] for part, counts in parts.items()]
-        print_table(["", *next(iter(parts.values()), {})], rows)
-        for kind in ("changed", "removed", "added") if all_ else ():
-            for name in getattr(difference, kind):
-                print(f"{kind}  {name}")
-    raise typer.Exit(0 if difference.same else 1)

@@ -1,11 +1,12 @@
 """The verbs that show a checkpoint to others: its card and its repository."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from .kinds import MODEL, Expanded, NewFile, Overwrite, expanded
-from .printing import print_or_write
-from .signature import Kind
+from ..checkpoint.arguments import MODEL, Expanded, NewFile, expanded
+from ..core.printing import print_or_write
+from ..core.verbs import Kind
 
 Evaluated = Annotated[Path, Kind("evaluation.json, for the card's results.")]
 EvaluatedAs = Annotated[str, Kind("Name of this model in the evaluation.")]
@@ -23,7 +24,6 @@ def card(
     base: BaseId | None = None,
     expansion_only: bool = False,
     out: NewFile | None = None,
-    overwrite: Overwrite = False,
 ) -> None:
     """Print the model card that `push` writes with the same options; its notes go to the error stream.
 
@@ -35,7 +35,7 @@ def card(
         out: file to write, such as README.md in the checkpoint.
     """
     from ..core.saying import say_once
-    from ..hub.publish import card_to_push
+    from .publish import card_to_push
 
     text, *_ = card_to_push(
         model, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
@@ -52,7 +52,7 @@ def push(
     revision: str | None = None,
     evaluation: Evaluated | None = None,
     evaluated_as: EvaluatedAs | None = None,
-    include: list[str] = [],  # noqa: B006 (is read)
+    include: Sequence[str] = (),
     license: License | None = None,
     base: BaseId | None = None,
     expansion_only: bool = False,
@@ -70,7 +70,7 @@ def push(
         expansion_only: publish only the added tensors; loading fetches the base model.
         dry_run: print files and card without uploading.
     """
-    from ..hub.publish import push_to_hub
+    from .publish import push_to_hub
 
     push_to_hub(
         model, repo_id, private=private, revision=revision, evaluation=evaluation, evaluated_as=evaluated_as,
