@@ -100,5 +100,7 @@ class Part(BasePart):
         return settings is not None
 
     def check(self) -> None:
+        if self.settings is not True:
+            raise ValueError(f"conditional_routing is {self.settings!r}: must be true or false.")
         if max(self.config.num_experts_per_layer) < 2:
             raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python, tiny_config
+from conftest import run_fresh, run_python, tiny_config
 from transformers import CONFIG_MAPPING
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, modeling
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, modeling
 from hf_moe_expand.modeling.part import parts_text
+from hf_moe_expand.modeling.parts import PARTS
 
 CODE = Path(modeling.__file__).parent
 GATE = {"layer": 1, "languages": [["en"], ["el"]]}
@@ -61,6 +62,15 @@ def test_a_checkpoint_has_the_code_of_its_own_parts_alone(name, saved):
     assert all(text == (CODE / file).read_text("utf-8") for file, text in code.items() if file != "parts.py")
 
 
+@pytest.mark.parametrize(
+    ("cls", "config_class", "fields"),
+    [(LayerMoEForCausalLM, LayerMoEConfig, {}), (DMoEForCausalLM, DMoEConfig, {"language_groups": [["en"], ["el"]]})],
+)
+def test_a_plain_checkpoint_is_a_core_of_few_files(cls, config_class, fields, tmp_path):
+    build(fields, cls, config_class).save_pretrained(tmp_path)
+    assert len(code_of(tmp_path)) <= 12
+
+
 def test_the_core_names_no_part():
     named = re.compile(
         r"(?<![a-z])(gates?|gated|adapters?|lora|added|conditional|encoder_decoder|packs?|vllm)(?![a-z])"
@@ -88,6 +98,72 @@ def test_a_configuration_alone_has_its_code_too(saved, tmp_path):
     code = code_of(tmp_path)
     assert {"configuration_layer_moe.py", "parts.py", "part_gate.py"} <= code.keys() <= code_of(saved / "gated").keys()
     assert code["parts.py"] == parts_text(["gate"])
+
+
+SCALED = '''"""Expert 1, times a number."""
+
+from functools import partial
+
+from .expanded_ffn import copy_ffn
+from .part import BasePart
+
+
+def _scaled(factor, ffn):
+    expert = copy_ffn(ffn)
+    expert.register_forward_hook(partial(_times, factor))
+    return expert
+
+
+def _times(factor, module, inputs, output):
+    return factor * output
+
+
+class Part(BasePart):
+    name = "scaled"
+
+    def make_expert(self, layer, number):
+        return partial(_scaled, self.settings) if number == 1 else None
+'''
+
+
+def test_a_new_part_is_a_small_file_that_travels(tmp_path):
+    assert len(SCALED.splitlines()) < 30
+    shutil.copytree(CODE, tmp_path / "house", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "house" / "part_scaled.py").write_text(SCALED)
+    (tmp_path / "house" / "parts.py").write_text(parts_text([*PARTS, "scaled"]))
+    asked = "model(ids, languages='el').logits"
+    run_fresh(
+        f"""
+import sys, torch
+sys.path.insert(0, ".")
+from transformers import LlamaConfig
+from house import LayerMoEConfig, LayerMoEForCausalLM
+torch.manual_seed(0)
+dense = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+fields = dict(num_experts_per_layer=[2, 2], exclusive_experts=True, expansions={EXPANSIONS})
+plain = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, **fields)).eval()
+model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, **fields, parts={{"scaled": 3.0}})).eval()
+model.load_state_dict(plain.state_dict())
+x, ids = torch.randn(1, 4, 32), torch.arange(1, 13)[None]
+assert torch.equal(model.expanded_ffns()[0].experts[1](x), 3.0 * plain.expanded_ffns()[0].experts[1](x))
+assert torch.equal({asked.replace("'el'", "'en'")}, plain(ids, languages="en").logits)
+model.save_pretrained("out")
+torch.save({asked}.detach(), "logits.pt")
+        """,
+        cwd=tmp_path,
+    )
+    assert (tmp_path / "out" / "part_scaled.py").read_text() == SCALED
+    shutil.rmtree(tmp_path / "house")
+    run_fresh(
+        f"""
+import torch
+from transformers import AutoModelForCausalLM
+ids = torch.arange(1, 13)[None]
+model = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True).eval()
+assert torch.equal({asked}, torch.load("logits.pt"))
+        """,
+        cwd=tmp_path,
+    )
 
 
 @pytest.mark.parametrize("name", USED)
