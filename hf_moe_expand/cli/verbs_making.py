@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..analysis.settings import AnalysisSettings, GateSettings
-from ..checkpoint.arguments import Expanded, Model, NewFolder, OldCodes, Places, PlanFile, Texts, expanded
+from ..checkpoint.arguments import (
+    Expanded,
+    Model,
+    NewFolder,
+    OldCodes,
+    Places,
+    PlanFile,
+    Texts,
+    codes,
+    each,
+    expanded,
+)
 from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
@@ -313,7 +324,7 @@ def merge_delta_(
 
 @merge.verb("average")
 def merge_average(
-    models: Annotated[list[str], Kind(metavar="MODELS...")],
+    models: Annotated[list[str], Kind(read=each, metavar="MODELS...")],
     *,
     out: NewFolder,
     weight: Sequence[float] = (),
@@ -334,10 +345,6 @@ def merge_average(
         weight: weight of the first of two checkpoints, or one for each, with the sum 1; equal by default. Of one
             checkpoint, weight of its new experts; 0.8 by default.
     """
-    from ..checkpoint.source import local_checkpoint
-
-    for model in models:
-        local_checkpoint(model)
     from ..checkpoint.average import average_checkpoints, average_experts
 
     written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
@@ -424,7 +431,6 @@ def gates(
     known = None if anchors is None else documents_of(anchors)
     texts = documents_of(data, seed)
     from ..analysis.gating import fit_base_gate, fit_gates
-    from ..checkpoint.arguments import codes
 
     if out is not None:
         report = fit_base_gate(model, out, texts, codes(new or ""), known, settings, overwrite=overwrite)
