@@ -90,9 +90,7 @@ def graft_delta(
             from another model than `base`, a delta or a result is not finite, or `out` cannot be written.
     """
     written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-    return _add_delta(
-        "graft", model, out, StoredModel(base, revision=revision), instruct, scale, keep_tokenizer, written
-    )
+    return _add_delta("graft", model, out, base, revision, instruct, scale, keep_tokenizer, written)
 
 
 def merge_delta(
@@ -101,7 +99,7 @@ def merge_delta(
 ) -> GraftReport:  # fmt: skip
     """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
     of a checkpoint that `expand_depth` made from `base` (LLaMA-Pro). See `graft_delta` for arguments and errors."""
-    return _add_delta("merge delta", model, out, StoredModel(base), instruct, scale, keep_tokenizer, written)
+    return _add_delta("merge delta", model, out, base, None, instruct, scale, keep_tokenizer, written)
 
 
 def check_fine_tune(
@@ -118,14 +116,16 @@ def _add_delta(
     step: str,
     model: Any,
     out: Any,
-    before: StoredModel,
+    base: Any,
+    revision: str | None,
     instruct: Any,
     scale: float,
     keep_tokenizer: bool,
     written: dict,
 ) -> GraftReport:
     """The step on a model, dense or expanded; blocks that `expand_depth` inserted stay as they are."""
-    target, after = StoredModel(model), StoredModel(instruct)
+    target = StoredModel(model)
+    before, after = StoredModel(base, revision=revision), StoredModel(instruct)
     if (step == "graft") != isinstance(target.config, ExpandedConfig):
         kind, other = ("a dense", "merge delta") if step == "graft" else ("an expanded", "graft")
         raise InputError(f"{target.folder}: is {kind} checkpoint; use `{other}`.")

@@ -51,8 +51,8 @@ class StageRecord(_Record):
 
     stage: Text
     steps: _Count | None = None
-    documents: dict[Text, Any] | None = None
-    tokens: dict[Text, Any] | None = None
+    documents: dict[Text, _Count] | None = None
+    tokens: dict[Text, _Count] | None = None
     blocks_seen: _Count | None = None
     tokens_seen: _Count | None = None
     tokens_seen_by_language: dict[Text, Any] | None = None

@@ -131,6 +131,15 @@ def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
             check_types(given, {name: hint for name, hint in hints().items() if name in named})
         return called(*args, **given_keywords)
 
+    if keywords is not None:
+        own = [one for name, one in signature.parameters.items() if name in ("self", "cls", *named)]
+        further = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=key.get_default(), annotation=key.annotation
+            )
+            for name, key in keywords.model_fields.items()
+        ]
+        call.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
     if not isinstance(function, type):
         return call  # type: ignore[return-value]
     function.__init__ = call  # type: ignore[misc]
