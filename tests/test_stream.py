@@ -319,7 +319,7 @@ def test_a_stage_that_was_interrupted_ends_the_same(root, tmp_path, stage, worke
 
     start, data = root / START.get(stage, "expanded"), data_of(root, *codes)
     expected = train_stage(start, tmp_path / "whole", data, config())
-    with interrupted(5), pytest.raises(KeyboardInterrupt):
+    with interrupted(5, kind), pytest.raises(KeyboardInterrupt):
         train_stage(start, tmp_path / "again", data, config())
     assert train_stage(start, tmp_path / "again", data, config()) == expected
     same_files(tmp_path / "again", tmp_path / "whole")
