@@ -284,3 +284,18 @@ assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0
         """,
         str(tmp_path / "config.pickle"),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("plain", {"*"}), ("gated", {"*"}), ("conditional", {"*"}), ("added", {"0"}), ("lora", set()), ("adapters", None)],
+)
+def test_tensor_parallel_plans_split_the_experts_that_a_part_lets_them_split(name, split):
+    plan = build(USED[name][0] | {"num_experts_per_layer": [2, 2, 2]})._tp_plan
+    if split is None:
+        assert plan == {}
+        return
+    rules = {rule for rule in plan if ".mlp." in rule}
+    parts = ("gate_proj", "up_proj", "down_proj")
+    assert rules == {f"model.layers.*.mlp.experts.{experts}.{part}" for experts in split for part in parts}
+    assert "model.layers.*.self_attn.q_proj" in plan

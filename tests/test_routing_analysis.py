@@ -324,6 +324,7 @@ def test_bad_input_is_refused(changes, said):
         ([2, 1, 2, 2], {"classifier_layers": [3]}, True),
         ([2, 1, 3, 2], {"classifier_layers": []}, True),
         ([2, 1, 2, 2], {"classifier_layers": [], "router_top_k": 1}, True),
+        ([2, 1, 3, 2], {"classifier_layers": [], "conditional_routing": True}, False),  # expert 0 is none to choose
     ],
 )
 def test_where_no_router_can_choose_random_experts_are_its_own(counts, fields, choice):
