@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.records import StageRecord
-from hf_moe_expand.checkpoint.table import Copy, Given, Mix, New, Rows, opened, rewrite
+from hf_moe_expand.checkpoint.table import Copy, Given, Mix, New, Rows, mean_of, opened, rewrite
 
 IDS = torch.arange(3, 27).view(2, 12)
 
@@ -100,3 +100,9 @@ def test_a_full_disk_is_refused_before_the_first_byte(expanded, tmp_path, monkey
     rule = lambda place: New(lambda: read("the disk has no room"), "F32")  # noqa: E731
     refused(rewrite, [source], source.config, rule, tmp_path / "out", says="more than the disk has free")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("weights", [[0.0, 1.0], [1.0, 0.0]])
+def test_a_mean_with_all_weight_on_one_tensor_has_its_bits(weights):
+    pieces = torch.randn(2, 999, generator=torch.Generator().manual_seed(0)) * 10 ** torch.arange(-4.0, 5.0).repeat(111)
+    assert torch.equal(mean_of(weights)(*pieces), pieces[weights.index(1.0)])
