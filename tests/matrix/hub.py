@@ -40,19 +40,23 @@ class Hub:
 
     def pull(self, form: Any, name: str, inputs: dict, asked: list[dict]) -> list[torch.Tensor]:
         """Its logits, loaded from the hub."""
-        place = form.place("pulled")
-        place.mkdir()
-        torch.save([inputs, asked], place / "asked.pt")
-        kind = "AutoModelForSeq2SeqLM" if "encoder-decoder" in form else "AutoModelForCausalLM"
-        answer = self.client.run(PULL, place=str(place), name=name, kind=kind)
-        assert "message" not in answer, answer
-        return torch.load(place / "found.pt")
+        return logits_of(self.client, PULL, form, form.place("pulled"), [inputs, asked], name=name)
 
     def stop(self) -> None:
         if self.client is not None:
             self.client.process.stdin.close()
             self.client.process.wait()
             self.server.__exit__(None, None, None)
+
+
+def logits_of(client: Any, program: str, form: Any, place: Any, asked: list, **given: str) -> list[torch.Tensor]:
+    """What a program finds in the process of a client, for the inputs and requests in `asked`."""
+    place.mkdir()
+    torch.save(asked, place / "asked.pt")
+    kind = "AutoModelForSeq2SeqLM" if "encoder-decoder" in form else "AutoModelForCausalLM"
+    answer = client.run(program, place=str(place), kind=kind, **given)
+    assert "message" not in answer, answer
+    return torch.load(place / "found.pt")
 
 
 ALONE = """
@@ -80,12 +84,7 @@ class Alone:
         """The logits of the form's checkpoint, which is saved again to the folder `again`."""
         if self.client is None:
             self.client = Client({**os.environ, "HF_HOME": str(self.home)})
-        place.mkdir()
-        torch.save([inputs, asked], place / "asked.pt")
-        kind = "AutoModelForSeq2SeqLM" if "encoder-decoder" in form else "AutoModelForCausalLM"
-        answer = self.client.run(ALONE, place=str(place), folder=str(form.folder), kind=kind)
-        assert "message" not in answer, answer
-        return torch.load(place / "found.pt")
+        return logits_of(self.client, ALONE, form, place, [inputs, asked], folder=str(form.folder))
 
     def stop(self) -> None:
         if self.client is not None:
