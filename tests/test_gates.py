@@ -372,8 +372,9 @@ def test_home_is_below_new_answers_and_above_other_text():
     assert home_of(torch.ones(3), torch.ones(3)) == home_of(torch.ones(0), torch.ones(0)) == 0.0
 
 
-def drawn_gate(seed, near):
-    """A gate of 20 anchors, an old and two new languages, of drawn logits; `near`: how like these three anchors are."""
+def drawn_gate(seed, near, near_old=0.0):
+    """A gate of 20 anchors, an old and two new languages, of drawn logits; `near`, `near_old`: how like the last of
+    these three anchors are, and the old language."""
     draw = torch.Generator().manual_seed(seed)
     anchors = [f"q{chr(97 + number)}a" for number in range(20)]
     codes = ["en", *anchors, "el", "hu"]
@@ -382,17 +383,17 @@ def drawn_gate(seed, near):
         lengths = torch.randint(16, 129, (6,), generator=draw)
         logits = torch.randn(int(lengths.sum()), len(codes), generator=draw) * 2
         logits[:, row] = float("-inf") if code in anchors else logits[:, row] + 3
-        logits[:, -1] += near * (code in anchors[:3])
+        logits[:, -1] += near * (code in anchors[:3]) + near_old * (code == "en")
         scored[code] = Scored(logits, torch.stack([lengths, torch.arange(6) % 2], 1))
     return FittedGate(0, None, codes, anchors, torch.zeros(len(codes), 2), torch.zeros(len(codes)), scored)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5])
-@pytest.mark.parametrize("near", [0.0, 8.0])
+@pytest.mark.parametrize(("near", "near_old"), [(0.0, 0.0), (8.0, 0.0), (0.0, 5.0)])
 @pytest.mark.parametrize("seed", range(2))
-def test_of_an_anchor_that_was_left_out_no_more_texts_than_promised_go_astray(seed, near, share):
+def test_of_an_anchor_and_an_old_language_no_more_texts_than_promised_go_astray(seed, near, near_old, share):
     """But of near relatives, at most a tenth of the anchors; and no more new text is lost for it than must be."""
-    gate, classes, settings = drawn_gate(seed, near), {"el": 1, "hu": 1}, GateSettings(unseen_share=share)
+    gate, classes, settings = drawn_gate(seed, near, near_old), {"el": 1, "hu": 1}, GateSettings(unseen_share=share)
     report = report_of(gate, classes, settings)
 
     def astray(code, bias):
@@ -410,7 +411,12 @@ def test_of_an_anchor_that_was_left_out_no_more_texts_than_promised_go_astray(se
     assert set(report.named) == named_at(report.bias)
     assert len(report.named) <= 2
     assert report.new == {code: astray(code, report.bias) for code in ("el", "hu")}
-    assert all(len(named_at(report.bias - 0.02 * step)) > 2 for step in range(1, 20))
+    assert report.old == {"en": pytest.approx(astray("en", report.bias))}
+    assert report.old["en"] <= share
+    smaller = [report.bias - 0.02 * step for step in range(1, 20)]
+    assert all(len(named_at(bias)) > 2 or astray("en", bias) > share for bias in smaller)
+    if near_old:  # which then decides
+        assert astray("en", smaller[0]) > share
     assert all(other == "hu" for code, other in report.named.items() if near == 8)
     assert report.home <= 0
 

@@ -13,8 +13,9 @@ puts around a message have a row too, which is evidence for no class.
 
 What is promised is measured on texts left out. Three more fits leave out a third of the anchors each, and a third of
 the texts of all other languages. A bias, which the rows of new languages lose, keeps the promise: of the texts of an
-anchor that is left out at most `unseen_share` go to new experts, each judged by its end. An anchor of which more go is
-a near relative of a new language and is named; at most a tenth of the anchors may be. The smallest such bias is taken.
+anchor that is left out, and of each old language, at most `unseen_share` go to new experts, each judged by its end. An
+anchor of which more go is a near relative of a new language and is named; at most a tenth of the anchors may be. The
+smallest such bias is taken.
 
 `home` (`GateRule`) is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them: at
 64, nine in ten texts of other languages than new ones and their near relatives are below it; or, if that is less, at no
@@ -345,15 +346,19 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
     for code in gate.scored:
         if code not in gate.anchors:
             (new if code in later else old).append(code)
-    of_unseen, of_new = texts(unseen), texts(new)
+    of_unseen, of_old, of_new = texts(unseen), texts(old), texts(new)
 
-    def holds(found: Mapping[str, float]) -> bool:
-        return sum(share > settings.unseen_share for share in found.values()) <= most_named(found)
+    def above(shares: Mapping[str, float]) -> int:
+        return sum(share > settings.unseen_share for share in shares.values())
+
+    def holds(bias: float) -> bool:
+        found = of_unseen.shares(bias)
+        return above(found) <= most_named(found) and not above(of_old.shares(bias))
 
     low, bias = -_WIDEST, _WIDEST
     while bias - low > 0.02:
         middle = (low + bias) / 2
-        low, bias = (low, middle) if holds(of_unseen.shares(middle)) else (middle, bias)
+        low, bias = (low, middle) if holds(middle) else (middle, bias)
     at_bias = of_unseen.shares(bias)
     named = {}
     for code, share in at_bias.items():
@@ -364,7 +369,7 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
     home = home_of(texts(new, True).least(bias), texts(others, True).sums(bias, 64).amax(-1))
     margin = _quantile(of_new.sums(bias).amax(-1), 0.1)
     return GateReport(
-        gate.layer, settings.unseen_share, bias, home, at_bias, named, of_new.shares(bias), texts(old).shares(bias),
+        gate.layer, settings.unseen_share, bias, home, at_bias, named, of_new.shares(bias), of_old.shares(bias),
         margin, gate.doubts,
     )  # fmt: skip
 
