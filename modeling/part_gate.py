@@ -352,7 +352,7 @@ class GatedModel:
         Args:
             languages: the language of each sequence, which holds to the end; see `use_languages`.
             judge: False leaves sequences home whose language is not told. A tensor `[B, S]` of ids is judged in place
-                of the prompts (a chat's newest message without its template).
+                of the prompts (a chat's newest message alone).
 
         Raises:
             ValueError: see `use_languages`; or the number of codes, or of texts to judge, is not that of the sequences;

@@ -40,7 +40,7 @@ def test_answers_are_those_of_generate(base, home):
     assert asked.base_inside().answer("the cat", SHORT) == said
 
 
-def test_a_chat_is_judged_by_its_newest_message_without_the_template():
+def test_a_chat_is_judged_by_its_newest_message_alone_in_the_template():
     model, tokenizer = gated_model(exclusive=True, max_position_embeddings=512), byte_tokenizer(CHAT)
     asked, differing = ChatModel(model, tokenizer, "gated"), 0
     for number in range(24):
@@ -52,7 +52,8 @@ def test_a_chat_is_judged_by_its_newest_message_without_the_template():
         ).input_ids
         ids = [model.generate(prompt, languages=code, **GREEDY)[0, prompt.shape[1] :] for code in ("en", "el")]
         told = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
-        judged = int(model.judge(tokenizer(newest, return_tensors="pt").input_ids))
+        alone = tokenizer.apply_chat_template(messages[-1:], add_generation_prompt=True, return_tensors="pt")
+        judged = int(model.judge(alone["input_ids"]))
         assert asked.reply(messages, SHORT) == told[judged]
         differing += told[judged] != told[int(model.judge(prompt))]
     assert differing

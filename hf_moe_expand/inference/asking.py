@@ -79,14 +79,17 @@ class ChatModel:
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
+        # The gate judges the newest message alone, in the template: bare, a short one says too little.
         try:
-            inputs = self.tokenizer.apply_chat_template(
-                [*system, *messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            inputs, newest = (
+                self.tokenizer.apply_chat_template(
+                    talk, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )
+                for talk in ([*system, *messages], messages[-1:])
             )
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
-        newest = self.tokenizer(messages[-1]["content"], return_tensors="pt").input_ids
-        return self._write(inputs, how, language, streamer, newest)
+        return self._write(inputs, how, language, streamer, newest["input_ids"])
 
     def _write(
         self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, judge: torch.Tensor | None = None
