@@ -56,6 +56,16 @@ def test_the_same_bytes_in_another_shape_or_type_are_another_tensor(tmp_path):
     assert [name for name in sorted(stored) if stored["a"].same_bytes(stored[name])] == ["a", "b"]
 
 
+@pytest.mark.parametrize("dtype", reader.TORCH_DTYPES.values(), ids=str)
+def test_values_are_finite_by_their_bits(dtype):
+    largest, least = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    values = torch.tensor([0, -0.0, 1, least, -least, largest, -largest, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+    assert [reader.is_finite(one) for one in values] == values.isfinite().tolist()
+    assert reader.is_finite(values[:7])
+    assert reader.is_finite(values[:0])
+    assert not reader.is_finite((-values)[9:])
+
+
 def test_links_of_the_hub_s_cache_are_followed(tmp_path):
     folder = tmp_path / "models--me--x" / "snapshots" / "abc"
     folder.mkdir(parents=True)

@@ -17,7 +17,7 @@ from ..core.errors import InputError
 from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..modeling.part_expansion_only import RECORD
-from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, tensor_bytes
+from .reader import TORCH_DTYPES, Bytes, CheckpointReader, StoredTensor, tensor_bytes
 from .records import History
 from .stored import StoredModel, load_any_config, network_of, stored_tensors
 
@@ -210,7 +210,7 @@ def _home(source: Any) -> Iterator[tuple[str, StoredTensor]]:
             yield name, tensor
 
 
-def _hash(dtype: str, shape: Iterable[int], chunks: Iterable[bytes]) -> str:
+def _hash(dtype: str, shape: Iterable[int], chunks: Iterable[Bytes]) -> str:
     digest = xxhash.xxh3_64(json.dumps([dtype, list(shape)]).encode())
     for chunk in chunks:
         digest.update(chunk)

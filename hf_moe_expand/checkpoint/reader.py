@@ -26,8 +26,16 @@ ITEM_BITS = {
     "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I8": 8, "U8": 8,
     "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_CHUNK = 16 << 20
+Bytes = bytes | bytearray
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
+}  # fmt: skip
+# The least bits of each type, shifted by the sign, that are infinite or NaN.
+_BITS = {
+    torch.float32: (torch.uint32, 0xFF << 24), torch.bfloat16: (torch.uint16, 0xFF << 8),
+    torch.float16: (torch.uint16, 0x1F << 11), torch.float64: (torch.uint64, 0x7FF << 53),
+}  # fmt: skip
+_CHUNK = 4 << 20
 _PIECE = 1 << 18
 _SAMPLE = 1 << 12
 
@@ -77,7 +85,7 @@ class StoredTensor(Sized):
         header = json.dumps(entry).encode()
         return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self.chunks()))[self.name]
 
-    def chunks(self) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[Bytes]:
         """Its bytes, in pieces."""
         if self.compute is None:
             yield from self._read(0, self.nbytes, _CHUNK)
@@ -98,12 +106,12 @@ class StoredTensor(Sized):
             return True
         return all(x == y for x, y in zip(self.chunks(), other.chunks(), strict=True))
 
-    def finite_chunks(self) -> Iterator[bytes]:
+    def finite_chunks(self) -> Iterator[Bytes]:
         """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
         once, however often it is copied."""
         dtype = None if self._is_finite else TORCH_DTYPES.get(self.dtype)
         for chunk in self.chunks():
-            if dtype is not None and not is_finite(torch.frombuffer(bytearray(chunk), dtype=dtype)):
+            if dtype is not None and not is_finite(torch.frombuffer(chunk, dtype=dtype)):
                 raise InputError(
                     f"{self.file.parent}: tensor {self.name!r} holds NaN or infinite values; the checkpoint is damaged."
                 )
@@ -126,15 +134,15 @@ class StoredTensor(Sized):
             yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
             return
         for piece in self._read(start * size, stop * size, _PIECE * size):
-            yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[self.dtype])
+            yield torch.frombuffer(piece, dtype=TORCH_DTYPES[self.dtype])
 
-    def _read(self, start: int, stop: int, most: int) -> Iterator[bytes]:
+    def _read(self, start: int, stop: int, most: int) -> Iterator[bytearray]:
         """Bytes `start` to `stop` of a tensor that is stored whole, in pieces of `most` bytes."""
         with open(self.file, "rb") as file:
             file.seek(self.start + start)
             for place in range(start, stop, most):
-                piece = file.read(min(most, stop - place))
-                if len(piece) < min(most, stop - place):
+                piece = bytearray(min(most, stop - place))
+                if file.readinto(piece) < len(piece):
                     where = f"in the middle of tensor {self.name!r}"
                     raise InputError(f"{self.file}: ends {where}: the file is incomplete.")
                 yield piece
@@ -225,8 +233,10 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def is_finite(piece: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. Several times as fast as `isfinite`: NaN is the least and the largest."""
-    return all(extreme.isfinite() for extreme in piece.aminmax())
+    """Whether no element is NaN or infinite, by its bits: many times as fast as `isfinite` on a CPU."""
+    bits, least = _BITS[piece.dtype]
+    without_sign = piece.detach().cpu().contiguous().view(bits).numpy() << 1
+    return not without_sign.size or bool(without_sign.max() < least)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -25,7 +25,7 @@ from .proven import reason_left_out
 from .records import History
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
-TOKENIZER_FILES = (
+TOKENIZER_FILES: tuple[str, ...] = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer.tiktoken",
     "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
     "vocab.txt", "vocab.bpe", "merges.txt", "source.spm", "target.spm", "target_vocab.json", "special_tokens_map.json",
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 # The fields of gates that an earlier version fitted in all layers.
 OLD_GATES = ("prefix_gate", "gate_languages")
 # The code that travels inside an expanded checkpoint, by file name.
-CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
+CODE: tuple[str, ...] = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
 MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
 # Ends of the names of files that are read from a checkpoint.
 _READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".py")

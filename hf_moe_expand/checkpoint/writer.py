@@ -24,7 +24,7 @@ from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.part_expansion_only import RECORD
 from .kinds import set_part
-from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor
+from .reader import ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor
 from .source import ADAPTER, CODE, TOKENIZER_FILES, lies_inside
 from .tokenizer import keep_tokenizer
 
@@ -54,7 +54,7 @@ class OutputTensor(Sized):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: Callable[[], Iterable[bytes]]
+    data: Callable[[], Iterable[Bytes]]
     stored: StoredTensor | None = None
 
     @classmethod
