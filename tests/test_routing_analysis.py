@@ -309,7 +309,7 @@ def test_the_nearest_expert_has_most_of_the_weight():
         ({"texts": {}}, "No language was given"),
         ({"tokens": 9000}, r"Language '\w\w' has \d+ tokens, but 9,000 were asked for"),
         ({"texts": {"el": ["a", "b"]}, "tokens": 2}, "Language 'el': no token follows another"),
-        ({"tokens": 0}, "must be at least 1, block_size at least 2"),
+        ({"tokens": 0}, "tokens is 0: must be at least 1"),
     ],
 )
 def test_bad_input_is_refused(changes, said):
@@ -355,8 +355,8 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("model", ["expanded", "no-choice"])
 def test_the_command_line(root, tmp_path, model, monkeypatch):
-    bars, make = [], routing.progress
-    monkeypatch.setattr(routing, "progress", lambda *given: bars.append(make(*given)) or bars[-1])
+    bars, make = [], routing.token_bar
+    monkeypatch.setattr(routing, "token_bar", lambda *given: bars.append(make(*given)) or bars[-1])
     data = [word for code in ("en", "el") for word in ("--data", f"{code}={root / code}.jsonl")]
     out = ["--out", tmp_path / "routing.json"]
     small = ["--tokens", 60, "--block-size", 16, "--batch-size", 2]

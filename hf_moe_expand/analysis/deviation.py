@@ -1,4 +1,13 @@
-"""Fine-tunes a dense model a few steps on each language: which FFNs move, and which languages move them alike."""
+"""Fine-tunes a dense model a few steps on each language: which FFNs move, and which languages move them alike.
+
+From the same weights, all parameters are trained on each language alone (AdamW without weight decay, linear decay to
+zero), in float32 whatever the model's type: in bfloat16 such steps round away. The change of a layer is the change of
+all its FFN's parameters. The model's weights are restored afterwards.
+
+Memory holds the weights twice (original and trained) besides gradients and AdamW's state. The changes that the cosines
+need go to a folder: 4 bytes for each FFN parameter of the chosen layers, for each language and each step at which
+languages are compared.
+"""
 
 import hashlib
 import os
@@ -33,6 +42,7 @@ from .settings import DeviationSettings
 
 _SETTINGS = "settings.json"
 _FOUND = "deviation.json"
+_SIZES = {"micro_batch_size", "last_layers", "at_steps"}  # settings that do not change what is trained
 _DOCUMENTS = 256  # tokenised at a time
 _ELEMENTS = 1 << 16  # of each language's change, in memory at a time
 
@@ -55,28 +65,14 @@ def measure_deviation(
     seed: int = 0,
 ) -> DeviationResult:
     """Measures how far each layer's FFN moves on each language, and the cosine between the changes of two languages
-    (DMoE section 3.1, Eq. 1).
-
-    From the same weights, all parameters are trained on each language alone (AdamW without weight decay, linear decay
-    to zero), in float32 whatever the model's type: in bfloat16 such steps round away. The change of a layer is the
-    change of all its FFN's parameters. The model's weights are restored afterwards.
-
-    Memory holds the weights twice (original and trained) besides gradients and AdamW's state. The changes that the
-    cosines need go to `work_dir`: 4 bytes for each FFN parameter of the chosen layers, for each language. A second run
-    with the same `work_dir` does not train finished languages again, and may add languages.
+    (DMoE section 3.1, Eq. 1); the module says how, and what it takes.
 
     Args:
         texts: documents of each language.
-        work_dir: folder for the results of each language; the caller deletes it.
-        steps: training steps on each language.
-        learning_rate: learning rate of the first step.
-        batch_size: blocks in a step.
-        block_size: tokens in a block.
-        micro_batch_size: blocks in one forward and backward pass; affects only memory and speed.
-        last_layers: number of last layers over whose FFNs the cosines are taken.
-        at_steps: earlier steps at which languages are compared as well (DMoE figures 8 and 9). Each needs as much room
-            in `work_dir` as the changes after the last step.
-        layers: the layers to take instead of the last ones.
+        work_dir: folder for the results of each language; the caller deletes it. A second run with it does not train
+            finished languages again, and may add languages.
+        steps, learning_rate, batch_size, block_size, micro_batch_size, last_layers, at_steps: see `DeviationSettings`.
+        layers: the layers over whose FFNs languages are compared, instead of the last ones.
         seed: random seed of the order of documents, and of dropout.
 
     Raises:
@@ -88,18 +84,41 @@ def measure_deviation(
         steps=steps, learning_rate=learning_rate, batch_size=batch_size, block_size=block_size,
         micro_batch_size=micro_batch_size, last_layers=last_layers, at_steps=list(at_steps),
     )  # fmt: skip
-    at_steps = settings.at_steps
-    ffns = decoder_ffns(model)
-    chosen = check_sizes(model.config, len(ffns), block_size, last_layers, layers)
-    numbers = settings.model_dump(exclude={"micro_batch_size", "last_layers", "at_steps"})
+    chosen = check_sizes(model.config, len(decoder_ffns(model)), block_size, last_layers, layers)
     blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
-    work_dir = Path(work_dir)
-    folders = {language: work_dir / f"language-{quote(language, safe='')}" for language in texts}
+    folders = {language: Path(work_dir) / f"language-{quote(language, safe='')}" for language in texts}
+    _train_languages(model, blocks, folders, chosen, settings, seed)
+    by_language = {
+        language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
+    }
+    at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in settings.at_steps}
+    in_turn = [[*places, folder] for *places, folder in zip(*at_each.values(), folders.values(), strict=True)]
+    of_steps = {language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=True)}
+    return DeviationResult(
+        languages=list(texts), by_language=by_language,
+        deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
+        similarity=change_cosines(list(folders.values()), chosen),
+        similarity_at={str(step): change_cosines(places, chosen) for step, places in at_each.items()},
+        likeness_of_steps=of_steps if at_each else {}, layers=chosen, seed=seed, **settings.model_dump(exclude=_SIZES),
+    )  # fmt: skip
+
+
+def _train_languages(
+    model: Any,
+    blocks: Mapping[str, torch.Tensor],
+    folders: Mapping[str, Path],
+    chosen: Sequence[int],
+    settings: DeviationSettings,
+    seed: int,
+) -> None:
+    """Trains the model on each language that is not finished, from the same weights, and writes the changes."""
+    ffns, at_steps = decoder_ffns(model), settings.at_steps
     with _in_float32(model) as start, ExitStack() as stack:
-        claimed = {**numbers, "layers": chosen, "seed": seed, "model": _digest(start)}
+        claimed = {**settings.model_dump(exclude=_SIZES), "layers": chosen, "seed": seed, "model": _digest(start)}
+        work_dir = next(iter(folders.values())).parent
         _claim(work_dir, {**claimed, "at_steps": at_steps} if at_steps else claimed)
-        unfinished = [language for language in texts if not _finished(folders[language], language, blocks[language])]
-        bar = stack.enter_context(Bar(total=len(unfinished) * steps, desc="deviation", unit="step"))
+        unfinished = [language for language in blocks if not _finished(folders[language], language, blocks[language])]
+        bar = stack.enter_context(Bar(total=len(unfinished) * settings.steps, desc="deviation", unit="step"))
         for language in unfinished:
             torch.manual_seed(seed)
             text = _digest({"tokens": blocks[language]})
@@ -107,32 +126,13 @@ def measure_deviation(
                 for step in _fine_tune(model, blocks[language], settings):
                     bar.update()
                     if step in at_steps:
-                        shutil.rmtree(
-                            _at_step(folders[language], step), ignore_errors=True
-                        )  # of an interrupted training
-                        _write_change(_at_step(folders[language], step), language, ffns, chosen, start, text)
+                        partial = _at_step(folders[language], step)
+                        shutil.rmtree(partial, ignore_errors=True)  # of an interrupted training
+                        _write_change(partial, language, ffns, chosen, start, text)
                 _write_change(folders[language], language, ffns, chosen, start, text)
             with torch.no_grad():
                 for name, tensor in _floating(model):
                     tensor.copy_(start[name])
-    by_language = {
-        language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
-    }
-    at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in at_steps}
-    in_turn = [[*places, folder] for *places, folder in zip(*at_each.values(), folders.values(), strict=True)]
-    return DeviationResult(
-        languages=list(texts),
-        deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
-        by_language=by_language,
-        similarity=change_cosines(list(folders.values()), chosen),
-        similarity_at={str(step): change_cosines(places, chosen) for step, places in at_each.items()},
-        likeness_of_steps={
-            language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=True)
-        } if at_steps else {},
-        layers=chosen,
-        seed=seed,
-        **numbers,
-    )  # fmt: skip
 
 
 def change_cosines(folders: Sequence[Path], layers: Sequence[int]) -> list[list[float]]:

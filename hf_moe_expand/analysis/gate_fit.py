@@ -29,7 +29,7 @@ Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from ..core.errors import InputError
 from ..core.progress import Bar
 from ..modeling.language_gate import TEMPLATE, UNIT, classes_of_sums, last_sums, token_evidence
 from .gate_text import Example
-from .reading import padded_batches, read_inputs
+from .reading import grouped, padded_batches, read_inputs, token_bar
 from .settings import GateSettings
 
 PENALTY = 0.003  # of the squared weights of standardised features
@@ -438,10 +438,6 @@ def softmax_regression(
     return weight_Rh.detach(), bias_R.detach()
 
 
-class _Enough(Exception):
-    """Ends a forward pass once the last layer that is read has been read."""
-
-
 def _read(model: Any, examples: Sequence[Example], begin: int | None, layers: Sequence[int]) -> dict[int, torch.Tensor]:
     """By layer, the inputs of the FFN at the tokens of all examples, `[T, h]`, as the base alone computes them."""
     by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
@@ -449,23 +445,16 @@ def _read(model: Any, examples: Sequence[Example], begin: int | None, layers: Se
     def receive(layer: int, states_Th: torch.Tensor) -> None:
         if layer in by_layer:
             by_layer[layer].append(states_Th.half() if states_Th.abs().max() < 6e4 else states_Th)
-        if layer == layers[-1]:
-            raise _Enough
 
     before = [] if begin is None else [begin]
     # Texts of like lengths together, so that there is little padding.
     order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
     rows = [[*before, *examples[number].ids] for number in order]
-    batches: list[list[list[int]]] = []
-    for row in rows:
-        if not batches or (len(batches[-1]) + 1) * len(row) > _BATCH:
-            batches.append([])
-        batches[-1].append(row)
-    with Bar(total=sum(map(len, rows)), desc="read text for the gate", unit="token", unit_scale=True) as bar:
-        for batch in batches:
-            with suppress(_Enough), model.use_expert(0) if hasattr(model, "use_expert") else nullcontext():
-                read_inputs(model, padded_batches(batch, len(batch)), receive)
-            bar.update(sum(map(len, batch)))
+    groups = grouped(rows, lambda group, row: (len(group) + 1) * len(row) <= _BATCH)
+    batches = [batch for group in groups for batch in padded_batches(group, len(group))]
+    base = model.use_expert(0) if hasattr(model, "use_expert") else nullcontext()
+    with base, token_bar("read text for the gate", {"": batches}) as bar:
+        read_inputs(model, batches, receive, bar, layers[-1])
     back = sorted(range(len(order)), key=order.__getitem__)
     states = {layer: torch.cat(parts).split([len(row) for row in rows]) for layer, parts in by_layer.items()}
     return {layer: torch.cat([of[number][len(before) :] for number in back]) for layer, of in states.items()}

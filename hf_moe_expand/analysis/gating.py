@@ -68,13 +68,10 @@ def fit_gates(
     overwrite: bool = False,
 ) -> GatingReport:
     """Gives an expanded model a gate that sends home what it does not recognise: writes the checkpoint of one, or makes
-    a loaded model of a loaded one.
+    a loaded model of a loaded one, a new one that shares all other tensors (`.model` of the result).
 
-        model = fit_gates(model, texts={"en": english, "el": greek}, processing_class=tokenizer).model
-
-    The gate is fitted on frozen hidden states of the base, without a gradient through the model, and takes the place of
-    all classifiers and gates that the model has, those of an earlier version too. A language that is neither in
-    `texts` nor in `anchors` goes home too.
+    The gate takes the place of all classifiers and gates that the model has, those of an earlier version too. A
+    language that is neither in `texts` nor in `anchors` goes home too.
 
     Args:
         model: a checkpoint, or a loaded model.
@@ -86,27 +83,22 @@ def fit_gates(
         processing_class: the tokenizer of a loaded model.
         seed: the one that `texts` were shuffled by, for the record; the fit draws nothing.
 
-    Returns:
-        What the gate sends where. Of a loaded model, its `model` is the one with the gate, a new one that shares all
-        other tensors.
-
     Raises:
         InputError: the model takes no gate, a new language has no text, a language has fewer than 100 tokens, an
             anchor language is one of the model's new ones, or no layer keeps the promise of `settings.unseen_share`.
     """
-    settings = settings or GateSettings()
     if texts is None:
         raise InputError(
             "texts is None: give documents of every new language, and of old ones as far as there is text."
         )
-    is_loaded = isinstance(model, PreTrainedModel)
+    settings, is_loaded = settings or GateSettings(), isinstance(model, PreTrainedModel)
     given: Any = model
-    place: Any = out
     if is_loaded and processing_class is None:
         raise InputError("processing_class is None: give the tokenizer of the loaded model.")
     if processing_class is not None and not is_loaded:
         raise InputError("processing_class: a checkpoint has its own tokenizer: leave it out.")
     check_place(model, out, overwrite, *([] if is_loaded else [resolve_checkpoint(given)]))
+    place: Any = out
     with nullcontext(given) if is_loaded else gated(given, place) as source:
         classes = History.of(check_takes_gate(source)).classes
         chosen = check_languages(classes, texts, anchors)
@@ -114,20 +106,22 @@ def fit_gates(
         with evaluating(loaded):
             gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
         del loaded
-        record = StageRecord(
-            stage="gates", seed=seed,
-            settings={
-                "anchors": sorted(chosen), "layer": report.layer, "unseen_share": settings.unseen_share,
-                "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.old.items()},
-                "shares": {code: {"end": round(share, 4)} for code, share in report.new.items()},
-                "named": report.named,
-            },
-        )  # fmt: skip
-        made = gate_of(gate, classes, report, settings)
+        made, record = gate_of(gate, classes, report, settings), _record(report, chosen, settings, seed)
         result = write_gate(source, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
     return GatingReport(
         None if out is None else Path(out), report, sorted(chosen), result.eval() if is_loaded else None
     )
+
+
+def _record(report: GateReport, anchors: Iterable[str], settings: GateSettings, seed: int) -> StageRecord:
+    return StageRecord(
+        stage="gates", seed=seed,
+        settings={
+            "anchors": sorted(anchors), "layer": report.layer, "unseen_share": settings.unseen_share,
+            "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.old.items()},
+            "shares": {code: {"end": round(share, 4)} for code, share in report.new.items()}, "named": report.named,
+        },
+    )  # fmt: skip
 
 
 @checked

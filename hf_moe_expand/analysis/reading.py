@@ -1,4 +1,4 @@
-"""Passes exactly so many tokens of each language through a model, and hands over what its layers see at them.
+"""The one reader of hidden states: passes tokens of each language through a model, and hands over what its layers see.
 
 A decoder reads blocks of documents. An encoder-decoder reads sentence pairs: its encoder's layers are measured on a
 language's sentences as sources, its decoder's layers on them as targets.
@@ -6,8 +6,8 @@ language's sentences as sources, its decoder's layers on them as targets.
 Shape suffixes: B rows of a batch, S tokens of a row, T tokens of a target, h hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from ..data.tokens import begin_tokens
 from ..evaluation.perplexity import pair_batch
 from ..inference.models import longest_block
 from ..modeling import decoder_ffns, stack_sizes
+
+# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
+_MOST_LOGITS = (2**29, 2**26)
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,6 @@ class TextBatch:
         return TextBatch(inputs, tuple(mask.to(device) for mask in self.measured), self.targets.to(device))
 
 
-def progress(model: Any, languages: int, tokens: int) -> Bar:
-    """A bar over the measured tokens of all languages."""
-    return Bar(total=len(stack_sizes(model.config)) * tokens * languages, unit="token", unit_scale=True)
-
-
 @contextmanager
 def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) -> Iterator[None]:
     """Inside, every FFN, expanded or dense, passes its input to `receive(layer, hidden_states)`."""
@@ -67,22 +65,91 @@ def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) ->
         yield
 
 
+def token_bar(title: str, batches: Mapping[str, Sequence[TextBatch]], times: int = 1) -> Bar:
+    """A bar over the measured tokens of all batches, which are read so many times."""
+    total = times * sum(batch.tokens for of in batches.values() for batch in of)
+    return Bar(total=total, desc=title, unit="token", unit_scale=True)
+
+
+class _Enough(Exception):
+    """Ends a forward pass once the last layer that is read has been read."""
+
+
 def read_inputs(
-    model: Any, batches: Iterable[TextBatch], receive: Callable[[int, torch.Tensor], None], bar: Bar | None = None
+    model: Any,
+    batches: Iterable[TextBatch],
+    receive: Callable[[int, torch.Tensor], None],
+    bar: Bar | None = None,
+    last: int | None = None,
 ) -> None:
-    """Passes each layer's FFN inputs at the measured tokens, `[tokens, h]`, to `receive`, batch after batch."""
+    """Passes each layer's FFN inputs at the measured tokens, `[tokens, h]`, to `receive`, batch after batch; layers
+    behind the `last` one do not run."""
     base = getattr(model, "base_model", model)
     encoder_layers = stack_sizes(model.config).get("encoder", 0)
 
     def measured(layer: int, states: torch.Tensor) -> None:
         receive(layer, states.flatten(0, -2)[batch.measured_in(layer, encoder_layers)])
+        if layer == last:
+            raise _Enough
 
     with ffn_inputs(model, measured):
         for batch in batches:
             batch = batch.to(model.device)
-            base(**batch.inputs, use_cache=False)
+            with suppress(_Enough):
+                base(**batch.inputs, use_cache=False)
             if bar is not None:
                 bar.update(batch.tokens)
+
+
+def language_batches(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[Any]],
+    tokens: int,
+    block_size: int,
+    batch_size: int,
+    sides: Mapping[str, Pair] | None = None,
+    with_logits: bool = False,
+) -> dict[str, list[TextBatch]]:
+    """Batches with `tokens` tokens of each text, of an encoder-decoder on each side. All are made before the first is
+    read, so that a lack of text is reported at once.
+
+    Args:
+        sides: for an encoder-decoder, the languages of each text's sources and targets, where it has two.
+        with_logits: bound a batch's logits, and put blocks of similar length together, so that hardly any is padding.
+    """
+    if model.config.is_encoder_decoder:
+        return {
+            name: side_batches((sides or {}).get(name, name), of, tokenizer, tokens, batch_size, model)
+            for name, of in texts.items()
+        }
+    block_size = min(block_size, longest_block(model.config) or block_size)
+    blocks = {name: token_blocks(name, of, tokenizer, tokens, block_size) for name, of in texts.items()}
+    if not with_logits:
+        return {name: padded_batches(of, batch_size) for name, of in blocks.items()}
+    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
+
+    def fits(rows: list[list[int]], block: list[int]) -> bool:
+        # Of two blocks of unlike length, each runs by itself.
+        return len(rows) < batch_size and (len(rows) + 1) * len(rows[0]) <= most and 2 * len(block) >= len(rows[0])
+
+    found = {}
+    for name, of in blocks.items():
+        if max(map(len, of)) < 2:
+            raise InputError(f"Language {name!r}: no token follows another within a document and block.")
+        groups = grouped(sorted(of, key=len, reverse=True), fits)
+        found[name] = [batch for rows in groups for batch in padded_batches(rows, batch_size)]
+    return found
+
+
+def grouped(rows: Iterable[list[int]], fits: Callable[[list[list[int]], list[int]], bool]) -> list[list[list[int]]]:
+    """Rows one after the other in groups: each joins the last group where it `fits(group, row)`."""
+    groups: list[list[list[int]]] = []
+    for row in rows:
+        if not groups or not fits(groups[-1], row):
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Any, most: int) -> int:
@@ -155,8 +222,8 @@ def side_batches(
             )
         left = tokens
         for first in range(0, len(inputs), batch_size):
-            last = first + batch_size
-            batch = pair_batch(model, inputs[first:last], labels[first:last])
+            taken = slice(first, first + batch_size)
+            batch = pair_batch(model, inputs[taken], labels[taken])
             targets_BT = batch.pop("labels")
             measured = [batch["attention_mask"].bool(), targets_BT.ne(IGNORED)]
             measured[1 - side] = torch.zeros_like(measured[1 - side])

@@ -1,4 +1,15 @@
-"""Measures how the routers treat each language: which experts they choose, how clearly, and whether the choice matters.
+"""Measures how the routers treat each language: which experts they choose, how clearly, and whether the choice matters
+(MoE-LPR's, DMoE's and Elbayad et al.'s analyses).
+
+Shares, E_50% and co-location describe the routing at inference: the K highest scores, renormalised, and in a layer with
+a classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax. Co-location
+pools all languages. Random routing draws K experts for each token and layer and combines them by their router scores
+(Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier, and where no layer
+has more experts or a classifier, it is the router's own.
+
+Of an encoder-decoder, the encoder's layers are measured on a language's tokens as a source, the decoder's on its tokens
+as a target, whose perplexity is reported; no co-location is measured from the encoder's last layer to the decoder's
+first, which see other tokens.
 
 Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer, B of both.
 """
@@ -7,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -22,13 +34,11 @@ from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
 from ..data.sources import Pair
-from ..inference.models import longest_block, model_name
+from ..inference.models import model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
 from ..planning.results import RoutingResult
-from .reading import TextBatch, padded_batches, progress, side_batches, token_blocks
-
-# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
-_MOST_LOGITS = (2**29, 2**26)
+from .reading import TextBatch, language_batches, token_bar
+from .settings import AnalysisSettings
 
 
 class ExpertUse:
@@ -119,6 +129,61 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
     return {language: known[language] for language in languages}
 
 
+class _Sums:
+    """Running sums over the routing of all languages.
+
+    Args:
+        ffns: the layers that route.
+        classes: for each language, the class of its tokens in an encoder and in a decoder.
+        encoder_layers: number of the encoder's layers.
+    """
+
+    def __init__(self, ffns: Mapping[int, ExpandedFFN], classes: Mapping[str, Sequence[int]], encoder_layers: int):
+        self.encoder_layers, self.layers = encoder_layers, sorted(ffns)
+        sizes = {layer: len(ffns[layer].experts) for layer in self.layers}
+        self.use = {
+            name: {layer: ExpertUse(size, of[layer >= encoder_layers]) for layer, size in sizes.items()}
+            for name, of in classes.items()
+        }
+        self.neighbours = {
+            (here, there): LargestCorrelation(sizes[here], sizes[there]) for here, there in pairwise(self.layers)
+        }
+
+    def add(self, language: str, routing: Routing, batch: TextBatch) -> None:
+        """Adds the routing of a pass, at the tokens that are measured."""
+        text = {
+            layer: _only(of_layer, batch.measured_in(layer, self.encoder_layers))
+            for layer, of_layer in routing.layers.items()
+        }
+        for layer, of_layer in text.items():
+            self.use[language][layer].add(of_layer)
+        for (here, there), correlation in self.neighbours.items():
+            if not here < self.encoder_layers <= there:
+                correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
+
+    def fields(self, tokens: int) -> dict[str, Any]:
+        """The fields of a `RoutingResult`, with `tokens` tokens of each language."""
+
+        def by_layer(value: Callable[[ExpertUse], Any]) -> dict[str, list]:
+            return {language: [value(of[layer]) for layer in self.layers] for language, of in self.use.items()}
+
+        top1 = by_layer(lambda use: (use.top1_N.double() / tokens).tolist())
+        return {
+            "tokens": tokens,
+            "layers": self.layers,
+            "top1_share": top1,
+            "weight_share": by_layer(lambda use: (use.weights_N / tokens).tolist()),
+            "expert_0_score": by_layer(lambda use: use.expert_0_score / tokens),
+            "experts_for_half": by_layer(lambda use: experts_for_half(use.top1_N.tolist())),
+            "classifier_accuracy": by_layer(
+                lambda use: None if use.classed_right is None else use.classed_right / tokens
+            ),
+            "similarity": [_cosines(rows) for rows in zip(*top1.values(), strict=True)],
+            "colocation": [one.value() if one.tokens else None for one in self.neighbours.values()],
+            "encoder_layers": self.encoder_layers,
+        }
+
+
 @torch.no_grad()
 @checked
 def measure_routing(
@@ -134,18 +199,9 @@ def measure_routing(
     random_seeds: Sequence[int] = (0,),
     by_direction: bool = False,
 ) -> RoutingResult:
-    """Measures how an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
+    """Measures how an expanded model routes each language's text; the module says how.
 
-    Shares, E_50% and co-location describe the routing at inference: the K highest scores, renormalised, and in a layer
-    with a classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax.
-    Co-location pools all languages. Random routing draws K experts for each token and layer and combines them by their
-    router scores (Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier, and
-    where no layer has more experts or a classifier, it is the router's own.
-
-    Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`. Of an
-    encoder-decoder, the encoder's layers are measured on `tokens` tokens of the language as a source, the decoder's on
-    `tokens` tokens of it as a target, whose perplexity is reported; no co-location is measured from the encoder's last
-    layer to the decoder's first, which see other tokens.
+    Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`.
 
     Args:
         model: an expanded model with a language-model head.
@@ -153,99 +209,65 @@ def measure_routing(
         old, new: languages to count as old and as new, whether or not the model's history names them.
         random_seeds: seeds of random routing, whose perplexities are averaged.
         by_direction: of an encoder-decoder, measure each direction of translation, such as `en-el`, in place of each
-            language (Elbayad et al. section D.1): the encoder on its sources, the decoder on its targets. A direction
-            has the later class of its two languages.
+            language (Elbayad et al. section D.1). A direction has the later class of its two languages.
 
     Raises:
         InputError: the model has no experts, a language has fewer tokens than `tokens` or is neither old nor new.
     """
-    ffns: dict[int, ExpandedFFN] = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}  # type: ignore[operator]
-    if not ffns:
+    ffns = _routing_ffns(model)
+    if not texts or not random_seeds:
+        raise InputError("No language was given." if not texts else "random_seeds is empty: give a seed.")
+    AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
+    encoder_layers = stack_sizes(model.config).get("encoder", 0)
+    sides: dict[str, Pair] = {code: (code, code) for code in texts}  # the languages of encoder and decoder
+    if by_direction:
+        sides, texts = _directions(texts, encoder_layers)
+    of_language = language_classes(model.config, dict.fromkeys(chain(*sides.values())), old, new)
+    classes = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
+    model.eval()
+    sums = _Sums(ffns, classes, encoder_layers)
+    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, with_logits=True)
+    perplexity, random = _perplexities(model, batches, random_seeds if has_choice(model.config) else [], sums.add)
+    return RoutingResult(
+        classes={name: max(of_sides) for name, of_sides in classes.items()}, perplexity=perplexity,
+        random_perplexity=random, random_seeds=list(random_seeds), has_choice=has_choice(model.config),
+        **sums.fields(tokens),
+    )  # fmt: skip
+
+
+def _routing_ffns(model: Any) -> dict[int, ExpandedFFN]:
+    """The expanded layers with a router."""
+    expanded = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}
+    if not expanded:
         raise InputError(f"{type(model).__name__}: no layer has experts; give an expanded model.")
-    ffns = {layer: ffn for layer, ffn in ffns.items() if ffn.router is not None}
+    ffns = {layer: ffn for layer, ffn in expanded.items() if ffn.router is not None}
     if not ffns:
         raise InputError(
             f"{type(model).__name__}: a token of a new language takes its exclusive expert alone: there is no routing "
             "to measure."
         )
-    if not texts:
-        raise InputError("No language was given.")
-    if tokens < 1 or block_size < 2 or batch_size < 1 or not random_seeds:
-        raise InputError("tokens and batch_size must be at least 1, block_size at least 2; random_seeds needs a seed.")
-    encoder_layers = stack_sizes(model.config).get("encoder", 0)
-    sides: dict[str, Pair] = {code: (code, code) for code in texts}  # the languages of encoder and decoder
-    measured = texts
-    if by_direction:
-        sides, measured = _directions(texts, encoder_layers)
-    of_language = language_classes(model.config, dict.fromkeys(chain(*sides.values())), old, new)
-    by_side = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
-    classes = {name: max(of_sides) for name, of_sides in by_side.items()}
-    model.eval()
-    block_size = min(block_size, longest_block(model.config) or block_size)
-    use = {
-        name: {layer: ExpertUse(len(ffn.experts), of_sides[layer >= encoder_layers]) for layer, ffn in ffns.items()}
-        for name, of_sides in by_side.items()
-    }
-    neighbours = {
-        (here, there): LargestCorrelation(len(ffns[here].experts), len(ffns[there].experts))
-        for here, there in pairwise(sorted(ffns))
-    }
-    # Tokenises every language before the first is measured, so that a lack of text is reported at once.
-    batches = {
-        code: side_batches(sides[code], measured[code], tokenizer, tokens, batch_size, model)
-        if encoder_layers
-        else _bounded_batches(code, measured[code], tokenizer, tokens, block_size, batch_size, model)
-        for code in classes
-    }
-    drawn = list(random_seeds) if has_choice(model.config) else []  # else there is nothing to draw
-    bar = progress(model, len(classes) * (1 + len(drawn)), tokens)
-    perplexity, random_perplexity = {}, {}
-    for language in classes:
-        bar.set_description(f"routing of {model_name(model)}: {language}")
+    return ffns
 
-        def record(routing: Routing, batch: TextBatch, language: str = language) -> None:
-            text = {
-                layer: _only(layer_routing, batch.measured_in(layer, encoder_layers))
-                for layer, layer_routing in routing.layers.items()
-            }
-            for layer, layer_routing in text.items():
-                use[language][layer].add(layer_routing)
-            for (here, there), correlation in neighbours.items():
-                if not here < encoder_layers <= there:
-                    correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
 
-        perplexity[language] = _perplexity(model, batches[language], record, bar)
-        random = []
-        for seed in drawn:
-            with random_routing(model, seed):
-                random.append(_perplexity(model, batches[language], None, bar))
-        random_perplexity[language] = sum(random) / len(random) if random else perplexity[language]
-    bar.close()
-    layers = sorted(ffns)
-
-    def by_layer(value: Callable[[ExpertUse], Any]) -> dict[str, list]:
-        return {language: [value(use[language][layer]) for layer in layers] for language in classes}
-
-    top1 = by_layer(lambda counts: (counts.top1_N.double() / tokens).tolist())
-    return RoutingResult(
-        classes=classes,
-        tokens=tokens,
-        layers=layers,
-        top1_share=top1,
-        weight_share=by_layer(lambda counts: (counts.weights_N / tokens).tolist()),
-        expert_0_score=by_layer(lambda counts: counts.expert_0_score / tokens),
-        experts_for_half=by_layer(lambda counts: experts_for_half(counts.top1_N.tolist())),
-        classifier_accuracy=by_layer(
-            lambda counts: None if counts.classed_right is None else counts.classed_right / tokens
-        ),
-        similarity=[_cosines([top1[language][index] for language in classes]) for index in range(len(layers))],
-        colocation=[correlation.value() if correlation.tokens else None for correlation in neighbours.values()],
-        perplexity=perplexity,
-        random_perplexity=random_perplexity,
-        random_seeds=list(random_seeds),
-        has_choice=has_choice(model.config),
-        encoder_layers=encoder_layers,
-    )
+def _perplexities(
+    model: Any,
+    batches: Mapping[str, Sequence[TextBatch]],
+    seeds: Sequence[int],
+    receive: Callable[[str, Routing, TextBatch], None],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The perplexity of each language, whose routing `receive` gets, and its mean under random routing by each seed;
+    without seeds, the router's own."""
+    perplexity, random = {}, {}
+    with token_bar("routing", batches, 1 + len(seeds)) as bar:
+        for language, of_language in batches.items():
+            bar.set_description(f"routing of {model_name(model)}: {language}")
+            perplexity[language] = _perplexity(model, of_language, partial(receive, language), bar)
+            drawn = []
+            for seed in seeds:
+                with random_routing(model, seed):
+                    drawn.append(_perplexity(model, of_language, None, bar))
+            random[language] = sum(drawn) / len(drawn) if drawn else perplexity[language]
+    return perplexity, random
 
 
 def _directions(
@@ -300,24 +322,6 @@ def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
     """The routing of the tokens that `mask_T` marks."""
     tensors: dict[str, Any] = {name: value for name, value in vars(routing).items() if isinstance(value, torch.Tensor)}
     return replace(routing, **{name: value[mask_T] for name, value in tensors.items()})
-
-
-def _bounded_batches(
-    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int, model: Any
-) -> list[TextBatch]:
-    """Batches of blocks of similar length, so that hardly anything is padding, and with a bounded number of logits."""
-    blocks = sorted(token_blocks(language, texts, tokenizer, tokens, block_size), key=len, reverse=True)
-    if len(blocks[0]) < 2:
-        raise InputError(f"Language {language!r}: no token follows another within a document and block.")
-    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
-    batches: list[list[list[int]]] = []
-    for block in blocks:
-        rows = batches[-1] if batches else []
-        full = not rows or len(rows) == batch_size or (len(rows) + 1) * len(rows[0]) > most
-        if full or 2 * len(block) < len(rows[0]):  # of two blocks of unlike length, each runs by itself
-            batches.append([])
-        batches[-1].append(block)
-    return [batch for rows in batches for batch in padded_batches(rows, batch_size)]
 
 
 def _perplexity(

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..core.schema import checked
-from ..inference.models import longest_block, model_name
+from ..inference.models import model_name
 from ..modeling import count_layers, stack_sizes
 from ..planning.results import SimilarityResult
-from .reading import padded_batches, progress, read_inputs, side_batches, token_blocks
+from .reading import language_batches, read_inputs, token_bar
 from .settings import AnalysisSettings
 
 
@@ -64,22 +64,15 @@ def measure_similarity(
     AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
     model.eval()
     config: Any = model.config
-    block_size = min(block_size, longest_block(config) or block_size)
-    # Counts all text before the first pass, so that a lack of text is reported at once.
-    batches = {
-        code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
-        if config.is_encoder_decoder
-        else padded_batches(token_blocks(code, texts[code], tokenizer, tokens, block_size), batch_size)
-        for code in (*old, *new)
-    }
+    texts = {code: texts[code] for code in (*old, *new)}
+    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size)
     means = {}
-    with progress(model, len(batches), tokens) as bar:
+    with token_bar("similarity", batches) as bar:
         for language, of_language in batches.items():
             bar.set_description(f"similarity in {model_name(model)}: {language}")
-            hidden_size = config.get_text_config(decoder=True).hidden_size
-            directions = MeanDirections(count_layers(model.config), hidden_size)
+            directions = MeanDirections(count_layers(config), config.get_text_config(decoder=True).hidden_size)
             read_inputs(model, of_language, directions.add, bar)
             means[language] = directions.means()
     names = combinations_with_replacement([*new, *old], 2)
     pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
-    return SimilarityResult.from_pairs(pairs, old, new, tokens, stack_sizes(model.config).get("encoder", 0))
+    return SimilarityResult.from_pairs(pairs, old, new, tokens, stack_sizes(config).get("encoder", 0))

@@ -1,4 +1,14 @@
-"""The ensemble of X-ELM and Branch-Train-Merge: several dense models, one for each language group, score as one."""
+"""The ensemble of X-ELM and Branch-Train-Merge: several dense models, one for each language group, score as one.
+
+At each target `x_t`, with the sum over the `top_m` models of the largest weight before renormalisation:
+
+    p(x_t | x_<t) = sum_j w_j(t) p_j(x_t | x_<t),    w_j(t) = prod_{s<t} p_j(x_s | x_<s) / sum_i (the same of i)
+
+The weights are Branch-Train-Merge's posterior over models, under a uniform prior. DMoE's paper says of X-ELM only that
+the outputs of the top m = 2 models are ensembled after language identification. We choose the rest: the prefix is the
+part of the window before the target, which is all that the models see; separators of documents, which are not scored,
+do not count; equal weights, as at a window's first target, rank in the order of the models.
+"""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +27,7 @@ from ..inference.models import check_decoder, load_for_inference, longest_block
 
 
 def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
-    """The ensemble's log-probability of each target; `evaluate_ensemble` gives the formula.
+    """The ensemble's log-probability of each target.
 
     Args:
         log_probs_MWS: `log p_j(x_t | x_<t)` of each model, window and target; 0 where a target is not scored.
@@ -43,18 +53,8 @@ def evaluate_ensemble(
     batch_size: int = 8,
     max_tokens: int | None = None,
 ) -> dict[str, LanguageScore]:
-    """Scores each language's documents as `evaluate_model` does, with the mixture of the models' probabilities.
-
-    At each target `x_t`, with the sum over the `top_m` models of the largest weight before renormalisation:
-
-        p(x_t | x_<t) = sum_j w_j(t) p_j(x_t | x_<t),    w_j(t) = prod_{s<t} p_j(x_s | x_<s) / sum_i (the same of i)
-
-    The weights are Branch-Train-Merge's posterior over models, under a uniform prior. DMoE's paper says of X-ELM only
-    that the outputs of the top m = 2 models are ensembled after language identification. We choose the rest: the prefix
-    is the part of the window before the target, which is all that the models see; separators of documents, which are
-    not scored, do not count; equal weights, as at a window's first target, rank in the order of `models`.
-
-    Only the targets' probabilities are kept of a model, so that one model is in memory at a time.
+    """Scores each language's documents as `evaluate_model` does, with the mixture of the models' probabilities; the
+    module gives the formula. One model is in memory at a time.
 
     Args:
         models: models, or folders or hub ids of checkpoints, which are loaded and released one by one.
@@ -74,24 +74,23 @@ def evaluate_ensemble(
     streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}
     log_probs: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
     windows = sum(stream.count_windows(block_size) for stream in streams.values())
-    bar = Bar(total=windows * len(models), desc="ensemble", unit="window")
-    for model in models:
-        loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
-        loaded.eval()
-        for language, stream in streams.items():
-            # Not the vocabularies: the loader may add tokens that no text has.
-            if own is not tokenizer and language_stream(language, texts, own, max_tokens).ids != stream.ids:
-                raise InputError(
-                    f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
-                    "ensemble must share one tokenizer."
-                )
-            of_model: list[torch.Tensor] = []
-            for part, _ in target_nats(loaded, stream, block_size, batch_size):
-                of_model.append(part)
-                bar.update(len(part))
-            log_probs[language].append(-torch.cat(of_model))
-        del loaded
-    bar.close()
+    with Bar(total=windows * len(models), desc="ensemble", unit="window") as bar:
+        for model in models:
+            loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
+            loaded.eval()
+            for language, stream in streams.items():
+                # Not the vocabularies: the loader may add tokens that no text has.
+                if own is not tokenizer and language_stream(language, texts, own, max_tokens).ids != stream.ids:
+                    raise InputError(
+                        f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
+                        "ensemble must share one tokenizer."
+                    )
+                of_model: list[torch.Tensor] = []
+                for part, _ in target_nats(loaded, stream, block_size, batch_size):
+                    of_model.append(part)
+                    bar.update(len(part))
+                log_probs[language].append(-torch.cat(of_model))
+            del loaded
     scores = {}
     for language, stream in streams.items():
         nats = -mix_models(torch.stack(log_probs[language]), top_m).sum().item()

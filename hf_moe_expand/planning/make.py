@@ -1,6 +1,7 @@
 """Makes a plan from a recipe's `plan:` and, if its method needs one, an analysis."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..core.errors import InputError
 from ..core.layer_names import layer_name
@@ -40,15 +41,7 @@ def make_plan(
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
     if num_layers > MOST_EXPERTS:
         raise InputError(f"{num_layers} layers are too many: a model may have at most {MOST_EXPERTS:,} experts in all.")
-    given = {"similarity": similarity, "deviation": deviation}
-    analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
-    for name, analysis in analyses.items():
-        if (layers_of := len(getattr(analysis, name))) != num_layers:
-            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
-    if similarity is not None and similarity.encoder_layers != encoder_layers:
-        raise InputError(
-            f"The analysis has {similarity.encoder_layers} layers of an encoder, but the model has {encoder_layers}."
-        )
+    analyses = _checked_analyses({"similarity": similarity, "deviation": deviation}, num_layers, encoder_layers)
     by_layer = settings if isinstance(settings, LayerPlan) else LayerPlan.model_construct()
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
     made = settings.allocate_in(layers, Target(num_layers, seed, grows_from, analyses))
@@ -56,29 +49,43 @@ def make_plan(
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    choice = by_layer.classifier_choice
-    if by_layer.classifiers_in:
-        if by_layer.classifier_layers:
-            raise InputError(
-                "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
-            )
-        if choice != "similarity":
-            raise InputError(f"classifier_choice is {choice!r}, but classifiers_in names the layers: leave one out.")
-        classifiers = layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
-    else:
-        if choice in ("last", "random") and not by_layer.classifier_layers:
-            raise InputError(f"classifier_choice is {choice!r}, but classifier_layers is 0: say how many layers.")
-        new_old = None if similarity is None else similarity.new_old
-        classifiers = classifier_layers(choice, by_layer.classifier_layers, expanded, new_old, seed)
-    drawn = made.drawn or choice == "random"
-    details = {**({"seed": seed} if drawn else {}), **made.details}
+    new_old = None if similarity is None else similarity.new_old
+    details = {**({"seed": seed} if made.drawn or by_layer.classifier_choice == "random" else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers
     return Plan(
-        settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
-        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from),
+        settings.method, counts, top_k=settings.top_k, old=list(old), new=list(new), settings=details,
+        classifier_layers=_classifiers(by_layer, num_layers, encoder_layers, expanded, new_old, seed),
+        groups=[list(group) for group in made.groups], grows_from=list(grows_from),
         exclusive=by_layer.exclusive or exclusive, encoder_layers=encoder_layers,
     )  # fmt: skip
+
+
+def _checked_analyses(given: dict[str, Any], num_layers: int, encoder_layers: int) -> dict[str, Result]:
+    """The analyses that there are, which must be of a model with these layers."""
+    analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
+    for name, analysis in analyses.items():
+        if (layers_of := len(getattr(analysis, name))) != num_layers:
+            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
+        if (of_encoder := getattr(analysis, "encoder_layers", encoder_layers)) != encoder_layers:
+            raise InputError(f"The analysis has {of_encoder} layers of an encoder, but the model has {encoder_layers}.")
+    return analyses
+
+
+def _classifiers(
+    by_layer: LayerPlan, num_layers: int, encoder_layers: int, expanded: list[int], new_old: Any, seed: int
+) -> list[int]:
+    """The layers with a classifier."""
+    choice, count = by_layer.classifier_choice, by_layer.classifier_layers
+    if not by_layer.classifiers_in:
+        if choice in ("last", "random") and not count:
+            raise InputError(f"classifier_choice is {choice!r}, but classifier_layers is 0: say how many layers.")
+        return classifier_layers(choice, count, expanded, new_old, seed)
+    if count:
+        raise InputError("classifiers_in names the layers, and classifier_layers counts them: leave one of them out.")
+    if choice != "similarity":
+        raise InputError(f"classifier_choice is {choice!r}, but classifiers_in names the layers: leave one out.")
+    return layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
 
 
 def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:
