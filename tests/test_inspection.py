@@ -1,8 +1,9 @@
 """What `inspect` says of a checkpoint: every line, of facts that are written down here."""
 
+from hf_moe_expand.checkpoint.facts import JoinedPack
 from hf_moe_expand.checkpoint.records import ExpansionRecord, StageRecord
 from hf_moe_expand.modeling.language_gate import GateRule
-from hf_moe_expand.report.inspection import InspectedPack, Inspection
+from hf_moe_expand.report.inspection import Inspection
 
 PLAIN = {
     "backbone": "qwen2", "top_k": 2, "layers": [(2, False, 5), (1, False, 3), (3, True, 9)], "total": 3000,
@@ -45,7 +46,7 @@ def test_everything_that_there_can_be():
         **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], leftovers=["A folder is left."],
         encoder_layers=1,
         gate=GateRule(1, [["en", "zxx", "de"], ["el"], ["hu"]]), exclusive=True,
-        packs=[InspectedPack("greek", ["el"], 2, "FFNs"), InspectedPack("magyar", ["und"], 1, "FFNs")],
+        packs=[JoinedPack("greek", ["el"], 2, "FFNs"), JoinedPack("magyar", ["und"], 1, "FFNs")],
     )  # fmt: skip
     assert model.lines() == [
         "backbone            qwen2, 1 encoder and 2 decoder layers",

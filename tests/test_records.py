@@ -9,7 +9,9 @@ from data_tables import TABLES
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint
+from hf_moe_expand.checkpoint.facts import Facts
 from hf_moe_expand.checkpoint.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
+from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.stages import training_stages
 
@@ -105,3 +107,18 @@ def test_every_stage_that_trains_everything_is_known_to_change_everything():
     assert name in CHANGES_EVERYTHING
     for stage in training_stages():
         assert stage.trains.everything or not StageRecord(stage=stage.name).changes_everything
+
+
+def test_the_facts_of_a_dense_and_of_an_expanded_model(base, tmp_path):
+    dense = Facts(load_config(base))
+    assert (dense.counts, dense.grown, dense.encoder_layers) == ([1, 1, 1], [], 0)
+    assert not any((dense.exclusive, dense.classifiers, dense.groups, dense.gate, dense.packs, dense.has_adapters))
+    plan = Plan("moe-lpr", [3, 1, 2], [2], old=["en"], new=["el", "tr"])
+    expand_checkpoint(base, tmp_path / "out", plan, expert_kind="lora")
+    facts = Facts(load_config(tmp_path / "out"))
+    assert (facts.counts, facts.grown, facts.classifiers) == ([3, 1, 2], [0, 2], [2])
+    assert facts.languages == (["en"], ["el", "tr"])
+    assert [kind.name for kind in facts.kinds] == ["lora"]
+    groups = Plan("dmoe", [2, 1, 2], old=["en"], new=["el"], groups=[["el"], ["en"]])
+    expand_checkpoint(base, tmp_path / "dmoe", groups)
+    assert Facts(load_config(tmp_path / "dmoe")).group_of == {"el": 0, "en": 1}

@@ -15,8 +15,9 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.expansion_only import sha256_of
+from ..checkpoint.facts import Facts
 from ..checkpoint.gate import Gate, check_takes_gate, gated, write_gate
-from ..checkpoint.records import History, StageRecord
+from ..checkpoint.records import StageRecord
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.table import check_place
@@ -100,7 +101,7 @@ def fit_gates(
     check_place(model, out, overwrite, *([] if is_loaded else [resolve_checkpoint(given)]))
     place: Any = out
     with nullcontext(given) if is_loaded else gated(given, place) as source:
-        classes = History.of(check_takes_gate(source)).classes
+        classes = Facts(check_takes_gate(source)).history.classes
         chosen = check_languages(classes, texts, anchors)
         loaded, tokenizer = (given, processing_class) if is_loaded else load_for_inference(source)
         with evaluating(loaded):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.facts import Facts
 from ..core.errors import InputError
 from ..core.languages import names_language
 from ..core.progress import Bar
@@ -22,7 +23,7 @@ from ..data.sources import Pair
 from ..data.tokens import begin_tokens
 from ..evaluation.perplexity import pair_batch
 from ..inference.models import longest_block
-from ..modeling import decoder_ffns, stack_sizes
+from ..modeling import decoder_ffns
 
 # Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
 _MOST_LOGITS = (2**29, 2**26)
@@ -85,7 +86,7 @@ def read_inputs(
     """Passes each layer's FFN inputs at the measured tokens, `[tokens, h]`, to `receive`, batch after batch; layers
     behind the `last` one do not run."""
     base = getattr(model, "base_model", model)
-    encoder_layers = stack_sizes(model.config).get("encoder", 0)
+    encoder_layers = Facts(model.config).encoder_layers
 
     def measured(layer: int, states: torch.Tensor) -> None:
         receive(layer, states.flatten(0, -2)[batch.measured_in(layer, encoder_layers)])

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoint.records import History
+from ..checkpoint.facts import Facts
 from ..core.errors import InputError
 from ..core.languages import check_old_and_new
 from ..core.progress import Bar
@@ -35,7 +35,7 @@ from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
 from ..data.sources import Pair
 from ..inference.models import model_name
-from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
+from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..planning.results import RoutingResult
 from .reading import TextBatch, language_batches, token_bar
 from .settings import AnalysisSettings
@@ -122,7 +122,7 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
         InputError: the class of a language is not known, or a language is given both as old and as new.
     """
     check_old_and_new(old, new)
-    history = History.of(config)
+    history = Facts(config).history
     known = history.classes | dict.fromkeys(old, 0) | dict.fromkeys(new, max(len(history), 1))
     if unknown := sorted(set(languages) - set(known)):
         raise InputError(f"{', '.join(unknown)}: not a known language of this model; name it in old or in new.")
@@ -218,7 +218,7 @@ def measure_routing(
     if not texts or not random_seeds:
         raise InputError("No language was given." if not texts else "random_seeds is empty: give a seed.")
     AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
-    encoder_layers = stack_sizes(model.config).get("encoder", 0)
+    encoder_layers = Facts(model.config).encoder_layers
     sides: dict[str, Pair] = {code: (code, code) for code in texts}  # the languages of encoder and decoder
     if by_direction:
         sides, texts = _directions(texts, encoder_layers)
@@ -290,9 +290,9 @@ def _directions(
 def has_choice(config: Any) -> bool:
     """Whether some token of an expanded model can be without an expert: with K experts or fewer in each layer, no gate
     and no classifier, every token goes to all experts of its layer."""
-    routed = [count - config.declares("shares_expert_0") for count in config.num_experts_per_layer if count > 1]
-    chosen = bool(config.classifier_layers) or config.declares("judges")
-    return chosen or max(routed) > config.router_top_k
+    facts, shared = Facts(config), config.declares("shares_expert_0")
+    chosen = bool(facts.classifiers) or config.declares("judges")
+    return chosen or max(facts.counts[layer] - shared for layer in facts.grown) > config.router_top_k
 
 
 def nearest_experts(

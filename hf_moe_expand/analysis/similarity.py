@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..checkpoint.facts import Facts
 from ..core.schema import checked
 from ..inference.models import model_name
-from ..modeling import count_layers, stack_sizes
+from ..modeling import count_layers
 from ..planning.results import SimilarityResult
 from .reading import language_batches, read_inputs, token_bar
 from .settings import AnalysisSettings
@@ -75,4 +76,4 @@ def measure_similarity(
             means[language] = directions.means()
     names = combinations_with_replacement([*new, *old], 2)
     pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
-    return SimilarityResult.from_pairs(pairs, old, new, tokens, stack_sizes(config).get("encoder", 0))
+    return SimilarityResult.from_pairs(pairs, old, new, tokens, Facts(config).encoder_layers)

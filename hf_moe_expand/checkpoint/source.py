@@ -19,7 +19,7 @@ from ..core.private import in_one_line
 from ..core.saying import say_once
 from ..core.schema import Count, Flag, Positive, Schema, Text, read
 from ..core.scratch import leftovers, restore
-from ..modeling import ExpandedConfig, language_models, stack_sizes
+from ..modeling import ExpandedConfig, language_models
 from ..planning.plan import MOST_EXPERTS
 from .proven import reason_left_out
 from .records import History
@@ -340,16 +340,6 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
             f"{name}: slow_but_exact with pretraining_tp {config.pretraining_tp} computes the FFN in slices, which "
             "experts cannot. Set slow_but_exact to false in config.json."
         )
-
-
-def grown_from(name: str) -> tuple[list[int], list[str], int, bool]:
-    """Of an expanded checkpoint that can grow: experts of each layer, languages, number of the encoder's layers, and
-    whether its experts are exclusive."""
-    config = load_expanded_config(resolve_checkpoint(name, weights=False))
-    if config.model_type == "dmoe":
-        raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
-    languages, encoder = History.of(config).languages, stack_sizes(config).get("encoder", 0)
-    return config.num_experts_per_layer, languages, encoder, config.exclusive_experts
 
 
 def check_fields(fields: Mapping[str, Any], folder: Path) -> None:

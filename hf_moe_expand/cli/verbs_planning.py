@@ -74,10 +74,16 @@ def _plan(
     encoder = similarity.encoder_layers if similarity is not None else 0
     if base is not None:
         expanded(base, {})
-        from ..checkpoint.source import grown_from
+        from ..checkpoint.facts import Facts
+        from ..checkpoint.source import load_expanded_config, resolve_checkpoint
         from ..core.languages import check_named_once
 
-        counts, known, encoder, exclusive = grown_from(base)
+        facts = Facts(load_expanded_config(resolve_checkpoint(base, weights=False)))
+        if facts.groups:
+            raise InputError(
+                f"{base}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language."
+            )
+        counts, known, encoder, exclusive = facts.counts, facts.history.languages, facts.encoder_layers, facts.exclusive
         old = old or known
         if again := [code for code in new if code in known]:
             raise InputError(f"{', '.join(again)}: already a language of {base}; leave it out of --new.")
@@ -107,11 +113,11 @@ def _num_layers(layers: str) -> tuple[int, int]:
     try:
         numbers = [int(part) for part in layers.split("+")]
     except ValueError:
+        from ..checkpoint.facts import Facts
         from ..checkpoint.source import load_config, resolve_checkpoint
-        from ..modeling import stack_sizes
 
-        sizes = stack_sizes(load_config(resolve_checkpoint(layers, weights=False)))
-        return sum(sizes.values()), sizes.get("encoder", 0)
+        facts = Facts(load_config(resolve_checkpoint(layers, weights=False)))
+        return len(facts.counts), facts.encoder_layers
     if len(numbers) > 2 or min(numbers) < 1:
         raise InputError(f"--layers is {layers}: must be at least 1, or a checkpoint.")
     return sum(numbers), numbers[0] if len(numbers) == 2 else 0

@@ -162,7 +162,7 @@ def _language_groups(
 ) -> list[list[str]]:
     """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history, then
     what other models' histories add; those of the text, or all. The others are in none."""
-    from ..checkpoint.records import History
+    from ..checkpoint.facts import Facts
     from ..checkpoint.source import load_config, resolve_checkpoint
 
     if old or new:
@@ -170,7 +170,7 @@ def _language_groups(
         groups = [old, new]
     else:
         configs = [load_config(resolve_checkpoint(name, weights=False)) for name in models]
-        histories = [found for config in configs if (found := History.of(config).by_expansion)]
+        histories = [found for config in configs if (found := Facts(config).history.by_expansion)]
         groups = [list(group) for group in max(histories, key=len, default=[languages, []])]
         for of_base, *added in histories:  # of another expansion
             for group, more in ((groups[0], of_base), *((groups[-1], more) for more in added)):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..checkpoint.facts import Facts
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.progress import Bar
@@ -314,7 +315,7 @@ def score_stream(
 def _judged(model: Any) -> Iterator[list[torch.Tensor]]:
     """Inside, each pass of a model with a gate adds the classes of its tokens that it judges, `[T]`."""
     classes: list[torch.Tensor] = []
-    if getattr(model.config, "language_gate", None) is None:
+    if Facts(model.config).gate is None:
         yield classes
         return
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.records import History
+from ..checkpoint.facts import Facts
 from ..inference.models import load_for_inference
 from .perplexity import LanguageScore, evaluate_model
 from .settings import EvaluationSettings
@@ -45,7 +45,7 @@ def score_ways(
         with told:
             return evaluate_model(loaded, tokenizer, texts, **options)
 
-    history = History.of(loaded.config)
+    history = Facts(loaded.config).history
     classes = {code: history.classes.get(code) for code in sorted(texts, key=lambda c: history.classes.get(c, 1 << 30))}
     alone = [scored(loaded.use_expert(0))]
     alone += [scored(loaded.use_languages(record.new_languages[0])) for record in history.expansions]

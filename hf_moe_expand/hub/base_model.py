@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
-from ..checkpoint.records import History
+from ..checkpoint.facts import Facts
 from ..checkpoint.source import load_config, text_config
 from ..checkpoint.stored import BASE_FIELDS, field_of
 from ..core.errors import InputError, errors_at
@@ -27,7 +27,7 @@ class BaseModel:
 
 def base_of(config: Any) -> BaseModel:
     """The base that config.json records."""
-    first = History.of(config).first
+    first = Facts(config).history.first
     name, revision = first.base_model, first.base_revision  # of a model of the hub only
     if name is None:
         raise InputError(
@@ -54,7 +54,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
 
 
 def _compare_configs(config: Any, base: Any, where: str) -> None:
-    grafted = any(stage.changes_everything for stage in History.of(config).stages)  # perhaps with further tokens
+    grafted = any(stage.changes_everything for stage in Facts(config).history.stages)  # perhaps with further tokens
     for name in ("hidden_size", "intermediate_size", *([] if grafted else ["vocab_size"]), *BASE_FIELDS):
         if (ours := field_of(config, name, base)) != (theirs := field_of(base, name, base)):
             raise InputError(

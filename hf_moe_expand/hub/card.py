@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from .. import __version__
 from ..checkpoint.compare import Verdict, moved_tensors
+from ..checkpoint.facts import Facts
 from ..checkpoint.records import History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
@@ -27,7 +28,6 @@ from ..core.private import refuse_private
 from ..core.schema import checked
 from ..core.yamlfile import to_yaml
 from ..evaluation.report import THIS, Evaluation, markdown_table
-from ..modeling.language_gate import GateRule
 from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
 from .base_model import BaseModel, base_of, base_on_hub
@@ -78,9 +78,10 @@ def make_card(
     inspection = inspect_checkpoint(folder)
     has_weights = any(folder.glob("*.safetensors"))  # those of a hub id stay there
     verdict = moved_tensors(StoredModel(folder, config)) if has_weights else Verdict()
-    history = History.of(config)
+    facts = Facts(config)
+    history = facts.history
     trained = any(stage.changes_everything for stage in history.stages)
-    template, has_adapters = _method(config, history), config.expert_kind == "adapter"
+    template, has_adapters = _method(config, history), facts.has_adapters
     method = METHODS.get(history.last.method)
     old, new = _languages(history)
     scores = None
@@ -115,13 +116,13 @@ def make_card(
         words=method.words if method else "",
         grafted=any(stage.stage == "graft" for stage in history.stages),
         regularised=config.declares("shares_expert_0") or any(map(_is_regularised, settings)),
-        groups=getattr(config, "language_groups", None),
+        groups=facts.groups,
         base=origin,
         old=in_words(old),
         new=new,
         added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
-        judges=bool(config.classifier_layers),
-        gate=GateRule.of(config),
+        judges=bool(facts.classifiers),
+        gate=facts.gate,
         plan=_plan_rows(inspection.layers, inspection.encoder_layers),
         expansions=[
             (record, [after - count for after, count in zip(now, before, strict=True)])
@@ -220,7 +221,7 @@ def _lacked(config: Any) -> set[str]:
     ffns = network_of(config).expanded_ffns().values()
     parts = {
         _OF_ROUTERS: any(ffn.router is not None for ffn in ffns),
-        _OF_CLASSIFIERS: bool(getattr(config, "classifier_layers", None)),
+        _OF_CLASSIFIERS: bool(Facts(config).classifiers),
         _OF_CONDITIONAL_ROUTING: bool(config.conditional_routing),
     }
     return {name for names, is_there in parts.items() if not is_there for name in names}

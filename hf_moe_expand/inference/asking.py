@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..checkpoint.records import History
+from ..checkpoint.facts import Facts
 from ..checkpoint.source import name_in_results
 from ..core.errors import InputError, first_line
 from ..data.tokens import prompt_tokens
@@ -137,5 +137,5 @@ def why_no_base_inside(config: Any) -> str | None:
         return "is a dense model, which has no base inside: give an expanded one"
     if config.model_type == "dmoe":
         return "all experts of a DMoE train, so its base is not inside: give the base's folder"
-    stage = next((s.stage for s in History.of(config).stages if s.changes_everything), None)
+    stage = next((s.stage for s in Facts(config).history.stages if s.changes_everything), None)
     return stage and f"`{stage}` changed the base inside: give the base's own folder or hub id"

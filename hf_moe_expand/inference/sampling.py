@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..checkpoint.expand import versions
-from ..checkpoint.records import History
+from ..checkpoint.facts import Facts
 from ..checkpoint.source import name_and_commit, resolve_checkpoint
 from ..core.errors import InputError
 from ..core.jsonfile import write_text
@@ -56,7 +56,7 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     Tokens are drawn from the model's own distribution, with temperature and top-p. Of an expanded model, expert 0
     alone writes: that is the base. A document without a word is drawn anew."""
     expanded = isinstance(model.config, ExpandedConfig)
-    if expanded and (stage := History.of(model.config).trained_base):
+    if expanded and (stage := Facts(model.config).history.trained_base):
         raise InputError(f"Expert 0 of this model is not the base any more, since `{stage}` trained it: give the base.")
     begun = {prompt: _begin(prompt, tokenizer) for prompt in chosen.prompts or [""]}
     longest, positions = max(map(len, begun.values())), longest_block(model.config)

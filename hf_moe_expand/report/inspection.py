@@ -3,16 +3,16 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.compare import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
-from ..checkpoint.kinds import kind_of, kinds_of
+from ..checkpoint.facts import Facts, JoinedPack
+from ..checkpoint.kinds import kind_of
 from ..checkpoint.new_experts import chosen_kind
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.records import ExpansionRecord, History, StageRecord
+from ..checkpoint.records import ExpansionRecord, StageRecord
 from ..checkpoint.settings import NewExperts
 from ..checkpoint.source import check_expanded, load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
@@ -22,7 +22,7 @@ from ..core.layer_names import counts_in_words
 from ..core.layer_names import in_words as layers_in_words
 from ..core.rendering import render
 from ..core.scratch import leftovers
-from ..modeling import count_layers, decoder_ffns, stack_sizes
+from ..modeling import count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.language_gate import TEMPLATE, GateRule
 from ..modeling.part_adapters import AdaptedLayer
@@ -35,27 +35,6 @@ _ACTIVE = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
     "expert_num_selected",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class InspectedPack:
-    """A language pack of a joined model.
-
-    Attributes:
-        name: folder or hub id.
-        languages: those that it adds.
-        expansions: number of its expansions.
-        experts: the kind of its experts, in words.
-    """
-
-    name: str
-    languages: list[str]
-    expansions: int
-    experts: str
-
-    def line(self) -> str:
-        several = f", {self.expansions} expansions" if self.expansions > 1 else ""
-        return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +72,7 @@ class Inspection:
     gate: GateRule | None = None
     judges_tokens: bool = False
     exclusive: bool = False
-    packs: Sequence[InspectedPack] = ()
+    packs: Sequence[JoinedPack] = ()
     encoder_layers: int = 0
     base_check: str | None = None
 
@@ -138,8 +117,9 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
 def inspect_config(config: Any) -> Inspection:
     """Inspects the model that an expanded configuration describes; allocates no weights."""
     network = network_of(config)
-    kind = kind_of(config)
-    is_own = not kind.has_ffn and {one.name for one in kinds_of(config)} == {kind.name}
+    facts = Facts(config)
+    kind, *others = facts.kinds
+    is_own = not kind.has_ffn and all(other.name == kind.name for other in others)
     layers = [(1, False, 0)] * count_layers(config)
     gate = getattr(network, "language_gate", None)
     added, total = 0 if gate is None else _size_of(gate), _size_of(network)
@@ -147,16 +127,15 @@ def inspect_config(config: Any) -> Inspection:
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size_of(ffn))
         added += _size_of(ffn) - _size_of(ffn.experts[0])
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
-    if config.exclusive_experts:  # they have no routing to review
+    if facts.exclusive:  # they have no routing to review
         stages = [stage for stage in stages if stage.trains.experts != "none"]
     counts = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
     trainable = {name: count for name, count in counts.items() if count}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - _idle_weights(network), total - added,
-        trainable, History.of(config).expansions, kind.words if is_own else None,
+        trainable, facts.history.expansions, kind_of(config).words if is_own else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
-        gate=GateRule.of(config), exclusive=config.exclusive_experts, packs=_packs(config),
-        encoder_layers=stack_sizes(config).get("encoder", 0),
+        gate=facts.gate, exclusive=facts.exclusive, packs=facts.packs, encoder_layers=facts.encoder_layers,
     )  # fmt: skip
 
 
@@ -168,16 +147,6 @@ def inspect_plan(base: str | os.PathLike, plan: Plan, revision: str | None = Non
     check_layers(plan, dense, base)
     kind = chosen_kind(network_of(dense), plan, NewExperts(**experts))
     return inspect_config(planned_config(dense, plan, kind))
-
-
-def _packs(config: Any) -> list[InspectedPack]:
-    sizes = getattr(config, "packs", None) or []
-    records, packs = History.of(config).expansions, []
-    for size, end in zip(sizes, accumulate(sizes), strict=True):
-        own = records[end - size : end]
-        codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
-        packs.append(InspectedPack(own[0].pack or "", codes, size, kind_of(config, end - size, end).words))
-    return packs
 
 
 def _in_words(stage: StageRecord) -> str:
@@ -214,7 +183,7 @@ def _idle_in_ffns(network: Any) -> int:
             idle += sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
         if expanded:
             sizes = sorted(map(_size_of, list(block.experts)[1:]), reverse=True)
-            if any(kind.has_ffn for kind in kinds_of(config)):
+            if any(kind.has_ffn for kind in Facts(config).kinds):
                 sizes = sorted([*sizes, _size_of(block.experts[0])], reverse=True)
                 sizes = sizes[int(block.shares_expert_0) :]
             idle += sum(sizes[block.top_k :])  # of other kinds a token uses expert 0's weights besides

@@ -22,7 +22,7 @@ from pydantic_core import core_schema
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from ..checkpoint.records import History
+from ..checkpoint.facts import Facts
 from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
@@ -46,7 +46,6 @@ from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
 from ..data.stream_reader import OnBadShard
 from ..evaluation.validation import VALIDATION, ValidationCallback
-from ..modeling.part_joined import joins_packs
 from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
@@ -371,7 +370,7 @@ class StageConfig(TrainingArguments, Stage):
     @classmethod
     def known_languages(cls, model: Any, texts: Iterable[str]) -> tuple[list[str], list[str]]:
         """The old and the new languages of a model."""
-        return languages_of(model)
+        return Facts(model).languages
 
     def saved_parameters(self, network: Any) -> tuple[int, int]:
         """The number of parameters in a training checkpoint, and of those among them that train.
@@ -410,7 +409,7 @@ class StageConfig(TrainingArguments, Stage):
             model_config: configuration of the expanded model, whose history orders the languages.
             whole: take all of the text, whatever the settings take of a training's.
         """
-        old, new = languages_of(model_config)
+        old, new = Facts(model_config).languages
         texts = {code: texts[code] for code in (*old, *new) if code in texts}
         amounts = {} if whole else self.amounts(texts, model_config)
         if model_config.is_encoder_decoder:
@@ -442,7 +441,7 @@ class StageConfig(TrainingArguments, Stage):
     @classmethod
     def language_classes(cls, model_config: Any, languages: Sequence[str]) -> list[int] | None:
         """The class of each language for the losses: 0 for the base model's languages, g for those of expansion g."""
-        classes = History.of(model_config).classes
+        classes = Facts(model_config).history.classes
         return [classes.get(code, 0) for code in languages]
 
     def router_losses(self) -> list[RouterLoss]:
@@ -464,20 +463,6 @@ class StageConfig(TrainingArguments, Stage):
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
     return {**typing.get_type_hints(cls), "output_dir": str | os.PathLike | None}
-
-
-def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
-    """The languages before a model's last expansion, and those that it added; for DMoE, in the order of the groups. The
-    packs of a joined model count as one expansion."""
-    history = History.of(model_config)
-    last = history.last
-    if joins_packs(model_config):
-        old = history.first.old_languages
-        return old, [code for code in history.languages if code not in old]
-    groups = getattr(model_config, "language_groups", None)
-    if not groups:
-        return last.old_languages, last.new_languages
-    return last.old_languages, [code for group in groups for code in group if code not in last.old_languages]
 
 
 def own_fields(cls: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..checkpoint.facts import Facts
 from ..core.errors import InputError, errors_at
 from ..core.languages import named_in
 from ..data.curriculum import Curriculum
@@ -14,7 +15,6 @@ from ..data.lost import check_lost
 from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
-from .config import languages_of
 from .data_sets import by_language, check_columns, check_rows, columns_of, folded, is_text
 from .mixing import is_mixed
 from .prepare import check_arguments, checked_order, prepare
@@ -65,7 +65,7 @@ class OwnDataMixin:
                 "pass text, or what `pack_texts` returned."
             )
         elif classes is None and "language_ids" in columns:
-            old, new = languages_of(self.model_config)
+            old, new = Facts(self.model_config).languages
             classes = self.stage.language_classes(self.model_config, [*old, *new])
         self._check_rows(data, name, classes)
         if mix is not None and self.stream is None and (not hasattr(data, "__len__") or sum(mix.rows) != len(data)):
@@ -109,7 +109,7 @@ class OwnDataMixin:
         """Packed text whose language ids are those of the model's languages, where its history names them."""
         if not self._has_history:
             return data
-        old, new = languages_of(self.model_config)
+        old, new = Facts(self.model_config).languages
         return data.numbered([*old, *new], name)
 
     def _with_ids(self: Any, data: Any, columns: Collection[str], language: str | None = None) -> Any:
@@ -117,7 +117,7 @@ class OwnDataMixin:
         is_asked = (language is not None and self._has_history) or "language" in columns
         if not (is_asked and isinstance(data, Dataset) and "input_ids" in columns) or "language_ids" in columns:
             return data
-        old, new = languages_of(self.model_config)
+        old, new = Facts(self.model_config).languages
         known = [*old, *new]
         if "language" in columns:
             code_of: dict[str, Any] = {tag: named_in(tag, known) for tag in {*map(str, data["language"])}}
@@ -138,7 +138,7 @@ class OwnDataMixin:
                 f"{name} holds text: pass {self.stage.__name__}(...) as args, which sets the packing, and the "
                 "tokenizer as processing_class."
             )
-        old, new = languages_of(self.model_config)
+        old, new = Facts(self.model_config).languages
         language = language if language in (*old, *new) else None
         return by_language(data, name, old, new, self.model_config.is_encoder_decoder, language)
 

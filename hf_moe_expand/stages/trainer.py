@@ -16,7 +16,8 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoint.records import History, StageRecord, add_stage, without_folders
+from ..checkpoint.facts import Facts
+from ..checkpoint.records import StageRecord, add_stage, without_folders
 from ..checkpoint.source import EXPANDED
 from ..core.errors import DivergedError, InputError
 from ..core.schema import checked, shown_value
@@ -154,7 +155,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         for callback in (SeenText(), self.stops):
             self.add_callback(callback)
         if train_dataset is not None and not is_of_stage:
-            languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
+            languages = list(self.packed.tokens if self.packed is not None else Facts(model.config).history.languages)
             for scoring in config.scoring(Path(str(config.output_dir)), processing_class, languages, model.config):
                 self.add_callback(scoring)
         if self.is_world_process_zero() and self.freeze_report is not None:

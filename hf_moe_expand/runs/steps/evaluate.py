@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.records import History
+from ...checkpoint.facts import Facts
 from ...checkpoint.source import load_config
 from ...core.errors import InputError, errors_at
 from ...core.languages import UNDETERMINED
@@ -103,7 +103,7 @@ class Evaluate(Step):
         if self.recipe.join is None:
             return self.recipe.evaluated_languages
         final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
-        return History.of(load_config(final)).by_expansion
+        return Facts(load_config(final)).history.by_expansion
 
     def work(self) -> StepResult:
         recipe = self.recipe

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ...analysis.gating import check_languages
+from ...checkpoint.facts import Facts
 from ...checkpoint.join import Pack, check_packs, join_expansions, joined_config, load_packs
 from ...checkpoint.reader import CheckpointReader
-from ...checkpoint.records import History
 from ...checkpoint.settings import JoinSettings
 from ...checkpoint.source import pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel, network_of
@@ -16,7 +16,6 @@ from ...checkpoint.writer import check_shard_size
 from ...core.disk import StepOutput
 from ...core.errors import InputError, errors_at
 from ...modeling.part_expansion_only import RECORD
-from ...stages.config import languages_of
 from ...stages.outlook import Found, Outlook, StepResult
 from .base import RunStep
 
@@ -63,7 +62,7 @@ class JoinPacks(RunStep):
 
     def _check_languages(self, config: Any) -> None:
         """Refuses text of languages that the packs do not have so, and a gate without text of each new one."""
-        run, (old, new) = self.run, languages_of(config)
+        run, (old, new) = self.run, Facts(config).languages
         for kind, ours, theirs in (("old", run.old, old), ("new", run.new, new)):
             if wrong := [code for code in ours if code not in theirs]:
                 raise InputError(
@@ -71,7 +70,7 @@ class JoinPacks(RunStep):
                     f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
                 )
         if run.expansion.has("gates"):
-            check_languages(History.of(config).classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
+            check_languages(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
 
     def work(self) -> StepResult:
         settings = self.settings

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+from ...checkpoint.facts import Facts
 from ...checkpoint.source import load_config, resolve_checkpoint
 from ...core.errors import InputError
 from ...data.sources import counted
-from ...modeling import count_layers, stack_sizes
+from ...modeling import count_layers
 from ...planning.make import make_plan
 from ...planning.results import DeviationResult, SimilarityResult
 from ...stages.outlook import Found, Outlook, StepResult
@@ -31,7 +32,7 @@ class MakePlan(RunStep):
         recipe = self.run.recipe
         layers, codes, settings = count_layers(outlook.config), self.run.new, self.run.expansion.planned
         same = [1.0] * layers
-        encoder = _encoder_layers(outlook.config)
+        encoder = Facts(outlook.config).encoder_layers
         falling = [1 - layer / layers for layer in range(layers)]
         named = [*codes, *recipe.old]
         similarity = SimilarityResult(
@@ -77,11 +78,11 @@ class MakePlan(RunStep):
         path = run.folder / "analysis.json"
         similarity = SimilarityResult.from_json(path) if planned.needs == "similarity" else None
         deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
-        config = load_config(resolve_checkpoint(run.start, run.revision))
+        facts = Facts(load_config(resolve_checkpoint(run.start, run.revision)))
         plan = make_plan(
-            planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
-            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
-            encoder_layers=_encoder_layers(config), exclusive=getattr(config, "exclusive_experts", False),
+            planned, len(facts.counts), run.old, run.new, similarity, run.recipe.seed, deviation,
+            grows_from=facts.counts if facts.grown else (), encoder_layers=facts.encoder_layers,
+            exclusive=facts.exclusive,
         )  # fmt: skip
         plan.save(self.output)
         summary = f"experts per layer {plan.counts_in_words}"
@@ -89,7 +90,3 @@ class MakePlan(RunStep):
             return StepResult(f"{summary}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
         classifiers = f"; classifiers in layers {plan.classifiers_in_words}" if plan.classifier_layers else ""
         return StepResult(f"{summary}{classifiers}")
-
-
-def _encoder_layers(config: Any) -> int:
-    return stack_sizes(config).get("encoder", 0)

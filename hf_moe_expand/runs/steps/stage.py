@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from ...checkpoint.records import History
+from ...checkpoint.facts import Facts
 from ...checkpoint.source import load_config
 from ...core.disk import StepOutput, readable_size
 from ...core.errors import InputError, errors_at
@@ -117,6 +117,6 @@ class TrainStep(StageStep):
         if not PartialState().is_main_process:
             return StepResult("")
         remove_training(self.output)  # an interruption may have come between the output and its removal
-        record = History.of(load_config(self.output)).last.stages[-1]
+        record = Facts(load_config(self.output)).history.last.stages[-1]
         frozen = check_frozen(self.before, self.output, record.stage)
         return StepResult(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})

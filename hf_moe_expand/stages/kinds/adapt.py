@@ -11,7 +11,8 @@ from accelerate.utils import broadcast_object_list
 from pydantic import Field
 
 from ...checkpoint.expand import add_experts, versions
-from ...checkpoint.records import ExpansionRecord, History, StageRecord
+from ...checkpoint.facts import Facts
+from ...checkpoint.records import ExpansionRecord, StageRecord
 from ...checkpoint.source import load_expanded_config, resolve_checkpoint
 from ...checkpoint.stored import built_whole
 from ...checkpoint.writer import check_output
@@ -88,7 +89,7 @@ def expert_perplexities(
 ) -> list[float]:
     """Perplexity of a language's text through each expert alone (hard routing, DMoE section 3.3)."""
     perplexities = []
-    for expert in range(len(model.config.language_groups)):
+    for expert in range(len(Facts(model.config).groups)):
         with model.use_expert(expert):
             score = evaluate_model(model, tokenizer, {language: texts}, block_size, max_tokens=max_tokens)
         perplexities.append(score[language].perplexity)
@@ -128,7 +129,7 @@ def adapt_language(
     expanded = load_expanded_config(folder)
     AdaptConfig.check_model(expanded)
     check_block_size(config.block_size, longest_block(expanded))
-    groups, language = expanded.language_groups, check_language_code(source.language)
+    groups, language = Facts(expanded).groups, check_language_code(source.language)
     for number, group in enumerate(groups):
         if any(same_language(language, own) for own in group):
             raise InputError(
@@ -166,12 +167,12 @@ def adapt_language(
 def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionRecord:
     return ExpansionRecord(
         method="dmoe-adapt",
-        base_model=History.of(expanded).last.base_model,
+        base_model=Facts(expanded).history.last.base_model,
         base_revision=None,
-        old_languages=[code for group in expanded.language_groups for code in group],
+        old_languages=[*Facts(expanded).group_of],
         new_languages=[language],
         copied_expert=nearest,
-        experts_per_layer=[count + (count > 1) for count in expanded.num_experts_per_layer],
+        experts_per_layer=[count + (count > 1) for count in Facts(expanded).counts],
         seed=seed,
         versions=versions(),
     )

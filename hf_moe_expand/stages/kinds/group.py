@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from torch.utils.data import Sampler
 
+from ...checkpoint.facts import Facts
 from ...core.errors import InputError
 from ...core.schema import Coefficient, Positive
 from ...trainers.freezing import EVERYTHING
@@ -40,23 +41,23 @@ class GroupConfig(MixedConfig):
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
     def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]]:
-        return super().block_groups(texts, model_config) or model_config.language_groups
+        return super().block_groups(texts, model_config) or Facts(model_config).groups
 
     def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int]:
         return self.language_classes(model_config, languages)
 
     @classmethod
     def language_classes(cls, model_config: Any, languages: Sequence[str]) -> list[int]:
-        group_of = {code: number for number, group in enumerate(model_config.language_groups) for code in group}
+        group_of = Facts(model_config).group_of
         return [group_of.get(code, 0) for code in languages]
 
     def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         said = super().check(model, texts)
-        with_text, groups = set(texts), getattr(model, "language_groups", None) or []
+        with_text, groups = set(texts), Facts(model).groups
         for number, group in enumerate(groups):
             if not set(group) & with_text:
                 raise InputError(f"Group {number} ({', '.join(group)}): none of its languages has text; give some.")
-        if groups and (alone := sorted(with_text - {code for group in groups for code in group})):
+        if groups and (alone := sorted(with_text - {*Facts(model).group_of})):
             raise InputError(f"{', '.join(alone)}: in no language group of this checkpoint; leave its text out.")
         return said
 

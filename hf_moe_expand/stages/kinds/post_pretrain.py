@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from ...checkpoint.facts import Facts
 from ...core.errors import InputError
 from ...core.schema import Coefficient, Flag, Share
 from ...trainers.freezing import EVERYTHING, Trained
 from ...trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
 from ...trainers.losses.balance import BalanceCounts
 from ...trainers.masking import Masking
-from ..config import REPLAY_SHARE, ReplayShare, Validation, ValidationSettings, languages_of
+from ..config import REPLAY_SHARE, ReplayShare, Validation, ValidationSettings
 from ..keywords import mapping, setting
 from ..mixing import MixedConfig
 from ..trainer import StageTrainer
@@ -67,7 +68,7 @@ class PostPretrainConfig(MixedConfig):
 
     def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         self.check_settings(model)
-        old, new = languages_of(model)
+        old, new = Facts(model).languages
         if missing := [code for code in new if code not in texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
         old_with_text = [code for code in old if code in texts]
@@ -95,7 +96,7 @@ class PostPretrainConfig(MixedConfig):
     def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
         if self.replay_share is None:
             return super().amounts(texts, model_config)
-        replayed = [code for code in languages_of(model_config)[0] if code in texts]
+        replayed = [code for code in Facts(model_config).languages[0] if code in texts]
         return {**super().amounts(texts, model_config), "replay": (replayed, self.replay_share)}
 
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ...analysis.reading import count_tokens
 from ...analysis.similarity import measure_similarity
-from ...checkpoint.records import History
+from ...checkpoint.facts import Facts
 from ...checkpoint.stored import built_whole
 from ...core.errors import InputError
 from ...core.jsonfile import read_json
@@ -26,7 +26,7 @@ from ...modeling import layer_names
 from ...planning.layers import CLASSIFIER_CHOICES, ClassifierChoice, classifier_layers
 from ...trainers.freezing import FreezeReport, Trained
 from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from ..config import BlockSize, StageConfig, Validation, ValidationSettings, languages_of
+from ..config import BlockSize, StageConfig, Validation, ValidationSettings
 from ..distributed import launched
 from ..keywords import setting
 from ..trainer import StageTrainer
@@ -99,7 +99,7 @@ class ReviewConfig(StageConfig):
 
     def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         self.check_settings(model)
-        old, new = languages_of(model)
+        old, new = Facts(model).languages
         if missing := [code for code in (*old, *new) if code not in texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
@@ -145,9 +145,8 @@ class ReviewConfig(StageConfig):
         if launched().is_main_process:
             names = ", ".join(layer_names(model_config)[layer] for layer in layers)
             print(f"review: new classifiers in layers {names} ({self.classifier_choice})")
-        history = History.of(model_config)
         model_config.classifier_layers = layers
-        history.with_last(classifier_layers=layers).write(model_config)
+        Facts(model_config).history.with_last(classifier_layers=layers).write(model_config)
         return True
 
     def _chosen(self, folder: Path, texts: Mapping[str, LanguageText]) -> list[int]:
@@ -156,14 +155,14 @@ class ReviewConfig(StageConfig):
             network, tokenizer = load_for_inference(folder)
         config = network.config
         if self.classifier_choice in ("similarity", "last"):
-            documents, (old, new) = texts_for(config, texts, self.seed), languages_of(config)
+            documents, (old, new) = texts_for(config, texts, self.seed), Facts(config).languages
             tokens = self.classifier_tokens
             if not config.is_encoder_decoder:
                 tokens = min(count_tokens(some, tokenizer, tokens) for some in documents.values())
             measured = measure_similarity(network, tokenizer, documents, old, new, tokens, self.block_size)
             similarity = measured.new_old
-        expanded = [layer for layer, count in enumerate(config.num_experts_per_layer) if count > 1]
-        return classifier_layers(self.classifier_choice, self.classifier_layers or 0, expanded, similarity, self.seed)
+        grown = Facts(config).grown
+        return classifier_layers(self.classifier_choice, self.classifier_layers or 0, grown, similarity, self.seed)
 
     def _fewer_documents(self, texts: Mapping[str, Any], old: list[str], new: list[str]) -> list[str]:
         """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
@@ -181,7 +180,7 @@ class ReviewConfig(StageConfig):
         return review_documents(available, old, new, self.old_documents, each, self.fewer_documents)
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
-        old, new = languages_of(model_config)
+        old, new = Facts(model_config).languages
         by_documents = self.old_documents is not None or self.new_per_old is not None or self.fewer_documents
         if not (by_documents or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
@@ -197,7 +196,7 @@ def _check_distillation(model: Any) -> None:
     if model.is_encoder_decoder:
         reason = REFUSED["encoder-decoder", "distillation"]
         raise InputError(f"distillation_coef: {reason}: leave distillation_coef out.")
-    history = History.of(model)
+    history = Facts(model).history
     if not history.first.old_languages:
         raise InputError(
             "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
@@ -219,7 +218,7 @@ class ReviewTrainer(StageTrainer):
     stage = ReviewConfig
 
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
-        if self.args.classifier_layers and not model.config.classifier_layers:  # type: ignore[attr-defined]
+        if self.args.classifier_layers and not Facts(model.config).classifiers:  # type: ignore[attr-defined]
             raise InputError(
                 "classifier_layers: a Trainer trains the classifiers that a model has. `train_stage`, from folder to "
                 "folder, measures the model and places them."
