@@ -29,13 +29,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pandas
 import torch
-import torch.nn.functional as F
 import yaml
 from filelock import FileLock, Timeout
 from study_report import report
@@ -46,6 +46,7 @@ import hf_moe_expand as moe
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.data.anchors import shipped_anchors
+from hf_moe_expand.evaluation.perplexity import batch_nats
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
 SETTINGS = Path(__file__).with_name("study.yaml")
@@ -324,15 +325,13 @@ def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[s
                     size += width
                     positions = (mask.cumsum(1) - 1).clamp(min=0)
                     wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
-                    labels = torch.where(wanted, ids[:, 1:], -100)
-                    said = {"languages": code} if way == "told" else {}
-                    logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **said).logits
-                    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
-                    nats += loss.item()
+                    targets = torch.where(wanted, ids[:, 1:], -100)
+                    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+                    with model.use_languages(code) if way == "told" else nullcontext():
+                        nats += batch_nats(model, targets, **inputs).sum().item()
                     if rule and way == "read":
                         taken[0] += int((model.judge(ids, mask) > 0).sum())
                         taken[1] += len(ids)
-                    del logits, loss
                 found[f"{way}.{kind}.{code}"] = round(nats / math.log(2) / size, 5)
             if rule:  # a text is judged by its end before it is read
                 found[f"end.{kind}.{code}"] = found[f"read.{kind}.{code}"]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import perplexity, report
-from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
+from hf_moe_expand.evaluation.perplexity import LanguageScore, ScoredText, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation, in_time
 from hf_moe_expand.evaluation.settings import EvaluationSettings
 from hf_moe_expand.inference.models import longest_block
@@ -126,7 +126,7 @@ def test_documents_tokenised_in_batches_give_the_same_stream(most):
         ids += [tokenizer.eos_token_id, *tokens]
         scored += [False, *[True] * len(tokens)]
         size += len(text.encode())
-    assert text_stream(iter(texts), tokenizer, most) == TextStream(ids, scored, size)
+    assert text_stream(iter(texts), tokenizer, most) == ScoredText(ids, scored, size)
 
 
 def evaluation():
@@ -160,7 +160,7 @@ def test_table_and_json(tmp_path):
 @pytest.mark.parametrize("kind", ["exclusive", "adapters", "copies"])
 def test_the_tokens_that_leave_home_are_counted(kind):
     model, ids = gated_model(**KINDS[kind]), tokens(40, 16)
-    stream = TextStream(ids.flatten().tolist(), [True] * ids.numel(), 100)
+    stream = ScoredText(ids.flatten().tolist(), [True] * ids.numel(), 100)
     windows = list(stream.windows(8, 1))
     wanted = sum(int((targets != -100).sum()) for inputs, targets in windows if model.judge(inputs).item())
     score = perplexity.score_stream(model, stream, 8, 4)

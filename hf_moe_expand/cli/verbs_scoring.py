@@ -13,6 +13,9 @@ from ..core.verbs import Given, Keys, belongs, without_effect
 from ..evaluation.settings import EvaluationSettings, TranslationSettings
 from ..evaluation.side_by_side import evaluate_models, label_of
 
+# The arguments that count beside --pairs, with those of `TranslationSettings`.
+_TRANSLATED = ("models", "out", "data", "limit", "pairs", "texts", "overwrite")
+
 
 def evaluate(
     models: Models,
@@ -62,65 +65,24 @@ def evaluate(
     """
     belongs(given, "pairs", "shots", "max_new_tokens", "beams", "texts")
     if pairs:
-        translated = (
-            "models",
-            "out",
-            "data",
-            "limit",
-            "pairs",
-            "texts",
-            "overwrite",
-            *TranslationSettings.model_fields,
-        )
-        without_effect(given, "--pairs", *translated)
-        if out is None or not data:
-            raise InputError("--pairs translates the text of --data, and writes to --out: give both.")
-        from ..core.schema import changed
-
-        directions = [] if pairs == "all" else codes(pairs)
-        how = changed(translating, **({} if limit is None else {"limit": limit}))
-        _evaluate_translations(models, data, directions, how, out, texts, overwrite)
+        _evaluate_translations(models, data, pairs, translating, limit, out, texts, overwrite, given)
         return
     if not data and not tasks and not questions:
         raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
     belongs(given, "tasks", "num_fewshot", "limit", "include_path", "unnamed")
     belongs(given, "data", "ensemble")
-    chat_questions = _questions(questions)
-    if chat_questions and len(models) < 2:
-        raise InputError("--questions compares answers: give the base first and the model made of it last.")
-    from ..evaluation.benchmarks import in_languages, task_list
+    asked = _questions(questions, models)
+    more = None if ensemble is None else _ensemble(models, data or {}, ensemble)
+    groups, found = _tasks(models, [*(data or {})], [*old], [*new], tasks, [*unnamed], num_fewshot, limit, include_path)
+    result = evaluate_models(models, data or {}, groups, settings, found, more)
+    _ask_and_write(models, asked, result, out)
 
-    benchmarks = task_list(tasks)
-    if unnamed and benchmarks is None:
-        raise InputError("--unnamed: means of a task list have them, but --tasks names none: leave it out.")
-    if ensemble is not None and not 1 <= ensemble <= len(models):
-        raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
-    if ensemble is not None:
-        from ..evaluation.report import check_decoders
 
-        check_decoders({name: (name, None) for name in models}, "ensembles")
-    harness_tasks = None
-    groups = _language_groups(models, [*(data or {})], [*old], [*new], benchmarks is not None)
-    if tasks:
-        from ..evaluation.harness import HarnessTasks
+def _ask_and_write(models: list[str], questions: dict[str, list[str]], result: Any, out: Path | None) -> None:
+    """Asks the first and the last model, adds their answers to the result, and writes it."""
+    for code, lines in questions.items():
+        from ..evaluation.chat import check_chat
 
-        names = [] if benchmarks else codes(tasks)
-        known = [code for group in groups for code in group]
-        if both := sorted({*known} & {*unnamed}):
-            raise InputError(f"--unnamed: {', '.join(both)} is an old or a new language; leave it out.")
-        if benchmarks is not None:
-            benchmarks, missing = in_languages(benchmarks, [*known, *unnamed])
-            print("\n".join(missing), end="\n" * bool(missing))
-        harness_tasks = HarnessTasks(names, num_fewshot, limit, include_path, benchmarks, [*unnamed])
-    if chat_questions:
-        from ..evaluation.chat import check_chat, without_chat
-
-        for name in (models[0], models[-1]):
-            if why := without_chat(name):
-                raise InputError(f"{name}: {why}, so it cannot answer --questions.")
-    more = None if ensemble is None else partial(_score_ensemble, models, data or {}, ensemble)
-    result = evaluate_models(models, data or {}, groups, settings, harness_tasks, more)
-    for code, lines in chat_questions.items():
         if out is not None:
             result.to_json(out)  # a question may fail
         if (chat := check_chat(models[0], models[-1], code, lines)) is not None:
@@ -129,6 +91,48 @@ def evaluate(
     if out is not None:
         result.to_json(out)
         print(f"wrote {out}")
+
+
+def _tasks(
+    models: list[str],
+    languages: list[str],
+    old: list[str],
+    new: list[str],
+    tasks: str,
+    unnamed: list[str],
+    num_fewshot: int | None,
+    limit: int | None,
+    include_path: Path | None,
+) -> tuple[list[list[str]], Any]:
+    """The groups of languages, and the tasks of lm-evaluation-harness; None without any."""
+    from ..evaluation.benchmarks import in_languages, task_list
+
+    benchmarks = task_list(tasks)
+    if unnamed and benchmarks is None:
+        raise InputError("--unnamed: means of a task list have them, but --tasks names none: leave it out.")
+    groups = _language_groups(models, languages, old, new, benchmarks is not None)
+    if not tasks:
+        return groups, None
+    from ..evaluation.harness import HarnessTasks
+
+    known = [code for group in groups for code in group]
+    if both := sorted({*known} & {*unnamed}):
+        raise InputError(f"--unnamed: {', '.join(both)} is an old or a new language; leave it out.")
+    if benchmarks is not None:
+        benchmarks, missing = in_languages(benchmarks, [*known, *unnamed])
+        print("\n".join(missing), end="\n" * bool(missing))
+    names = [] if benchmarks else codes(tasks)
+    return groups, HarnessTasks(names, num_fewshot, limit, include_path, benchmarks, unnamed)
+
+
+def _ensemble(models: list[str], sources: Any, ensemble: int) -> Any:
+    """A function that adds the ensemble's scores to others."""
+    if not 1 <= ensemble <= len(models):
+        raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
+    from ..evaluation.report import check_decoders
+
+    check_decoders({name: (name, None) for name in models}, "ensembles")
+    return partial(_score_ensemble, models, sources, ensemble)
 
 
 def _score_ensemble(models: list[str], sources: Any, ensemble: int, result: Any, settings: EvaluationSettings) -> None:
@@ -144,16 +148,21 @@ def _score_ensemble(models: list[str], sources: Any, ensemble: int, result: Any,
     )
 
 
-def _questions(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The questions of `--questions`, by language."""
+def _questions(arguments: Sequence[str], models: list[str]) -> dict[str, list[str]]:
+    """The questions of `--questions`, by language, for models that answer them."""
     if not arguments:
         return {}
-    from ..evaluation.chat import QUESTIONS
+    from ..evaluation.chat import QUESTIONS, without_chat
 
     ours = {code: list(QUESTIONS[code]) for code in arguments if code in QUESTIONS}
     if other := next((code for code in arguments if code not in ours and "=" not in code), None):
         raise InputError(f"--questions {other}: there are questions in {', '.join(QUESTIONS)}; give {other}=FILE.")
     sources = text_sources([argument for argument in arguments if argument not in ours])
+    if len(models) < 2:
+        raise InputError("--questions compares answers: give the base first and the model made of it last.")
+    for name in (models[0], models[-1]):
+        if why := without_chat(name):
+            raise InputError(f"{name}: {why}, so it cannot answer --questions.")
     return ours | {code: list(source.documents(say=True)) for code, source in sources.items()}
 
 
@@ -180,19 +189,26 @@ def _language_groups(
 
 def _evaluate_translations(
     models: list[str],
-    sources: dict[str, Any],
-    directions: list[str],
-    settings: TranslationSettings,
-    out: Path,
+    sources: dict[str, Any] | None,
+    directions: str,
+    translating: TranslationSettings,
+    limit: int | None,
+    out: Path | None,
     texts: Path | None,
     overwrite: bool,
+    given: Given,
 ) -> None:
+    without_effect(given, "--pairs", *_TRANSLATED, *TranslationSettings.model_fields)
+    if out is None or not sources:
+        raise InputError("--pairs translates the text of --data, and writes to --out: give both.")
     from ..checkpoint.source import load_config, resolve_checkpoint
     from ..checkpoint.tokenizer import load_tokenizer
+    from ..core.schema import changed
     from ..evaluation import translation
     from ..inference.models import load_for_inference
 
-    pairs = translation.parse_pairs(directions, list(sources))
+    settings = changed(translating, **({} if limit is None else {"limit": limit}))
+    pairs = translation.parse_pairs([] if directions == "all" else codes(directions), list(sources))
     translation.chrf_plus_plus()  # fails now, before any work, if it is not installed
     sentences = translation.load_parallel(sources)
     labels: dict[str, str] = {}

@@ -71,7 +71,7 @@ class LanguageScore:
 
 
 @dataclass(frozen=True)
-class TextStream:
+class ScoredText:
     """Documents as one stream of tokens.
 
     Attributes:
@@ -126,7 +126,7 @@ class TextStream:
 
 def text_stream(
     texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text"
-) -> TextStream:
+) -> ScoredText:
     """The stream of some documents. `max_tokens` limits it, in whole documents; a first document with more tokens is
     cut, and a line on the screen says so.
 
@@ -157,7 +157,7 @@ def text_stream(
         lost.add(text, tokens, tokenizer)
         found.update(special[token] for token in tokens if token in special)
     say_special(name, found)
-    return TextStream(ids, scored, size, tuple(begin), lost.share)
+    return ScoredText(ids, scored, size, tuple(begin), lost.share)
 
 
 def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
@@ -180,7 +180,7 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
 
 def language_stream(
     language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
-) -> TextStream:
+) -> ScoredText:
     """`text_stream` of one language's documents; refuses documents without a token to score."""
     stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
     if not any(stream.scored):
@@ -189,26 +189,31 @@ def language_stream(
 
 
 @torch.no_grad()
+def batch_nats(model: Any, targets_BT: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """The negative log-probability of each target, `[B, T]` float64, 0 where it is -100. A row's first T logits predict
+    its targets."""
+    targets_N = targets_BT.to(model.device).flatten()
+    logits_BTV = model(**inputs, use_cache=False).logits[:, : targets_BT.shape[1]]
+    # In float32, and as a log-softmax, the logits of some tokens at a time take memory.
+    pieces = zip(logits_BTV.flatten(0, 1).split(_TOKENS), targets_N.split(_TOKENS), strict=True)
+    nats = [F.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
+    return torch.cat(nats).cpu().double().view(targets_BT.shape)
+
+
 def target_nats(
-    model: Any, stream: TextStream, block_size: int, batch_size: int
+    model: Any, stream: ScoredText, block_size: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch, 0 where not scored; and
-    which are scored. A batch has at most `batch_size` windows, fewer where the logits of more would not fit
-    `_LOGITS`."""
+    """`batch_nats` of each batch of windows, `[batch, block_size]`, and which targets are scored. A batch has at most
+    `batch_size` windows, fewer where the logits of more would not fit `_LOGITS`."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     batch_size = min(batch_size, max(1, _LOGITS // (block_size * vocabulary)))
     for inputs, targets in stream.windows(block_size, batch_size):
         # Padding is at the end, where causal attention keeps it from every scored token.
-        logits_BSV = model(input_ids=inputs.to(model.device), use_cache=False).logits
-        targets_T = targets.to(model.device).flatten()
-        # In float32, and as a log-softmax, the logits of some tokens at a time take memory.
-        pieces = zip(logits_BSV.flatten(0, 1).split(_TOKENS), targets_T.split(_TOKENS), strict=True)
-        nats = [F.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
-        yield torch.cat(nats).cpu().double().view(targets.shape), targets != IGNORED
+        yield batch_nats(model, targets, input_ids=inputs.to(model.device)), targets != IGNORED
 
 
 @dataclass(frozen=True)
-class PairStream:
+class ScoredPairs:
     """Sentence pairs to score.
 
     Attributes:
@@ -226,7 +231,7 @@ class PairStream:
 
 def pair_stream(
     language: str, pairs: Iterable[SentencePair], tokenizer: Any, max_tokens: int | None, longest: int | None = None
-) -> PairStream:
+) -> ScoredPairs:
     """The first pairs to and from a language, in directions that the model translates, whose translations have at most
     `max_tokens` tokens; at least one. Pairs longer than `longest`, the model's positions, are left out."""
     encoder = PairEncoder(tokenizer)
@@ -248,11 +253,11 @@ def pair_stream(
             f"Language {language!r}: no sentence pair to score, or none that the model translates and whose tokens its "
             "positions hold."
         )
-    return PairStream(chosen, tokens, size, lost.share)
+    return ScoredPairs(chosen, tokens, size, lost.share)
 
 
 @torch.no_grad()
-def _pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[tuple[float, int]]:
+def _pair_nats(model: Any, stream: ScoredPairs, batch_size: int) -> Iterator[tuple[float, int]]:
     """The negative log-likelihood of each batch's translations, in nats, and the number of their tokens. Pairs of like
     length share a batch."""
     pairs = sorted(stream.pairs, key=lambda pair: -len(pair[0]))
@@ -278,7 +283,7 @@ def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[in
 
 def stream_for(
     config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None
-) -> TextStream | PairStream:
+) -> ScoredText | ScoredPairs:
     """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `language_stream`."""
     if config.is_encoder_decoder:
         return pair_stream(language, texts[language], tokenizer, max_tokens, longest_block(config))
@@ -286,7 +291,7 @@ def stream_for(
 
 
 def score_stream(
-    model: Any, stream: TextStream | PairStream, block_size: int, batch_size: int,
+    model: Any, stream: ScoredText | ScoredPairs, block_size: int, batch_size: int,
     update: Callable[[int], Any] = lambda tokens: None,
 ) -> LanguageScore:  # fmt: skip
     """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer.
@@ -295,7 +300,7 @@ def score_stream(
         update: is told of the tokens that were scored.
     """
     nats, away = 0.0, None
-    if isinstance(stream, PairStream):
+    if isinstance(stream, ScoredPairs):
         for of_batch, tokens in _pair_nats(model, stream, batch_size):
             nats += of_batch
             update(tokens)

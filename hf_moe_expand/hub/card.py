@@ -73,69 +73,76 @@ def make_card(
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
     location = repo_id or own_name(model)
-    name = location.rpartition("/")[2]
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
-    inspection = inspect_checkpoint(folder)
-    has_weights = any(folder.glob("*.safetensors"))  # those of a hub id stay there
-    verdict = moved_tensors(StoredModel(folder, config)) if has_weights else Verdict()
     facts = Facts(config)
-    history = facts.history
-    trained = any(stage.changes_everything for stage in history.stages)
-    template, has_adapters = _method(config, history), facts.has_adapters
-    method = METHODS.get(history.last.method)
-    old, new = _languages(history)
+    old, new = _languages(facts.history)
     scores = None
     if evaluation is not None:
         names = [evaluated_as] if evaluated_as else [location, folder.resolve().name, name_in_results(model)]
         scores = Evaluation.from_json(Path(evaluation)).of_this(names, evaluation)
-    item_size = getattr(config.dtype, "itemsize", None)
-    licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
-    data = ModelCardData(
+    name = location.rpartition("/")[2]
+    template = "adapter" if facts.has_adapters else _method(facts).card
+    text = _render(
+        template, location=Markup(json.dumps(location)), name=name, expansion_only=expansion_only, base=origin,
+        metadata=Markup(_metadata(facts, origin, name, license, expansion_only, scores).to_yaml()),
+        old=in_words(old), new=new, scores=scores,
+        results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
+        tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
+        untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
+        **_contents(folder, facts),
+    )  # fmt: skip
+    refuse_private({CARD: text.encode()})
+    return ModelCard(text)
+
+
+def _metadata(
+    facts: Facts, base: BaseModel, name: str, license: str | None, expansion_only: bool, scores: Evaluation | None
+) -> ModelCardData:
+    """The card's head, which the hub reads."""
+    old, new = _languages(facts.history)
+    licensed: dict[str, Any] = {"license": license} if license else _base_license(base)
+    kind = ["lora"] if facts.has_adapters else ["mixture-of-experts", _method(facts).tag]
+    return ModelCardData(
         language=list(dict.fromkeys(filter(None, (langcodes.Language.get(code).language for code in [*old, *new])))),
         **licensed,
         library_name="transformers",
-        pipeline_tag="translation" if config.is_encoder_decoder else "text-generation",
-        tags=[*(["lora"] if has_adapters else ["mixture-of-experts", template.tag]), "multilingual", "hf-moe-expand"],
-        base_model=origin.hub_id,
-        base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
+        pipeline_tag="translation" if facts.encoder_layers else "text-generation",
+        tags=[*kind, "multilingual", "hf-moe-expand"],
+        base_model=base.hub_id,
+        base_model_relation=None if base.hub_id is None else ("adapter" if expansion_only else "finetune"),
         model_name=None if scores is None else name,  # of the results
         eval_results=None if scores is None else _eval_results(scores),
     )
+
+
+def _contents(folder: Path, facts: Facts) -> dict[str, Any]:
+    """What the card says of the checkpoint itself."""
+    config, history, inspection = facts.config, facts.history, inspect_checkpoint(folder)
+    has_weights = any(folder.glob("*.safetensors"))  # those of a hub id stay there
+    verdict = moved_tensors(StoredModel(folder, config)) if has_weights else Verdict()
+    trained = any(stage.changes_everything for stage in history.stages)
     settings = [stage.settings or {} for stage in history.stages]
     counts = [[1] * len(inspection.layers), *(record.experts_per_layer for record in history.expansions)]
-    text = _render(
-        "adapter" if has_adapters else template.card,
-        metadata=Markup(data.to_yaml()),
-        name=name,
-        location=Markup(json.dumps(location)),
-        expansion_only=expansion_only,
-        config=config,
-        history=history,
-        moved=verdict.names or ("the weights beside the adapters" if trained and not verdict.checked else ""),
-        inspection=inspection,
-        words=method.words if method else "",
-        grafted=any(stage.stage == "graft" for stage in history.stages),
-        regularised=config.declares("shares_expert_0") or any(map(_is_regularised, settings)),
-        groups=facts.groups,
-        base=origin,
-        old=in_words(old),
-        new=new,
-        added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
-        judges=bool(facts.classifiers),
-        gate=facts.gate,
-        plan=_plan_rows(inspection.layers, inspection.encoder_layers),
-        expansions=[
+    item_size, method = getattr(config.dtype, "itemsize", None), METHODS.get(history.last.method)
+    return {
+        "config": config,
+        "history": history,
+        "inspection": inspection,
+        "moved": verdict.names or ("the weights beside the adapters" if trained and not verdict.checked else ""),
+        "words": method.words if method else "",
+        "grafted": any(stage.stage == "graft" for stage in history.stages),
+        "regularised": config.declares("shares_expert_0") or any(map(_is_regularised, settings)),
+        "groups": facts.groups,
+        "added_bytes": item_size and readable_size(item_size * (inspection.total - inspection.base)),
+        "judges": bool(facts.classifiers),
+        "gate": facts.gate,
+        "plan": _plan_rows(inspection.layers, inspection.encoder_layers),
+        "expansions": [
             (record, [after - count for after, count in zip(now, before, strict=True)])
             for record, (before, now) in zip(history.expansions, pairwise(counts), strict=True)
         ],
-        results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
-        scores=scores,
-        tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
-        untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
-        version=(history.last.versions or {}).get("hf_moe_expand", __version__),
-    )
-    refuse_private({CARD: text.encode()})
-    return ModelCard(text)
+        "version": (history.last.versions or {}).get("hf_moe_expand", __version__),
+    }
 
 
 def _read(name: str) -> str:
@@ -166,11 +173,11 @@ def _table(table: tuple[list[str], list[list[str]]], words: int = 1) -> Markup:
     return Markup(markdown_table([*map(_escaped, header)], [[*map(_escaped, row)] for row in rows], words))
 
 
-def _method(config: Any, history: History) -> type[PlanSettings]:
+def _method(facts: Facts) -> type[PlanSettings]:
     """The method of the card's template and tag: LayerMoE where expansions differ in it, and for a user's own plan."""
-    if config.model_type == "dmoe":
+    if facts.config.model_type == "dmoe":
         return METHODS["dmoe"]
-    used = {METHODS.get(record.method) for record in history.expansions}
+    used = {METHODS.get(record.method) for record in facts.history.expansions}
     return (used.pop() if len(used) == 1 else None) or METHODS["layer-moe"]
 
 

@@ -66,26 +66,18 @@ def push_to_hub(
     token: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Push:
-    """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation. Of
-    local paths in the recipe, the last part is published.
+    """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation.
 
-    The folder's README.md is the card; if it is missing or a trainer wrote it, a card is written from config.json and
-    the evaluation. Before the upload the checkpoint is loaded in a fresh process without this package. After a broken
-    upload, the same call resumes: files that arrived are not sent again. Unchanged files make no commit.
+    Where the folder has no card but a trainer's, one is written. The checkpoint is first loaded in a fresh process
+    without this package. After a broken upload, the same call resumes. Unchanged files make no commit.
 
     Args:
         model: folder of an expanded checkpoint (or a hub id, to publish it under another name).
-        repo_id: `namespace/name`, or a name in the token's namespace.
-        private: make a new repository private.
+        repo_id: `namespace/name`, or a name in the token's namespace; a new one is `private` or not.
         revision: branch to push to, created if it does not exist; `main` by default.
-        evaluation: evaluation.json; by default the folder's or its run's.
-        evaluated_as: the name of this model in `evaluation`; the folder's name by default.
+        evaluation, evaluated_as, license, base: see `make_card`; the folder's or its run's evaluation by default.
         include: further files of the folder to publish; a line names those that stay here.
-        license: license of the card; by default the base model's license, if its card names one.
-        base: hub id of the base model, if config.json knows it only as a local folder; the published config.json and
-            card name it, with its commit.
         expansion_only: publish only the added tensors, with a reference to the base (see `save_expansion`).
-        commit_message: message of the commit.
         dry_run: print what would be published, without an upload; needs no token.
         token: access token; by default that of `hf auth login` or HF_TOKEN.
 
@@ -94,63 +86,92 @@ def push_to_hub(
     """
     folder, api = resolve_checkpoint(model), HfApi(token=token)
     CheckpointReader(folder).check_finite()
-    with library_errors_at(repo_id, token):
-        validate_repo_id(repo_id)
-        if not dry_run:  # before all work, since the token may be missing or wrong
-            user = api.whoami()["name"]
-            repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+    repo_id = _full_name(api, repo_id, dry_run, token)
     card, chosen, origin = card_to_push(
         folder, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
         expansion_only=expansion_only, keep=True, token=token, say=say,
     )  # fmt: skip
-    files: dict[str, Any] = dict(published_files(folder, include, say))
-    files.pop(EVALUATION, None)
     with tempfile.TemporaryDirectory() as scratch:
+        files: dict[str, Any] = dict(published_files(folder, include, say))
         if expansion_only:
-            saved = save_expansion(folder, Path(scratch) / folder.resolve().name, base)
-            if saved.changed:
-                say(f"training changed {len(saved.changed)} tensors of the base model, which are published too")
-            files = {name: file for name, file in files.items() if not name.endswith(_WEIGHTS)}
-            files |= published_files(saved.out)
+            files = _without_base(files, folder, Path(scratch), base, say)
+        files.pop(EVALUATION, None)
         files |= {CARD: card.encode(), **({} if chosen is None else {EVALUATION: chosen})}
         if base is not None:
             files["config.json"] = config_with_base(files["config.json"], origin)
-        for name in {RECIPE, SETTINGS} & files.keys():
-            files[name] = without_paths(files[name].read_text(encoding="utf-8-sig")).encode()
-        upload = Path(scratch) / "upload"
-        for name, content in files.items():
-            (upload / name).parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                (upload / name).write_bytes(content)
-            else:
-                (upload / name).symlink_to(content.resolve())
+        upload = _laid_out(files, Path(scratch) / "upload")
+        _check(files, upload, folder, dry_run, say)
         sizes = {name: (upload / name).stat().st_size for name in sorted(files)}
-        with named_as(upload, folder):
-            check_code(upload)
-            refuse_private(files)
-            if not dry_run:
-                say("loading it in a fresh process, without this package ...")
-                check_loads_alone(upload)
         if dry_run:
-            listed = [f"{readable_size(size):>10}  {name}" for name, size in sizes.items()]
-            say("\n".join([*listed, "", card]))
+            say("\n".join([*(f"{readable_size(size):>10}  {name}" for name, size in sizes.items()), "", card]))
             return Push(repo_id, revision or "main", None, False, sizes, card)
         with library_errors_at(repo_id, token), goes_on(lambda: "with the files that have not arrived"):
-            api.create_repo(repo_id, private=private or None, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            before = api.model_info(repo_id, revision=revision)
-            if private and not before.private:
-                raise InputError(f"{repo_id}: exists already and is public; make it private in its settings.")
-            # Weights of an earlier push under other names would be loaded instead of these.
-            stale = [RECORD, *(f"*{end}" for end in (*_WEIGHTS, ".bin", ".bin.index.json"))]
-            message = commit_message or f"Push with hf-moe-expand {__version__}"
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=upload, revision=revision, commit_message=message, delete_patterns=stale
-            ).oid
-    changed = commit != before.sha
-    say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
-    return Push(repo_id, revision or "main", commit, changed, sizes, card)
+            before, commit = _upload(api, upload, repo_id, private, revision, commit_message)
+    say(f"{repo_id}: {'unchanged' if commit == before else f'pushed {len(files)} files'}, commit {commit}")
+    return Push(repo_id, revision or "main", commit, commit != before, sizes, card)
+
+
+def _full_name(api: HfApi, repo_id: str, dry_run: bool, token: str | None) -> str:
+    """The repository's name with its namespace; refused before all work where the name or the token is wrong."""
+    with library_errors_at(repo_id, token):
+        validate_repo_id(repo_id)
+        if dry_run:
+            return repo_id
+        user = api.whoami()["name"]
+        return repo_id if "/" in repo_id else f"{user}/{repo_id}"
+
+
+def _without_base(
+    files: dict[str, Any], folder: Path, scratch: Path, base: str | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The files with the added tensors alone."""
+    saved = save_expansion(folder, scratch / folder.resolve().name, base)
+    if saved.changed:
+        say(f"training changed {len(saved.changed)} tensors of the base model, which are published too")
+    kept = {name: file for name, file in files.items() if not name.endswith(_WEIGHTS)}
+    return {**kept, **published_files(saved.out)}
+
+
+def _laid_out(files: dict[str, Any], upload: Path) -> Path:
+    """The folder with the contents, and links to the files; of a recipe's paths, the last part stays."""
+    for name in {RECIPE, SETTINGS} & files.keys():
+        files[name] = without_paths(files[name].read_text(encoding="utf-8-sig")).encode()
+    for name, content in files.items():
+        (upload / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            (upload / name).write_bytes(content)
+        else:
+            (upload / name).symlink_to(content.resolve())
+    return upload
+
+
+def _check(files: dict[str, Any], upload: Path, folder: Path, dry_run: bool, say: Callable[[str], None]) -> None:
+    """Refuses what nobody could load, or nobody should read."""
+    with named_as(upload, folder):
+        check_code(upload)
+        refuse_private(files)
+        if not dry_run:
+            say("loading it in a fresh process, without this package ...")
+            check_loads_alone(upload)
+
+
+def _upload(
+    api: HfApi, upload: Path, repo_id: str, private: bool, revision: str | None, message: str | None
+) -> tuple[str | None, str]:
+    """Uploads the folder; the branch's commit before and after."""
+    api.create_repo(repo_id, private=private or None, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    before = api.model_info(repo_id, revision=revision)
+    if private and not before.private:
+        raise InputError(f"{repo_id}: exists already and is public; make it private in its settings.")
+    # Weights of an earlier push under other names would be loaded instead of these.
+    stale = [RECORD, *(f"*{end}" for end in (*_WEIGHTS, ".bin", ".bin.index.json"))]
+    message = message or f"Push with hf-moe-expand {__version__}"
+    done = api.upload_folder(
+        repo_id=repo_id, folder_path=upload, revision=revision, commit_message=message, delete_patterns=stale
+    )
+    return before.sha, done.oid
 
 
 def card_to_push(
