@@ -3,7 +3,7 @@
 import pytest
 import torch
 from added import EXPERTS, IDS, PLAN, WIDTH, saved_in
-from conftest import invoke, load, move, refused, tiny_config, write_texts
+from conftest import invoke, load, move, refused, tiny_config
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, join_expansions
 from hf_moe_expand.checkpoint.average import average_checkpoints
@@ -43,23 +43,6 @@ def test_packs_of_any_width_are_joined(base, saved, tmp_path):
         expand_checkpoint(dense, tmp_path / "copies", copies)
         said = "added experts are joined with added experts alone"
         refused(join_expansions, [packs[0], tmp_path / "copies"], tmp_path / "out", says=said)
-
-
-@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
-def test_commands_measure_plan_and_expand(base, saved, tmp_path):
-    dense, size = saved(base) / "base", ("--tokens", 200, "--block-size", 32)
-    write_texts(tmp_path / "en.jsonl", ["a line of words that follow one another "] * 20)
-    write_texts(tmp_path / "el.jsonl", ["μια σειρά από λέξεις "] * 20)
-    en, el = (f"{code}={tmp_path / f'{code}.jsonl'}" for code in ("en", "el"))
-    out = {name: tmp_path / f"{name}.json" for name in ("analysis", "plan", "routing")}
-    invoke("analyze", "similarity", dense, "--old", en, "--new", el, *size, "--out", out["analysis"])
-    measured = ("--analysis", out["analysis"], "--similarity-floor", 2)
-    invoke("plan", "layer-moe", *measured, "--total-experts", 7, "--out", out["plan"])
-    kind = ("--expert-kind", "added", "--expert-width", WIDTH)
-    invoke("expand", dense, tmp_path / "expanded", "--plan", out["plan"], *kind)
-    config = load(tmp_path / "expanded").config
-    assert (config.expert_kind, config.expert_width) == ("added", WIDTH)
-    invoke("analyze", "routing", saved(base) / "moved", "--data", en, "--data", el, *size, "--out", out["routing"])
 
 
 def test_refusals(saved, tmp_path):

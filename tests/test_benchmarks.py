@@ -1,7 +1,6 @@
 """The benchmark scripts at a tiny size: their tables have the promised rows, and what they compare is equal."""
 
 import importlib
-import mmap
 import re
 from itertools import product
 from pathlib import Path
@@ -38,16 +37,6 @@ def run(module, capsys, tmp_path, arguments):
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def hold(mib):
-    """Memory taken twice over and given back: how far the peak rose."""
-    timing = importlib.import_module("timing")
-    before = timing.resident_bytes()
-    timing.reset_peak()
-    with mmap.mmap(-1, mib << 20) as memory:
-        memory.write(b"1" * (mib << 20))
-    return timing.resident_bytes(peak=True) - before
-
-
 def test_cases_run_in_turn_and_ratios_are_of_the_fastest_rounds(script):
     timing = script("timing")
     ran = []
@@ -55,11 +44,6 @@ def test_cases_run_in_turn_and_ratios_are_of_the_fastest_rounds(script):
     assert "".join(ran) == "aabb" + "abbaabba"
     assert [len(values) for values in times.values()] == [4, 4]
     assert timing.ratio({"a": [2.0, 40.0, 6.0], "b": [4.0, 10.0, 1.0]}, "a", "b") == 2.0
-
-
-def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
-    peak = script("timing").in_own_process(hold, 48)
-    assert 95 << 20 <= peak < 3 * 48 << 20  # the kernel counts pages in batches
 
 
 def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
@@ -210,26 +194,6 @@ def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="A part failed"):
         gpu.main(["--device", "cpu", "--part", "correctness", "--minutes", "0"])
     assert "RuntimeError: the tests took too long" in capsys.readouterr().out
-
-
-def test_gpu_leaves_a_whole_page_when_its_time_is_up_or_a_part_fails(gpu, tmp_path, monkeypatch):
-    page, rows, seen = tmp_path / "page.md", gpu.expert_speed.rows, []
-    gpu.main(["--device", "cpu", "--part", "decode", "--minutes", "0", "--out", str(page)])
-    assert page.read_text("utf-8").rstrip().endswith("The time of this part was used up here.")
-
-    def failing(options):
-        yield next(iter(rows(options)))
-        seen.append(page.read_text("utf-8"))
-        raise RuntimeError("the loop: the output differs")
-
-    monkeypatch.setattr(gpu.expert_speed, "rows", failing)
-    with pytest.raises(SystemExit, match="A part failed"):
-        gpu.main(["--device", "cpu", "--part", "ffn", "decode", "--out", str(page)])
-    said = page.read_text("utf-8")
-    assert seen[0].count("| forward |") == 1  # written before the next row
-    assert said.startswith(seen[0].rstrip())
-    assert "RuntimeError: the loop: the output differs" in said
-    assert "| static | 3 | expanded |" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

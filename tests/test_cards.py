@@ -11,11 +11,9 @@ import yaml
 from conftest import refused, save_dense
 from hub_server import metadata_errors
 from huggingface_hub import ModelCard
-from typer.testing import CliRunner
 
-from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, make_card
+from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint, join_expansions, make_card
 from hf_moe_expand.checkpoint.gate import Gate
-from hf_moe_expand.core.disk import readable_size
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.perplexity import LanguageScore
@@ -233,17 +231,6 @@ def test_an_access_token_in_the_settings_is_refused(checkpoint):
     refused(make_card, checkpoint, says="an access token")
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (93_600, "93.6 kB"), (999_400, "999 kB"), (999_600, "1 MB"),
-        (2.4e6, "2.4 MB"), (99.96e9, "100 GB"), (538e6, "538 MB"), (1.234e12, "1.23 TB"), (1.2e16, "12,000 TB"),
-    ],
-)  # fmt: skip
-def test_readable_sizes(size, text):
-    assert readable_size(size) == text
-
-
 def test_the_history_of_several_expansions(checkpoint, tmp_path):
     second = Plan("moe-lpr", [4, 5, 2], [0, 2], old=["en", "zh", "el", "hu"], new=["tr"], grows_from=[3, 3, 2])
     grow_checkpoint(checkpoint, tmp_path / "second", second, copy_from={0: 2, 1: 1, 2: 1})
@@ -285,15 +272,3 @@ def test_an_expansion_only_card_names_the_base_that_is_fetched(checkpoint):
     assert card.data.base_model_relation == "adapter"
     assert "holds only what the expansion added" in card.text
     assert "[org/tiny](https://huggingface.co/org/tiny)" in card.text
-
-
-def test_the_command_prints_or_writes_it(checkpoint, tmp_path):
-    run = CliRunner()
-    printed = run.invoke(cli.app, ["card", str(checkpoint), "--repo-id", "me/x", "--license", "mit"])
-    assert printed.stdout.startswith("---\nlanguage:")
-    assert 'from_pretrained("me/x", trust_remote_code=True)' in printed.output
-    out = tmp_path / "README.md"
-    run.invoke(cli.app, ["card", str(checkpoint), "--repo-id", "me/x", "--license", "mit", "--out", str(out)])
-    assert out.read_text() == printed.stdout.rstrip("\n") + "\n"
-    again = run.invoke(cli.app, ["card", str(checkpoint), "--out", str(out)])
-    assert "exists already" in str(again.exception)

@@ -145,30 +145,6 @@ def test_tied_heads_stay_tied(tmp_path):
         graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "untied")
 
 
-def test_names_without_the_base_prefix(tmp_path):
-    # The published BLOOM checkpoints have `h.0...` instead of `transformer.h.0...`.
-    save_dense(tmp_path / "base", "bloom")
-    fine_tuned(tmp_path / "base", tmp_path / "instruct")
-    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", PLAN)
-    graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
-    for which in ("base", "instruct"):
-        file = tmp_path / which / "model.safetensors"
-        weights = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
-        save_file(weights, file, metadata={"format": "pt"})
-    graft_delta(tmp_path / "expanded", tmp_path / "short", tmp_path / "base", tmp_path / "instruct")
-    assert_same(tmp_path / "short", tmp_path / "out")
-
-
-def test_provenance_names_base_and_instruct_and_no_local_path(family, tmp_path):
-    graft(family, tmp_path / "out", scale=0.5)
-    text = (tmp_path / "out" / "config.json").read_text()
-    assert str(family) not in text
-    (entry,) = json.loads(text)["expansions"]
-    settings = {"base": "base", "instruct": "instruct", "scale": 0.5, "tokenizer": "instruct"}
-    assert entry["stages"] == [{"stage": "graft", "settings": settings}]
-    assert entry["experts_per_layer"] == [3, 1, 2]
-
-
 def test_unrelated_models_are_warned_of(family, tmp_path):
     tiny_dense("qwen2", seed=77).save_pretrained(tmp_path / "stranger")
     byte_tokenizer().save_pretrained(tmp_path / "stranger")

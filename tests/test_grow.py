@@ -180,17 +180,6 @@ def test_wrong_growth_is_refused(base, first, tmp_path):
         LayerMoEConfig.from_dict(config)
 
 
-def test_a_plan_for_a_model_with_dense_layers_is_one_that_it_can_grow_by(base, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    first = ["--experts", 2, "--old", "en", "--new", "el"]
-    invoke("plan", "moe-lpr", "--layers", base, *first, "--only-layers", "1-2", "--out", "p1.json")
-    invoke("expand", base, "moe", "--plan", "p1.json")
-    invoke("plan", "moe-lpr", "--experts", 1, "--from", "moe", "--new", "tr", "--out", "p2.json")
-    invoke("grow", "moe", "grown", "--plan", "p2.json")
-    config = json.loads((tmp_path / "grown" / "config.json").read_text())
-    assert config["num_experts_per_layer"] == [1, 3, 3]
-
-
 def test_the_nearest_expert_reads_as_much_from_python_the_command_line_and_a_recipe():
     of_python = inspect.signature(nearest_experts).parameters
     of_recipes = AnalysisSettings().model_dump()

@@ -156,14 +156,6 @@ def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, t
             assert torch.equal(found[f"{prefix}router.weight"], torch.cat([rows, rows[experts]]))
 
 
-def test_it_writes_shards_and_replaces_a_folder_where_it_is_told(made, tmp_path):
-    out = grow_checkpoint(made(), tmp_path / "out", SECOND, max_shard_size="40KB", seed=SEED)
-    assert len(list(out.glob("*.safetensors"))) > 3
-    refused(grow_checkpoint, made(), out, SECOND, says="exists")
-    grow_checkpoint(made(), out, SECOND, overwrite=True, seed=SEED)
-    check_equal(weights(out), defined(weights(made()), SECOND, {}, 2))
-
-
 def test_an_incomplete_checkpoint_or_an_expert_that_is_not_there_is_refused(made, tmp_path):
     record = ExpansionRecord(method="moe-lpr", old_languages=["en"], new_languages=["tr"], base_model="base")
     for sources, message in (

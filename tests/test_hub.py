@@ -11,8 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import save_dense, tiny_config
-from hub_server import TOKEN, Fault
-from huggingface_hub import metadata_load
+from hub_server import TOKEN
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -210,13 +209,6 @@ def test_a_dry_run_prints_files_and_card_and_asks_the_hub_for_nothing(server, cl
     assert "LayerMoE" in card
 
 
-def test_a_run_s_first_checkpoint_does_not_get_the_last_one_s_scores(client, run_folder, checkpoint):
-    shutil.copytree(checkpoint, run_folder / "expanded", dirs_exist_ok=True)
-    done = client.push(run_folder / "expanded", "me/x", token="", dry_run=True)
-    assert "no evaluation" in done["said"]
-    assert "evaluation.json" not in done["value"]["files"]
-
-
 def test_a_run_with_several_expansions(server, client, checkpoint, tmp_path):
     (tmp_path / "run").mkdir()
     for number, stage in ((1, "post_pretrain"), (1, "review"), (2, "post_pretrain")):
@@ -392,30 +384,3 @@ def test_a_private_model_without_a_token_is_a_clear_error(server, client):
     said = client.run(f"import os; os.environ.pop('HF_TOKEN', None)\n{READ}", name="me/secret")["message"]
     assert said.startswith("me/secret: no such folder, and the hub does not give it: 401 Client Error.")
     assert "private or gated repo, make sure you are authenticated" in said
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ("/api/models/org/", "org/faulty: no such folder, and the hub does not give it: .*This repository is locked"),
-        ("HEAD /org/faulty", "org/faulty: no such folder, and the hub .*/org/faulty/resolve/.*/config.json"),
-    ],
-)
-def test_an_answer_of_the_hub_comes_after_the_repository_and_names_the_file(server, client, part, message):
-    server.add("org/faulty", {"config.json": b"{}"})
-    server.fault = Fault(part, 403, b'{"error": "This repository is locked"}')
-    try:
-        answer = client.run(READ, name="org/faulty")
-    finally:
-        server.fault = None
-    assert re.match(message, answer["message"])
-    assert "\n" not in answer["message"]
-
-
-def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):
-    code = "from huggingface_hub import ModelCard; ModelCard(text).validate()"
-    client.run(code, text=published["value"]["card"])  # asks the server
-    (tmp_path / "README.md").write_text(published["value"]["card"])
-    data = metadata_load(tmp_path / "README.md")
-    expected = {"type": "bits_per_byte", "value": 1.25, "name": "bits per byte"}
-    assert data["model-index"][0]["results"][0]["metrics"][0] == expected

@@ -15,7 +15,6 @@ from hf_moe_expand.trainers import Masking, mask_routing
 COUNTS, RANK, ALPHA = [3, 1, 4], 4, 6.0
 PLAN = Plan("mola", COUNTS, [2], top_k=2, old=["en"], new=["el"])
 LORA = {"expert_kind": "lora", "lora_rank": RANK, "lora_alpha": ALPHA}
-IDS = torch.arange(3, 35).view(2, 16)
 
 
 def build(backbone="qwen2", top_k=2, **fields):
@@ -111,12 +110,3 @@ def test_dropout_of_the_updates_inputs():
     copies = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=COUNTS))
     with pytest.raises(InputError, match=r"masking\.lora_dropout is for LoRA experts, but the checkpoint has none"):
         mask_routing(copies, Masking(lora_dropout=0.5))
-
-
-def test_compiled_it_computes_the_same():
-    model = build()
-    with torch.no_grad():
-        expected = model(IDS, use_cache=False).logits
-        torch.compiler.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)

