@@ -45,15 +45,6 @@ class Repo:
         return sha
 
 
-@dataclass
-class Fault:
-    """An answer in place of the right one, to requests whose "METHOD path" contains `part`."""
-
-    part: str
-    status: int
-    body: bytes = b""
-
-
 class HubServer:
     """`with HubServer() as server:`.
 
@@ -62,7 +53,6 @@ class HubServer:
         objects: contents by object id (git's sha1 of a regular file, sha256 of an LFS file).
         requests: "METHOD path" of every request so far.
         uploads_left: LFS uploads that still go through; the next one breaks off in the middle.
-        fault: what goes wrong now.
     """
 
     def __init__(self) -> None:
@@ -70,7 +60,6 @@ class HubServer:
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.uploads_left: int | None = None
-        self.fault: Fault | None = None
         self.lock = threading.RLock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._http.server_port}"
@@ -166,8 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append(f"{self.command} {path}")
         self.body = self._body() if self.command == "POST" else b""
-        if self._fails(f"{self.command} {path}"):
-            return
         try:
             for methods, pattern, action in _ROUTES:
                 if self.command in methods and (match := re.fullmatch(pattern, path)):
@@ -179,15 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": message})
 
     do_GET = do_HEAD = do_POST = do_PUT = _handle
-
-    def _fails(self, request: str) -> bool:
-        fault = self.hub.fault
-        if fault is None or fault.part not in request:
-            return False
-        if self.command == "PUT":
-            self._body()
-        self._send(fault.body, fault.status, {"Content-Type": "application/json"})
-        return True
 
     def _send(self, body: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

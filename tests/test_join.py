@@ -1,21 +1,24 @@
 """Language packs, joined without training."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import invoke, load, refused, save_dense
+from conftest import invoke, load, refused, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 
-from hf_moe_expand import Plan, expand_checkpoint, join_expansions
+from hf_moe_expand import Plan, expand_checkpoint, graft_delta, join_expansions
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.source import name_in_results, own_name
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.hub.published import published_files
 
 EL = Plan("layer-moe", [2, 1, 3], old=["en"], new=["el"], exclusive=True)
 HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"], exclusive=True)
@@ -188,3 +191,75 @@ def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
     assert own_name(run / "2" / "gated") == "qwen-el"
     assert name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
     assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
+
+
+WORDS = {
+    "en": "the cat {} sits", "de": "die Katze {} sitzt", "el": "η γάτα {} κάθεται", "hu": "a macska {} ül",
+    "tr": "kedi {}",
+}  # fmt: skip
+
+
+def test_two_packs_new_languages_are_both_new(base, tmp_path):
+    out, data = tmp_path / "e.json", []
+    packs = [make_pack(tmp_path / f"pack-{seed}", base, plan, seed) for seed, plan in enumerate((EL, HU), start=1)]
+    for code in ("en", "el", "hu", "tr"):
+        texts = [WORDS[code].format(number) for number in range(20)]
+        data += ["--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', texts)}"]
+    said = invoke("evaluate", base, *packs, *data, "--block-size", 32, "--out", out)
+    found = json.loads(out.read_text())
+    assert (found["old"], found["new"], found["unnamed"]) == (["en"], ["el", "hu"], ["tr"])
+    assert "hu (new)" in said
+
+
+@pytest.fixture(scope="module")
+def two_packs(base, tmp_path_factory):
+    home = tmp_path_factory.mktemp("companions")
+    return base, make_pack(home / "qwen-el", base, EL, 1), make_pack(home / "qwen-hu", base, HU, 2)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(two_packs, tmp_path):
+    base, el, hu = two_packs
+    (tmp_path / "token").write_text("a secret of the user's")
+    pack = shutil.copytree(el, tmp_path / "qwen-el")
+    (pack / "chat_template.jinja").symlink_to(tmp_path / "token")
+    said = "is a link that leads out of the folder"
+    refused(join_expansions, [pack, hu], tmp_path / "out", says=rf"chat_template\.jinja: {said}")
+    dense = shutil.copytree(base, tmp_path / "dense")
+    (dense / "vocab.txt").symlink_to(tmp_path / "token")
+    refused(expand_checkpoint, dense, tmp_path / "out", EL, says=r"vocab\.txt: is a link that leads out of the folder")
+    refused(graft_delta, el, tmp_path / "out", base, dense, says=r"vocab\.txt: is a link that leads out of the folder")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_inside_the_folder_and_those_of_the_hubs_cache_are_files(two_packs, tmp_path):
+    _, el, hu = two_packs
+    cache = tmp_path / "models--me--el"
+    snapshot = shutil.copytree(el, cache / "snapshots" / "0123")
+    (cache / "blobs").mkdir()
+    shutil.move(snapshot / "tokenizer.json", cache / "blobs" / "abc")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/abc")
+    (snapshot / "vocab.json").symlink_to("tokenizer.json")
+    join_expansions([snapshot, hu], tmp_path / "out")
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    published_files(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "merges.txt"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "broken link"])
+def test_what_is_no_file_is_refused_at_once(two_packs, tmp_path, name, kind):
+    _, el, hu = two_packs
+    pack = shutil.copytree(el, tmp_path / "qwen-el")
+    place = pack / name
+    place.unlink(missing_ok=True)
+    if kind == "folder":
+        place.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero" if kind == "device" else "nowhere")
+    signal.alarm(60)  # reading a pipe or a device never ends
+    try:
+        refused(join_expansions, [pack, hu], tmp_path / "out", says=name)
+    finally:
+        signal.alarm(0)
+    assert not (tmp_path / "out").exists()

@@ -6,8 +6,7 @@ import shutil
 import pytest
 import yaml
 from conftest import refused, save_dense, write_texts
-from test_join import EL, HU, make_pack, same_files
-from test_packs_in_use import WORDS
+from test_join import EL, HU, WORDS, make_pack, same_files
 
 from hf_moe_expand import join_expansions, run_recipe, validate_recipe
 from hf_moe_expand.core.errors import InputError

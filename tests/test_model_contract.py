@@ -10,12 +10,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 
 
-def build(backbone, counts=(3, 1, 2), classifiers=(2,), **changes):
+def build(backbone, counts=(3, 1, 2), classifiers=(2,), kind=(), **changes):
     """Three experts, a dense layer, two experts behind a classifier; nothing in it is zero or alike."""
     torch.manual_seed(0)
     config = LayerMoEConfig.from_dense(
-        tiny_config(backbone, **changes), num_experts_per_layer=list(counts), classifier_layers=list(classifiers)
-    )
+        tiny_config(backbone, **changes), num_experts_per_layer=list(counts), classifier_layers=list(classifiers),
+        **dict(kind),
+    )  # fmt: skip
     model = LayerMoEForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,9 +66,14 @@ def test_the_attention_switch_reaches_every_part(model, ids):
         close(model(ids).logits, expected)
 
 
-@pytest.mark.parametrize("backbone", COMMON_BACKBONES)
-def test_it_compiles_into_one_graph(backbone, ids):
-    model = build(backbone, counts=[3], classifiers=[0], num_hidden_layers=1)
+KINDS = [{"expert_kind": "added", "expert_width": 16}, {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0}]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "kind"), [*((name, {}) for name in COMMON_BACKBONES), *(("qwen2", kind) for kind in KINDS)]
+)
+def test_it_compiles_into_one_graph(backbone, kind, ids):
+    model = build(backbone, counts=[3], classifiers=[0], num_hidden_layers=1, kind=kind)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         torch.compiler.reset()
