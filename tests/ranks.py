@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
-from conftest import StopAt, enable_checkpointing, interrupted
+from conftest import StopAt, interrupted
 from gated_models import CODES, GREEDY, KINDS, gated_model, tokens
-from one_step import build, full, in_halves, rows, train
+from one_step import build, full, rows, train
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
@@ -30,7 +30,6 @@ from hf_moe_expand import (
     PostPretrainConfig,
     ReviewConfig,
     adapt_language,
-    freeze,
     train_stage,
 )
 from hf_moe_expand.data.sources import LanguageText
@@ -114,10 +113,6 @@ def one_step(folder, name, step, ranks, backbone="qwen2", **sharding):
     return parameters, logs
 
 
-def ddp(folder):
-    return {step: one_step(folder, f"ddp {step}", step, ranks=2) for step in ("idle", "idle, checkpointing")}
-
-
 def ddp_in_pieces(folder):
     """The loss of some tokens at a time, outside of the wrapped model's forward pass."""
     with patch.object(pieces, "LARGE", 2 * 258), patch.object(pieces, "PIECE", 6 * 258):
@@ -127,37 +122,6 @@ def ddp_in_pieces(folder):
 def evaluation(folder):
     """Every Trainer's loss of rows with labels on very different numbers of tokens."""
     return scores(folder)
-
-
-def fsdp_by_hand(folder):
-    """torch's `fully_shard`, each layer and the root: loss and gradients against those of the whole model."""
-    found = {}
-    ids, languages = rows()
-    ids = in_halves(ids)
-    for backbone in ("qwen2", "bloom", "gemma3_text"):
-        for checkpointing in (False, True):
-            whole, model = (model_of("idle" if backbone == "qwen2" else "", backbone).train() for _ in range(2))
-            for one in (whole, model):
-                freeze(one, "review" if checkpointing else "everything")
-                if checkpointing:
-                    enable_checkpointing(one)
-            halves = [loss_of(whole, ids[part], languages[part]) for part in (slice(0, 4), slice(4, 8))]
-            (sum(halves) / 2).backward()
-            for layer in model.get_submodule("transformer.h" if backbone == "bloom" else "model.layers"):
-                fully_shard(layer)
-            fully_shard(model)
-            loss = loss_of(model, share(ids), share(languages))
-            loss.backward()
-            expected = dict(whole.named_parameters())
-            found[backbone, checkpointing] = {
-                "loss": (loss.item(), halves[dist.get_rank()].item()),
-                "gradients": {
-                    name: (parameter.grad.full_tensor(), expected[name].grad)
-                    for name, parameter in model.named_parameters()
-                    if parameter.requires_grad
-                },
-            }
-    return found
 
 
 def fsdp_native(folder):

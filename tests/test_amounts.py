@@ -4,13 +4,8 @@ import pytest
 import yaml
 from conftest import invoke, refused, save_dense, write_texts
 
-from hf_moe_expand import Plan, ReviewConfig
-from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import MOST
-from hf_moe_expand.data.curriculum import Curriculum
-from hf_moe_expand.evaluation.settings import EvaluationSettings
-from hf_moe_expand.inference.writing import Answering, SampleSettings
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import METHODS, plan_settings
 from hf_moe_expand.planning.results import SimilarityResult
@@ -80,22 +75,6 @@ def test_the_largest_count_and_the_smallest_share_overflow_nothing(home):
     validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
 
 
-@pytest.mark.parametrize("value", LARGE, ids=["27 digits", "1e27", "401 digits"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda value: AnalysisSettings(tokens=value), lambda value: DeviationSettings(batch_size=value),
-        lambda value: EvaluationSettings(max_tokens=value), lambda value: SampleSettings(documents=value),
-        lambda value: Answering(max_new_tokens=value), lambda value: Answering(seed=value),
-        lambda value: Plan("own", [value, 1]), lambda value: Plan("own", [2, 1], top_k=value),
-        lambda value: Plan("own", [2, 1], [value]), lambda value: Curriculum(steps=value, entry={"el": 0}),
-        lambda value: ReviewConfig(new_per_old=value), lambda value: ReviewConfig(old_documents=value),
-    ],
-)  # fmt: skip
-def test_settings_in_python_refuse_it_too(make, value):
-    refused(make, value, says=IS_TOO_LARGE)
-
-
 @pytest.mark.parametrize("method", [name for name, cls in METHODS.items() if "total_experts" in cls.model_fields])
 def test_a_plan_of_more_experts_than_a_model_has_is_refused_before_it_is_made(method):
     settings = plan_settings(method, total_experts=MOST)
@@ -105,13 +84,6 @@ def test_a_plan_of_more_experts_than_a_model_has_is_refused_before_it_is_made(me
     refused(make_plan, settings, 4, ["en"], ["el"], similarity, says="may have at most 65,536 experts")
     with pytest.raises(InputError, match="1000000000 layers are too many"):
         make_plan(plan_settings("moe-lpr", experts=2), 10**9, ["en"], ["el"])
-
-
-def test_a_product_of_the_largest_counts_overflows_nothing(home, tmp_path):
-    base, data = home / "base", f"el={home}/el.jsonl"
-    sizes = ["--steps", MOST, "--batch-size", MOST, "--block-size", 64]
-    with pytest.raises(InputError, match="Too little text: "):
-        invoke("analyze", "deviation", base, "--data", data, *sizes, "--out", tmp_path / "deviation.json")
 
 
 SIMILARITY = ["analyze", "similarity", "HOME/base", "--old", "en=HOME/en.jsonl", "--new", "el=HOME/el.jsonl"]

@@ -117,18 +117,6 @@ def test_plans_from_the_command_line(base, error_of):
         assert "analysis" in error_of("plan", *plan, *classifiers)
 
 
-def test_wrong_plans_from_the_command_line_are_one_sentence(error_of):
-    for arguments, message in [
-        (["--layers", 0], "--layers is 0: must be at least 1, or a checkpoint."),
-        (["--layers", -3], "--layers is -3: must be at least 1, or a checkpoint."),
-        (["--layers", 4, "--classifier-choice", "random"], "classifier_choice is 'random', but classif"),
-        (["--layers", 4, "--classifiers-in", "1", "--classifier-choice", "all"], "classifier_choice is 'all', but"),
-        (["--layers", 4, "--new", "greek"], "new[0]: 'greek' is not a language code of ISO 639"),
-    ]:
-        said = error_of("plan", "moe-lpr", "--experts", 3, *arguments, "--out", "plan.json")
-        assert said.startswith(f"error: {message}")
-
-
 def test_a_plan_to_grow_knows_the_models_languages(base, error_of):
     expand_checkpoint(base, "moe", Plan("x", [2, 2, 3], old=["en"], new=["el"]))
     grow = ["plan", "moe-lpr", "--experts", 1, "--from", "moe", "--out", "p.json"]
@@ -175,15 +163,6 @@ def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
         assert message in error_of(*dmoe, *arguments, "--out", "d.json")
     assert not (tmp_path / "d.json").exists()
     assert "not a deviation analysis" in error_of("plan", "dmoe", "--deviation", "a.json", "--groups", 2, "--out", "d")
-
-
-def test_a_work_folder_that_is_named_is_kept_and_used_again(tmp_path, deviation, error_of):
-    invoke(*deviation, "--out", "a.json", "--work-dir", "work")
-    invoke(*deviation, "--out", "b.json", "--work-dir", "work")
-    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
-    assert (tmp_path / "work" / "language-en").is_dir()
-    assert "seed was 0, is 1" in error_of(*deviation, "--out", "c.json", "--work-dir", "work", "--seed", 1)
-    assert "need 64,000 tokens" in error_of(*deviation[:-3], 1000, *deviation[-2:], "--out", "c.json")
 
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "transformers.trainer", "matplotlib")

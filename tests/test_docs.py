@@ -8,7 +8,6 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,9 +185,6 @@ def test_the_page_of_the_papers_names_every_recipe():
     (shown,) = re.findall(r"recipes show (\S+)`", text)
     assert "base: Qwen/Qwen1.5-1.8B" in invoke("recipes", "show", shown)
     assert f"{shown} " in invoke("recipes", "ls")
-
-
-_no_tasks = SimpleNamespace(evaluate=lambda *_: {}, benchmarks={}, unnamed=[])
 
 
 @pytest.mark.guides

@@ -32,11 +32,8 @@ from hf_moe_expand.analysis.gate_fit import (
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.analysis.gating import fitted, gate_of
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.arguments import text_sources
-from hf_moe_expand.cli.verbs_making import documents_of
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.anchors import shipped_anchors, shipped_sentences
-from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
@@ -296,14 +293,6 @@ def test_the_command_line(expanded, tmp_path, monkeypatch):
     assert "9 languages stay home" in shown
     assert "new: el, hu" in shown
     assert "to new experts" in shown
-
-
-def test_the_command_reads_files_in_a_recipes_order(tmp_path):
-    """A gate reads a file's first tokens: shuffled, so that they are not those of the file's first source."""
-    file = write_texts(tmp_path / "el.jsonl", [f"{number}" for number in range(50)])
-    recipe = LanguageText("el", str(file)).load().shuffle(seed=3)["text"]
-    sources = text_sources([f"el={file}"])
-    assert documents_of(sources, seed=3)["el"][:] == recipe[:] != documents_of(sources)["el"][:]
 
 
 def test_a_token_is_fitted_to_its_language_to_the_template_or_to_nothing():

@@ -1,14 +1,12 @@
 """`generate` with a language gate: a prompt is judged, and then told; what it writes is judged by itself."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import product
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_dense
+from conftest import tiny_dense
 from gated_models import (
     CODES,
     GREEDY,
@@ -22,7 +20,7 @@ from gated_models import (
     slow_sums,
     tokens,
 )
-from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, TextIteratorStreamer, pipeline
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 LONG = {**GREEDY, "max_new_tokens": 210}
 # A window of many tokens, and an answer that goes home only if it is clearly not of the new languages.
@@ -263,35 +261,3 @@ def test_compiled_there_is_one_graph_for_each_class_and_one_for_several(kind):
         found = model.generate(ids, past_key_values=cache, compile_config=compiling, **options)
         assert torch.equal(found, model.generate(ids, **options))
     assert 2 <= len(graphs) <= 3
-
-
-def test_two_threads_judge_and_answer_at_once():
-    """And leave the compiler's stance as it was."""
-    model = gated_model(**KINDS["exclusive"], **SWAYING)
-    texts = [torch.tensor([text]) for text in clear_texts(model, 2, 9)]
-    options = {**GREEDY, "max_new_tokens": 40}
-    expected = [model.generate(ids, **options) for ids in texts]
-    before = torch._dynamo.eval_frame._stance
-    with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda ids: model.generate(ids, **options), texts))
-    assert all(torch.equal(found[row], expected[row]) for row in range(6))
-    assert torch._dynamo.eval_frame._stance is before
-
-
-def test_the_pipeline_and_a_streamer_write_what_generate_does():
-    model, tokenizer = gated_model(**KINDS["exclusive"], **SWAYING), byte_tokenizer()
-    texts = ["the cat sat on it", "a dog", "what is it to you"]
-    options = {**GREEDY, "max_new_tokens": 40}
-    alone = [model.generate(**tokenizer(text, return_tensors="pt"), **options) for text in texts]
-    said = [tokenizer.decode(ids[0], skip_special_tokens=True) for ids in alone]
-    asking = pipeline("text-generation", model, tokenizer=tokenizer)
-    for batch in (1, 3):
-        made = asking(texts, batch_size=batch, **options)
-        assert [one[0]["generated_text"] for one in made] == said
-    for text, expected in zip(texts, said, strict=True):
-        streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
-        given = {**tokenizer(text, return_tensors="pt"), "streamer": streamer, **options}
-        thread = threading.Thread(target=model.generate, kwargs=given)
-        thread.start()
-        assert "".join(streamer) == expected
-        thread.join()

@@ -165,24 +165,6 @@ def test_an_adapter_is_in_the_weights_of_its_tokens_alone(device, dtype, judge):
         assert not torch.allclose(found[1], base[1], rtol=0.1)
 
 
-@pytest.mark.parametrize("languages", [["el"] * 3, ["en", "el", "el"]])
-def test_an_adapters_gradients_in_a_batch_are_the_sum_of_those_of_its_rows(device, dtype, languages):
-    _, model = adapted(device, torch.float32)
-    ids, factors = text(device, 3, 20), [one for name, one in model.named_parameters() if ".lora_" in name]
-
-    def gradients(batches):
-        model.zero_grad()
-        with torch.autocast(device, dtype, enabled=dtype == torch.bfloat16):
-            for rows, told in batches:
-                model(rows, languages=told).logits.float().logsumexp(-1).sum().backward()
-        return [factor.grad.clone() for factor in factors]
-
-    expected = gradients([(ids[[row]], one) for row, one in enumerate(languages)])
-    for ours, theirs in zip(gradients([(ids, languages)]), expected, strict=True):
-        assert theirs.abs().max() > 0
-        assert_close(ours, theirs, dtype)
-
-
 @torch.no_grad()
 def test_a_pass_that_is_judged_reads_two_values_on_the_host_and_a_told_one_none(device, dtype):
     _, model = models(device, dtype, 2, "gate", exclusive=True)
@@ -248,16 +230,6 @@ def test_a_captured_graph_of_a_forward_pass_replays_exactly(device, dtype, exper
     for ids in (first, second):
         assert torch.equal(replay(ids), model(ids, **UNMASKED).logits)
     torch.testing.assert_close(model(first, **UNMASKED).logits, model(first).logits)
-
-
-@torch.no_grad()
-def test_compiled_it_is_one_graph(device, dtype):
-    _, model = models(device, dtype, 4, "classifier", num_hidden_layers=1)
-    ids = text(device, 2, 40)
-    expected = model(ids, use_cache=False).logits
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager" if device == "cpu" else "inductor", fullgraph=True)
-    assert_close(compiled(ids, use_cache=False).logits, expected, dtype)
 
 
 @torch.no_grad()

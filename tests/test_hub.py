@@ -209,21 +209,6 @@ def test_a_dry_run_prints_files_and_card_and_asks_the_hub_for_nothing(server, cl
     assert "LayerMoE" in card
 
 
-def test_a_run_with_several_expansions(server, client, checkpoint, tmp_path):
-    (tmp_path / "run").mkdir()
-    for number, stage in ((1, "post_pretrain"), (1, "review"), (2, "post_pretrain")):
-        shutil.copytree(checkpoint, tmp_path / "run" / str(number) / stage)
-        PLAN.save(tmp_path / "run" / str(number) / "plan.json")
-    (tmp_path / "run" / "steps.json").write_text("{}")
-    (tmp_path / "run" / "recipe.yaml").write_text("base: org/tiny\n")
-    models = {name: {"el": SCORE} for name in ("base", "after expansion 1", "after expansion 2")}
-    (tmp_path / "run" / "evaluation.json").write_text(json.dumps({"old": [], "new": ["el"], "models": models}))
-    for place, scored in (("1/post_pretrain", False), ("1/review", True), ("2/post_pretrain", True)):
-        done = client.push(tmp_path / "run" / place, "me/x", token="", dry_run=True)
-        assert ("evaluation.json" in done["value"]["files"]) == scored
-        assert {"plan.json", "recipe.yaml"} <= set(done["value"]["files"])
-
-
 @pytest.fixture
 def of_a_folder(server, base, tmp_path):
     """A run whose base was a local folder, as its recipe says; the hub has it as org/mine."""

@@ -26,7 +26,6 @@ from hf_moe_expand.core.scratch import (
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs.pipeline import run_recipe
 from hf_moe_expand.runs.recipe import Recipe
-from hf_moe_expand.stages.resume import remove_training
 
 PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
 # No process has it: Linux counts to 2 ** 22.
@@ -79,12 +78,6 @@ def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, c
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_interrupted_training_without_checkpoints_leaves_nothing(root, tmp_path):
-    with interrupted(1), pytest.raises(KeyboardInterrupt):
-        train(root, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_inspect_names_leftovers(root, tmp_path):
     out = shutil.copytree(root / "expanded", tmp_path / "out")
     assert "left over" not in invoke("inspect", out)
@@ -104,14 +97,6 @@ def test_inspect_names_leftovers(root, tmp_path):
     assert "with --overwrite, goes on from step 12." in invoke("inspect", out)
     (tmp_path / "out.training" / ".hf-moe-expand").unlink()  # somebody else's
     assert "out.training" not in invoke("inspect", out)
-
-
-def test_a_run_removes_the_folder_of_a_training_that_was_killed_while_it_removed_it(tmp_path):
-    running, dead = (f".out.training.partial-{process}-{gethostname()}" for process in (os.getpid(), DEAD))
-    for name in (running, dead):
-        work_folder(tmp_path / name)
-    remove_training(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == [running]
 
 
 @pytest.mark.parametrize("kept", range(1, 4))

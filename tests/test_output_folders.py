@@ -107,13 +107,6 @@ def test_overwriting_deletes_no_foreign_file(tmp_path, name):
     assert (folder / name).is_file()
 
 
-def test_links_are_foreign_unless_they_are_known_files(tmp_path):
-    folder = fill(tmp_path / "out")
-    (tmp_path / "data").mkdir()
-    (folder / "additional_chat_templates").symlink_to(tmp_path / "data")
-    assert foreign_file(folder) == "additional_chat_templates"
-
-
 def test_checkpoints_are_overwritten(made, tmp_path):
     assert foreign_file(made / "base") is None
     assert foreign_file(made / "expanded") is None

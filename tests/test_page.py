@@ -17,7 +17,7 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import Sample
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.planning.results import NO_CHOICE, RoutingResult
+from hf_moe_expand.planning.results import RoutingResult
 from hf_moe_expand.report.page import make_page
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -192,19 +192,6 @@ def test_a_stage_s_table_has_text_at_hand_text_seen_and_held_out_text(run):
     write_json(run / "review" / "config.json", config)
     assert "4,321 tokens seen, in 5 blocks." in page_of(run).text
     assert ["en", "99", "99", "4,000"] in page_of(run).rows
-
-
-def test_routing_has_tables_and_random_experts_where_there_is_a_choice(run):
-    rows = page_of(run).rows
-    place = rows.index(["layer", "experts", "classifier", "similarity"]) + 2  # of the plan, whose layers differ
-    assert rows[place : place + 2] == [["1", "2", "yes", "0.3"], ["2", "2", "", "0.2"]]
-    assert RoutingResult.from_json(run / "routing.json").rows()[0] in rows
-    assert ["1, 2", "-"] in rows
-    assert ["el", "12.50", "99.25"] in rows[rows.index(["perplexity", "router's experts", "random experts"]) :]
-    write_json(run / "routing.json", read_json(run / "routing.json", "") | {"has_choice": False})
-    page = page_of(run)
-    assert NO_CHOICE in page.text
-    assert ["perplexity", "router's experts", "random experts"] not in page.rows
 
 
 def test_what_was_frozen_is_what_the_stages_may_not_touch(run):

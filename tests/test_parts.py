@@ -11,7 +11,7 @@ import torch
 from conftest import run_fresh, run_python, tiny_config
 from transformers import CONFIG_MAPPING
 
-from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, modeling
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, modeling
 from hf_moe_expand.modeling.part import parts_text
 from hf_moe_expand.modeling.parts import PARTS
 
@@ -60,15 +60,6 @@ def test_a_checkpoint_has_the_code_of_its_own_parts_alone(name, saved):
     assert {file for file in code if file.startswith("part_")} == {f"part_{part}.py" for part in parts}
     assert code["parts.py"] == parts_text(parts)
     assert all(text == (CODE / file).read_text("utf-8") for file, text in code.items() if file != "parts.py")
-
-
-@pytest.mark.parametrize(
-    ("cls", "config_class", "fields"),
-    [(LayerMoEForCausalLM, LayerMoEConfig, {}), (DMoEForCausalLM, DMoEConfig, {"language_groups": [["en"], ["el"]]})],
-)
-def test_a_plain_checkpoint_is_a_core_of_few_files(cls, config_class, fields, tmp_path):
-    build(fields, cls, config_class).save_pretrained(tmp_path)
-    assert len(code_of(tmp_path)) <= 12
 
 
 def test_the_core_names_no_part():

@@ -6,19 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import refused, save_dense, write_texts
+from conftest import refused
 from data_tables import TABLES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_moe_expand import (
-    LanguageText,
     Plan,
-    PostPretrainConfig,
-    ReviewConfig,
-    expand_checkpoint,
-    make_card,
-    train_stage,
 )
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
@@ -28,8 +22,6 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import METHODS, AnyPlan, plan_settings, read_plan_settings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
-from hf_moe_expand.report.inspection import inspect_checkpoint
-from hf_moe_expand.report.page import make_page
 
 
 def counts_of(layers, *method, seed=0, **keys):
@@ -270,36 +262,9 @@ def test_a_wrong_plan_is_refused_by_key(mapping, message):
         assert str(error.value).startswith(message)
 
 
-def test_a_plan_of_ones_own_works_to_the_end(tmp_path):
-    base = save_dense(tmp_path / "base")
-    run = tmp_path / "run"
-    plan = Plan("my <rule>", [3, 1, 2], old=["en"], new=["el"])
-    plan.save(run / "plan.json")
-    expand_checkpoint(base, run / "expanded", Plan.load(run / "plan.json"))
-    documents = [f"some text {number} " * 20 for number in range(4)]
-    files = {code: write_texts(tmp_path / f"{code}.jsonl", documents) for code in ("en", "el")}
-    text = {code: LanguageText(code, str(path)) for code, path in files.items()}
-    training = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
-    train_stage(run / "expanded", run / "post_pretrain", {"el": text["el"]}, PostPretrainConfig(**training))
-    train_stage(run / "post_pretrain", run / "review", text, ReviewConfig(**training))
-    assert "my <rule> on base" in "\n".join(inspect_checkpoint(run / "review").lines())
-    card = make_card(run / "review")
-    assert "as many in each layer as its plan, `my &lt;rule>`, says" in " ".join(str(card).split())
-    assert "layer-moe" in card.data.tags
-    assert "my &lt;rule&gt;" in make_page(run)
-
-
 def test_the_guides_own_plan_is_a_plan(tmp_path):
     guide = (Path(__file__).parents[1] / "docs" / "choose.md").read_text("utf-8")
     (block,) = re.findall(r"```json\n(.*experts_per_layer.*)\n```", guide)
     (tmp_path / "plan.json").write_text(block)
     plan = Plan.load(tmp_path / "plan.json")
     assert (METHODS.get(plan.method), plan.total_experts) == (None, 12)
-
-
-def test_settings_take_positions_in_the_order_of_their_fields():
-    assert Plan("own", [1, 2], [1]) == Plan(method="own", experts_per_layer=[1, 2], classifier_layers=[1])
-    with pytest.raises(TypeError, match="takes at most 11 arguments, but 12 were given"):
-        Plan("own", [1, 2], *[None] * 10)
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'method'"):
-        Plan("own", [1, 2], method="twice")

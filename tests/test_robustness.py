@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, invoke, refused, save_dense, start_python, tiny_dense, write_texts
+from conftest import invoke, refused, save_dense, start_python, tiny_dense, write_texts
 from data_tables import TABLES
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -25,7 +25,7 @@ import hf_moe_expand
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, cli, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.arguments import check_file
-from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
+from hf_moe_expand.checkpoint.expand import grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.cli import orderly_stops
@@ -33,8 +33,6 @@ from hf_moe_expand.cli.groups import versions
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.held_out import check_held_out
-from hf_moe_expand.evaluation import known
-from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -142,19 +140,6 @@ def test_commands_without_effect_and_names_without_a_last_part(root, monkeypatch
 )
 def test_losses_that_apply_to_nothing(config, says):
     refused(config.check_settings, hf_moe_expand.expand_model(tiny_dense("qwen2"), PLAN).config, says=says)
-
-
-def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
-    placed = Plan("moe-lpr", [1, 2, 2], [2], old=["en"], new=["el"])
-    refused(check_plan_of_gate, placed, says="the place of classifiers, .* in layers 2: plan")
-    dmoe = Plan("dmoe", [1, 2, 2], groups=[["en"], ["el"]])
-    refused(check_plan_of_gate, dmoe, says="DMoE trains the base: leave the gate out")
-    given = (root / "expanded", tmp_path / "out")
-    refused(grow_checkpoint, *given, GROWTH, copy_from={99: 1}, says="copy_from names layer 99, but .* layers 0 to 2")
-    gate = {"processing_class": byte_tokenizer(), "says": "processing_class: a checkpoint has its own tokenizer"}
-    refused(hf_moe_expand.fit_gates, *given, {"el": ["a"]}, **gate)
-    groups = {"groups": [["el"], ["tr"]], "new": ["el", "hu"]}
-    refused(Plan, "dmoe", [2, 1, 2], **groups, says="new: hu stands in no group, so that no expert learns it")
 
 
 @pytest.mark.parametrize(
@@ -365,28 +350,10 @@ def test_held_out_text_that_is_training_text(home, make):
     refused(check, home, text, says=r"post_pretrain\.validation\.texts\.el: .*training text, too")
 
 
-@pytest.mark.parametrize(("bits", "warned"), [({"en": 2.0, "el": 1.0}, True), ({"en": 1.2, "el": 1.1}, False)])
-def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, warned):
-    scores = {code: LanguageScore(1.0, value, 9, 9) for code, value in bits.items()}
-    monkeypatch.setattr(known, "evaluate_model", lambda model, tokenizer, texts, *_: {c: scores[c] for c in texts})
-    said = "(old: en 2.00; new: el 1.00): are `old` and `new` swapped?"
-    assert [said in line for line in check(home) if "swapped" in line] == [True] * warned
-    assert not [line for line in check(home, offline=True) if "swapped" in line]
-    monkeypatch.setattr(known, "_MOST", 1)  # a base that takes long is not asked
-    assert any(line.startswith("skipped: whether old and new are swapped") for line in check(home))
-
-
 def test_a_document_or_two_are_a_warning(home):
     write_texts(home / "test.jsonl", [*HELD_OUT, LONG[150]])
     (line,) = [line for line in check(home) if "are training text" in line]
     assert "test.jsonl: 1 of its 201 documents are training text, too (new.el: " in line
-
-
-def test_text_on_the_hub_is_told_by_its_name():
-    test, train, part = (LanguageText("el", f"hub:a/b:el:{split}") for split in ("test", "train", "train[:100]"))
-    check_held_out({"test.el": test}, {"new.el": train})
-    for one in (train, part):
-        refused(check_held_out, {"test.el": one}, {"new.el": train}, says="is training text, too")
 
 
 def test_sentence_pairs_of_an_encoder_decoder(tmp_path):
@@ -496,23 +463,6 @@ def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
     assert ended(*given, stopped, "run", "a.yaml") == (130, said)
     monkeypatch.setenv("RANK", "1")
     assert ended(*given, KeyboardInterrupt(), "run", "--x") == (130, "")
-
-
-def test_a_log_gets_lines_at_once_and_no_bars(tmp_path):
-    program = """
-import os
-os.environ.pop("TQDM_DISABLE", None)
-from hf_moe_expand import cli
-@cli.app.command()
-def bars() -> None:
-    from tqdm.auto import tqdm
-    list(tqdm(range(3), desc="a bar"))
-    print(sys.stdout.line_buffering)
-sys.argv = ["hf-moe-expand", "bars"]
-cli.main()
-"""
-    said, errors = start_python(program, cwd=tmp_path).communicate()
-    assert (said, errors) == ("True\n", "")
 
 
 def test_the_package_is_a_program_that_says_its_versions():

@@ -159,14 +159,6 @@ def test_a_base_without_a_tokenizer_expands_and_a_broken_one_is_refused(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dense_export_that_must_load_another_class_says_so(tmp_path):
-    base = save(tmp_path / "base", "qwen2")
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    bpe_tokenizer().save_pretrained(tmp_path / "out")  # whose class a Qwen2 model never has
-    with pytest.warns(UserWarning, match="loads the tokenizer of every qwen2 model as a class of its own"):
-        export_dense(tmp_path / "out", tmp_path / "dense", expert=0)
-
-
 def added(*tokens, special=True, **roles) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer()
     if tokens:
