@@ -149,7 +149,7 @@ class Form:
     Attributes:
         base: the dense checkpoint.
         root: the form's own folder.
-        helpers: the processes beside the tests: two `ranks`, a `hub`, and one that loads `alone`.
+        helpers: the processes beside the tests: two `ranks`, and one that loads `alone`.
         kept: what several operations compare with, by its name.
     """
 

@@ -11,8 +11,9 @@ from datasets import disable_progress_bars
 
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.together import refusals, table
+from matrix import surgery  # noqa: F401  # the other half of the columns
+from matrix.alone import Alone
 from matrix.forms import Form, all_forms, name_of, refused, refusing
-from matrix.hub import Alone, Hub
 from matrix.operations import OPERATIONS
 from matrix.two_ranks import Ranks
 
@@ -41,10 +42,8 @@ def forms():
 
     # In memory, where that is a folder: a checkpoint that is written waits for the disk, up to seconds.
     with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        root, home = Path(folder, "forms"), Path(folder, "home")
+        root, helpers = Path(folder, "forms"), SimpleNamespace(ranks=Ranks(), alone=Alone(Path(folder, "home")))
         root.mkdir()
-        home.mkdir()
-        helpers = SimpleNamespace(ranks=Ranks(), hub=Hub(home), alone=Alone(home / "alone"))
         yield get
         for helper in vars(helpers).values():
             helper.stop()
