@@ -35,8 +35,7 @@ trainings: $(VENV)/.installed-dev
 # Runs the guides of docs/ as commands, with tiny models. `make test` reads them all, and runs README.md, the papers'
 # commands, and the guides to costs, to translation models and to TRL.
 guides: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not wide" \
-	  tests/test_docs.py tests/test_chat_guide.py tests/test_serving_guide.py tests/test_extending.py
+	$(BIN)/python -m pytest -q -n 2 -m "not wide" tests/test_docs.py tests/test_extending.py
 
 # Broken checkpoints and input files: every verb must succeed or refuse in one sentence.
 CASES ?= 3000

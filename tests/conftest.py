@@ -23,6 +23,7 @@ import accelerate.utils.imports
 import pytest
 import torch
 import typer.testing
+import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from hub_server import Client, HubServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -55,6 +56,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"
+TABLES = yaml.safe_load((HERE / "tables.yaml").read_text("utf-8"))  # of plain data, each under its name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

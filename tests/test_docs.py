@@ -8,21 +8,30 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+import trl
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import DATA, invoke, keywords, save_dense
+from conftest import BACKBONE_NAMES, DATA, byte_tokenizer, invoke, keywords, save_dense, tiny_config, tiny_dense
 from encoder_decoders import SENTENCES, save_tiny
-from guides import DOCS, LAUNCH, ROOT, bash_lines, blocks, commands, expanded, parsed, run, small, workplace_in
+from guides import DOCS, LAUNCH, ROOT, bash_lines, blocks, commands, expanded, parsed, plain, run, small, workplace_in
 from test_peft_adapters import make
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.core import TyperCommand
+from typer.testing import CliRunner
 
-from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint
+from hf_moe_expand import Plan, PostPretrainConfig, cli, expand_checkpoint
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.evaluation.benchmarks import task_list
 from hf_moe_expand.hub import publish as hub
+from hf_moe_expand.modeling import LayerMoEConfig
 from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import packaged_files
@@ -317,3 +326,119 @@ def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
     assert "unseen languages" in said["gates qwen-el-hu qwen-el-hu-gated"]
     assert said["validate join.yaml"].rstrip("\n").endswith("join.yaml: ok")
     assert "final checkpoint: runs/qwen-el-hu/gates" in said["run join.yaml"]
+
+
+TRAINERS = Path(__file__).parents[1] / "docs" / "trainers.md"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+class Small(trl.SFTConfig):
+    """The guide's settings for a few steps; PEFT's checkpoints pickle them."""
+
+    def __init__(self, folder, **given):
+        super().__init__(folder, **{**given, "max_steps": 2, "max_length": 64, "per_device_train_batch_size": 2})
+
+
+@pytest.mark.guides
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL uses the old name
+def test_the_chat_guide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    save_dense(tmp_path / "chat", max_position_embeddings=256)
+    tokenizer.save_pretrained(tmp_path / "chat")
+    changed = tiny_dense("qwen2", max_position_embeddings=256)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(1e-3)
+    changed.save_pretrained(tmp_path / "chat")
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
+    expand_checkpoint("chat", tmp_path / "qwen-el-2", plan)
+    row = {"messages": [{"role": "user", "content": "Μία λέξη;"}, {"role": "assistant", "content": "Δύο."}]}
+    Path("chat.el.jsonl").write_text(f"{json.dumps(row)}\n" * 8, "utf-8")
+    monkeypatch.setattr(trl, "SFTConfig", Small)
+    (program,) = re.findall(r"```python\n(# chat\.py\n.*?)```", TRAINERS.read_text("utf-8"), re.DOTALL)
+    exec(compile(program, "chat.py", "exec"), {})
+    found = compare_checkpoints("qwen-el-2", "qwen-el-chat")
+    assert found.changed
+    assert all(re.search(r"\.experts\.1\.(gate|up|down)_proj\.weight$", name) for name in found.changed)
+    assert (found.added, found.removed) == ([], [])
+    diff, generate, chat = commands("trainers.md", "Chat models")
+    said = CliRunner().invoke(cli.app, diff)
+    assert said.exit_code == 1  # as where any tensor differs
+    assert re.search(r"other experts .* 9 ", said.output)
+    assert "base inside" in invoke(*generate[:-1], "4")
+    invoke(*chat, "--max-new-tokens", "2")
+    model = AutoModelForCausalLM.from_pretrained("qwen-el-chat").eval()
+    with torch.no_grad(), model.use_expert(0):
+        here = model(torch.arange(20)[None]).logits
+        assert torch.equal(here, AutoModelForCausalLM.from_pretrained("chat").eval()(torch.arange(20)[None]).logits)
+
+
+@pytest.mark.guides
+def test_the_serving_guide(workplace, monkeypatch):
+    plan = Plan("moe-lpr", [2] * 8, old=["en"], new=["el"], exclusive=True)
+    expand_checkpoint("Qwen/Qwen2.5-0.5B", "qwen-el-2", plan)
+    Path("me").mkdir()
+    Path("me/qwen-el").symlink_to(Path("qwen-el-2").resolve())
+    pushed = []
+    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
+    said = run("serving.md")
+    assert [where for where, _ in pushed] == [("qwen-el-2", "me/qwen-el")]
+    assert pushed[0][1]["expansion_only"]
+    assert pushed[0][1]["dry_run"]
+    assert Path("qwen-greek/config.json").is_file()
+    assert said["export qwen-el-2"].strip().endswith(": Qwen2ForCausalLM")
+    served = []
+    vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # which is not installed: the block alone is looked at
+    monkeypatch.setattr(transformers, "LayerMoEForCausalLM", None, raising=False)
+    manager, loaded = ModelManager(device="cpu", trust_remote_code=True), []  # of `transformers serve`
+    load = manager.load_model_and_processor
+    monkeypatch.setattr("transformers.cli.transformers.main", lambda: loaded.append(load("qwen-el-2@main")[0]))
+    namespace = {}
+    for block in blocks("serving.md", "python"):
+        exec(block, namespace)
+    for model in (namespace["model"], *loaded):
+        assert type(model).__name__ == "LayerMoEForCausalLM"
+    assert len(loaded) == 1
+    manager.shutdown()
+    assert [name for name, _ in served] == ["qwen-el-2"]
+    assert AutoTokenizer.from_pretrained("qwen-el-2", trust_remote_code=True).padding_side == "right"
+
+
+def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace, monkeypatch):
+    expanded("model", [2] * 8, [1])
+    auto_map = json.loads(Path("model/config.json").read_text("utf-8"))["auto_map"]
+    assert {"AutoConfig", "AutoModel"} <= set(auto_map)
+    assert get_class_from_dynamic_module(auto_map["AutoModel"], "model").is_backend_compatible()
+    sdpa, asked = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def attention(module, query, key, value, *_, attention_instances=None, scaling=None, **__):
+        asked.append(attention_instances)
+        return sdpa(module, query, key, value, None, scaling=scaling)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attention)
+    ids, ready, planned = torch.arange(12)[None], set(), set()
+    for backbone in BACKBONE_NAMES:
+        config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=[3, 1, 2])
+        assert config.get_text_config() is config
+        fields = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+        assert not any(hasattr(config, name) for name in fields)
+        config._attn_implementation = "vllm"
+        instances: dict = {}
+        asked.clear()
+        try:
+            model = AutoModel.from_config(config).eval()
+            model(ids, position_ids=ids, use_cache=False, attention_instances=instances, return_dict=False)
+        except (AttributeError, KeyError):  # attention that is none of the interface's
+            continue
+        if model.is_backend_compatible() and [given is instances for given in asked] == [True] * 3:
+            ready.add(plain(backbone))
+            if any("experts" in rule for rule in model.tp_plan):
+                planned.add(plain(backbone))
+    row = re.search(r"the backbone's own: (.*?)\. Not (.*?) \|", (DOCS / "serving.md").read_text("utf-8"))
+    named, others = ({plain(name) for name in group.split(", ")} for group in row.groups())
+    assert ready == named
+    assert named | others == {plain(name) for name in BACKBONE_NAMES}
+    assert named - planned == {"gpt2", "opt"}

@@ -1,7 +1,20 @@
 """What `inspect` says of a checkpoint: every line, of facts that are written down here."""
 
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import BACKBONE_NAMES, save_dense, tiny_dense
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.checkpoint import reader
+from hf_moe_expand.checkpoint.compare import compare_checkpoints, part_of
 from hf_moe_expand.checkpoint.facts import JoinedPack
 from hf_moe_expand.checkpoint.records import ExpansionRecord, StageRecord
+from hf_moe_expand.modeling import decoder_ffns
 from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.report.inspection import Inspection
 
@@ -83,3 +96,90 @@ def test_mixtures_before():
     assert mixtures_of(0, 1) == ["all layers, not expanded", "none"]
     assert mixtures_of(0, 1, counts=(2, 2)) == ["all layers", "none"]
     assert mixtures_of(1, counts=(2, 2)) == ["layers 1", "none"]
+
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """An expanded checkpoint, and that with a router, an expert and a norm changed, one tensor gone and one new."""
+    root = tmp_path_factory.mktemp("pair")
+    save_dense(root / "base")
+    expand_checkpoint(root / "base", root / "a", Plan("layer-moe", [3, 1, 2], [2]))
+    shutil.copytree(root / "a", root / "b")
+    weights = load_file(root / "b" / "model.safetensors")
+    for name in ("layers.0.mlp.router", "layers.2.mlp.experts.1.up_proj", "norm"):
+        weights[f"model.{name}.weight"].view(-1)[-1] += 1
+    del weights["model.layers.2.mlp.classifier.weight"]
+    weights["extra.weight"] = torch.ones(2)
+    save_file(weights, root / "b" / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+def diff(*arguments):
+    return runner.invoke(cli.app, ["diff", *map(str, arguments)])
+
+
+def test_equal_checkpoints(pair):
+    done = diff(pair / "a", pair / "a", "--all")
+    assert done.exit_code == 0
+    assert "changed  " not in done.output.replace("│", "")
+    assert compare_checkpoints(pair / "a", pair / "a").same
+
+
+def test_what_changed_by_part_and_by_name(pair):
+    done = diff(pair / "a", pair / "b", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.output)
+    assert found["changed"] == [
+        "model.layers.0.mlp.router.weight",
+        "model.layers.2.mlp.experts.1.up_proj.weight",
+        "model.norm.weight",
+    ]
+    assert found["removed"] == ["model.layers.2.mlp.classifier.weight"]
+    assert found["added"] == ["extra.weight"]
+    parts = found["by_part"]
+    assert parts["routers"] == {"identical": 1, "changed": 1, "removed": 0, "added": 0}
+    assert parts["other experts"] == {"identical": 8, "changed": 1, "removed": 0, "added": 0}
+    assert parts["expert 0"] == {"identical": 6, "changed": 0, "removed": 0, "added": 0}
+    assert parts["classifiers"] == {"identical": 0, "changed": 0, "removed": 1, "added": 0}
+    assert parts["other"] == {"identical": 0, "changed": 0, "removed": 0, "added": 1}
+    assert sum(sum(counts.values()) for counts in parts.values()) == len(found["identical"]) + 5
+    short, long = diff(pair / "a", pair / "b"), diff(pair / "a", pair / "b", "--all")
+    assert short.exit_code == long.exit_code == 1
+    assert "routers" in short.output
+    assert "model.norm.weight" not in short.output
+    said = set(long.output.splitlines())
+    expected = {"changed  model.norm.weight", "removed  model.layers.2.mlp.classifier.weight", "added  extra.weight"}
+    assert expected <= said
+
+
+def test_tensors_of_different_types_are_identical_where_their_values_are(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_PIECE", 100)
+    weights = load_file(pair / "a" / "model.safetensors")
+    weights = {name: value.bfloat16() for name, value in weights.items()}
+    norm, other = "model.norm.weight", "model.layers.0.mlp.router.weight"
+    weights[norm][1], weights[norm][2] = float("nan"), float("inf")
+    wide = {name: value.float() for name, value in weights.items()}
+    wide[other] = wide[other].clone()
+    wide[other].view(-1)[-1] += 1e-7
+    for name, tensors in (("bf16", weights), ("fp32", wide)):
+        shutil.copytree(pair / "a", tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    found = compare_checkpoints(tmp_path / "bf16", tmp_path / "fp32")
+    assert found.changed == [other]
+    assert norm in found.identical
+
+
+@pytest.mark.parametrize("backbone", BACKBONE_NAMES)
+def test_every_tensor_of_every_backbone_has_a_part(backbone):
+    model = tiny_dense(backbone)
+    ffns = tuple(f"{ffn.name}.{inner}" for ffn in decoder_ffns(model) for inner in ffn.module.state_dict())
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        assert part not in ("other", "routers", "expert 0"), name
+        if id(parameter) in embeddings:
+            assert part == "embeddings", name
+        assert (part == "FFNs") == name.startswith(ffns), name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import enable_checkpointing, refused, tiny_config
 from layers import Plain, ask, layer_config
-from test_expanded_ffn import HIDDEN, WithResidual
+from test_dispatch import HIDDEN, WithResidual
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM

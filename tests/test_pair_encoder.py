@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from conftest import refused
-from data_tables import TABLES
+from conftest import TABLES, refused
 from datasets import Dataset
 from encoder_decoders import (
     SENTENCES,

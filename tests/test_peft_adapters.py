@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 from bpe import bpe_tokenizer
-from conftest import invoke, load, refused, save_dense, write_texts
-from data_tables import TABLES
+from conftest import TABLES, invoke, load, refused, save_dense, write_texts
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import refused
-from data_tables import TABLES
+from conftest import TABLES, refused
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SIZES, VOCABULARY, byte_tokenizer, invoke, load, moved
-from data_tables import TABLES
+from conftest import SIZES, TABLES, VOCABULARY, byte_tokenizer, invoke, load, moved
 from promises import PROMISES, Twin
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import save_dense, write_texts
-from data_tables import TABLES
+from conftest import TABLES, save_dense, write_texts
 from guides import blocks
 from hub_server import TOKEN, Client
 from huggingface_hub import ModelCard
@@ -20,9 +19,8 @@ os.environ["HF_TOKEN"] = {TOKEN!r}
 sys.path.insert(0, tests)
 import hf_moe_expand.hub.publish
 hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
-from conftest import byte_tokenizer, tiny_dense
+from conftest import TABLES, byte_tokenizer, tiny_dense
 from datasets import Dataset
-from data_tables import TABLES
 from hf_moe_expand import Plan, PostPretrainConfig, PostPretrainTrainer, MoESFTTrainer, expand_model
 model = expand_model(tiny_dense("qwen2"), Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"]))
 texts = Dataset.from_dict({{"text": ["η γάτα κάθισε στο χαλί"] * 20}})
@@ -164,7 +162,7 @@ integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = Recorded
 # A model with random weights knows no language.
 QUICK_GATES = "fit_gates(model, settings=GateSettings(**QUICK), "
 NAMED = {named[1]: text for text in blocks("trainers.md", "python") if (named := re.match(r"# (\S+\.py)\n", text))}
-SCRIPTS = {name: text for name, text in NAMED.items() if name != "chat.py"}  # tests/test_chat_guide.py runs it
+SCRIPTS = {name: text for name, text in NAMED.items() if name != "chat.py"}  # tests/test_docs.py runs it
 AFTER = {
     "post_pretrain.py": "assert trainer.record.stage == 'post-pretrain'",
     "review.py": "assert trainer.record.tokens_seen_by_language.keys() == {'en', 'el'}",

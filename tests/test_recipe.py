@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import invoke, keywords, refused, save_dense, write_texts
-from data_tables import TABLES
+from conftest import TABLES, invoke, keywords, refused, save_dense, write_texts
 from jsonschema import Draft202012Validator
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe

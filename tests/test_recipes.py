@@ -8,8 +8,7 @@ from pathlib import Path
 import papers
 import pytest
 import yaml
-from conftest import invoke, refused, save_dense, tiny_config, write_texts
-from data_tables import TABLES
+from conftest import TABLES, invoke, refused, save_dense, tiny_config, write_texts
 from encoder_decoders import save_tiny, tiny
 from guides import DOCS, small
 

@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import invoke, refused
-from data_tables import TABLES
+from conftest import TABLES, invoke, refused
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import invoke, refused, save_dense, start_python, tiny_dense, write_texts
-from data_tables import TABLES
+from conftest import TABLES, invoke, refused, save_dense, start_python, tiny_dense, write_texts
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 

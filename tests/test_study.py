@@ -12,8 +12,7 @@ import pandas
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, save_dense, write_texts
-from data_tables import TABLES
+from conftest import TABLES, byte_tokenizer, save_dense, write_texts
 from gated_models import gated_model
 
 from hf_moe_expand.analysis import gating
