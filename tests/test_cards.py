@@ -195,9 +195,7 @@ def test_every_method_that_was_used_is_cited(checkpoint, stage, papers):
     assert text.count("```") % 2 == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["two\nlines", "[x](javascript:alert(1))", "a | b | c", "<img src=x>", "`x`", "x\n\n## Results\n\nbest"]
-)
+@pytest.mark.parametrize("name", ["[x](javascript:alert(1)) `x", "a | b | <img src=x>", "x\n\n## Results\n\nbest"])
 def test_names_add_no_markup_to_the_card(saved, tmp_path, name, evaluation):
     """Of a pack, a base, a stage and a model in the evaluation."""
     parts = []

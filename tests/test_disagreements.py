@@ -26,7 +26,7 @@ from hf_moe_expand.stages.distributed import save_whole
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
 BRANCHES = Plan("dmoe", [2, 2, 2], groups=[["en"], ["el"]])
 IDS = torch.arange(40).view(2, 20)
-TIED = ("qwen2", "llama", "gpt2", "gemma3_text", "bloom", "opt")
+TIED = ("qwen2", "gpt2", "opt")
 
 
 def edit(folder: Path, tensors=None, **fields) -> Path:
@@ -99,7 +99,7 @@ def test_every_verb_keeps_a_head_beside_a_tie(tmp_path):
     assert not load_config(tmp_path / "expert").tie_word_embeddings
 
 
-@pytest.mark.parametrize("shape", ["t5", "mt5", "umt5", "m2m_100", "bart", "marian"])
+@pytest.mark.parametrize("shape", ["mt5", "m2m_100", "marian"])
 def test_an_encoder_decoders_own_head_is_kept_too(tmp_path, shape):
     changes = {"share_encoder_decoder_embeddings": True, "decoder_vocab_size": 300} if shape == "marian" else {}
     model = tiny(shape, **changes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, move, refused, save_dense, tensors, tiny_dense
+from conftest import byte_tokenizer, invoke, move, refused, save_dense, tensors, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -62,11 +62,11 @@ def assert_same(left, right):
 
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-CASES = [(name, torch.float32, PLAN) for name in COMMON_BACKBONES]
-CASES += [("qwen2", torch.float32, DMOE), *(("qwen2", dtype, PLAN) for dtype in FLOATS.values())]
+CASES = [("bloom", torch.float32, PLAN), ("gpt_neox", torch.float32, PLAN), ("qwen2", torch.float32, DMOE)]
+CASES += [("qwen2", dtype, PLAN) for dtype in FLOATS.values()]
 
 
-@pytest.mark.parametrize(("name", "dtype", "plan"), CASES, ids=[*COMMON_BACKBONES, "dmoe", *FLOATS])
+@pytest.mark.parametrize(("name", "dtype", "plan"), CASES, ids=["bloom", "gpt_neox", "dmoe", *FLOATS])
 @pytest.mark.filterwarnings("ignore:base .* look unrelated")
 def test_grafting_onto_a_fresh_expansion_is_expanding_instruct_bit_for_bit(tmp_path, name, dtype, plan):
     save_dense(tmp_path / "base", name, dtype=dtype)

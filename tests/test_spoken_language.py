@@ -198,7 +198,8 @@ def test_resized_embeddings_survive_saving(model, ids, tmp_path):
     assert torch.equal(again(ids + 13).logits, model(ids + 13).logits)
 
 
-def test_a_pickled_model_has_no_secret_of_the_hub(model):
+def test_a_pickled_model_has_no_secret_of_the_hub():
+    model = build("qwen2")
     model.hub_options = {"token": "hf_secret", "revision": "main"}
     assert b"hf_secret" not in pickle.dumps(model)
     assert pickle.loads(pickle.dumps(model)).hub_options == {"revision": "main"}
