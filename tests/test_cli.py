@@ -1,22 +1,28 @@
 """The command line as a user meets it: help, the README's commands, and errors."""
 
 import json
+import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import torch
 import typer
 import yaml
-from conftest import invoke, refused, save_dense, tiny_config, verb, write_texts
+from conftest import invoke, refused, save_dense, start_python, tiny_config, verb, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
+import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.cli import groups
+from hf_moe_expand.cli import groups, orderly_stops
+from hf_moe_expand.cli.groups import versions
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 from hf_moe_expand.core.verbs import Given, Keys, Kind, belongs, without_effect
@@ -308,3 +314,108 @@ def test_the_console_script_loads_expanded_checkpoints_and_no_more_than_it_needs
         assert code == 0, error
         assert imports <= imported
         assert not imported & waits
+
+
+# A verb that writes a folder until something stops it. It undoes the SIG_IGN that `nohup` and `&` hand down.
+WAITS = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from pathlib import Path
+from hf_moe_expand import cli
+from hf_moe_expand.checkpoint.writer import new_folder
+@cli.app.command()
+def wait(out: Path) -> None:
+    with new_folder(out) as partial:
+        (partial / "config.json").write_text("{}")
+        print("writing", flush=True)
+        time.sleep(600)
+sys.argv = ["hf-moe-expand", "wait", sys.argv[1]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_clean_up_and_say_one_line(tmp_path, number):
+    process = start_python(WAITS, str(tmp_path / "out"))
+    assert process.stdout.readline() == "writing\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + number
+    assert not list(tmp_path.iterdir())
+    (line,) = (line for line in errors.splitlines() if line)
+    assert ("interrupted:" if number == signal.SIGINT else f"by {number.name}:") in line
+    assert line.endswith("hf-moe-expand wait. The same command starts from the beginning.")
+
+
+def test_a_second_signal_does_not_stop_the_clean_up():
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with orderly_stops() as came:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):  # but Ctrl-C does
+                signal.raise_signal(signal.SIGINT)
+        assert came == [signal.SIGTERM, signal.SIGINT]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ended(monkeypatch, capsys, error, *arguments):
+    """The exit code of `main` with a verb that raises `error`, and what it says."""
+
+    def fail():
+        warnings.warn(f"{arguments}\nlines", stacklevel=1)
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *arguments])
+    # pytest keeps warnings for itself.
+    monkeypatch.setattr(warnings, "showwarning", lambda *of: sys.stderr.write(warnings.formatwarning(*of[:4])))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    warning, _, rest = capsys.readouterr().err.partition("\n")
+    assert warning == f"warning: {arguments} lines"
+    return end.value.code, rest
+
+
+def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said = ended(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
+    assert code == 70
+    assert len(said.splitlines()) == 1
+    assert said.startswith("error: ZeroDivisionError: division. This error was not expected. The traceback is in ")
+    (file,) = tmp_path.iterdir()
+    assert str(file) in said
+    assert file.read_text().startswith(f"hf-moe-expand inspect x\n{versions()}\n")
+    assert "Traceback (most recent call last)" in file.read_text()
+    monkeypatch.setenv("HF_MOE_EXPAND_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
+    given = (monkeypatch, capsys)
+    said = "interrupted: hf-moe-expand train review. The same command starts from the beginning.\n"
+    assert ended(*given, KeyboardInterrupt(), "train", "review", "a", "b") == (130, said)
+    stopped = KeyboardInterrupt()
+    for where in ("from step 30", "with step 5 of 7, review"):
+        stopped.add_note(where)
+    said = "interrupted: hf-moe-expand run. The same command goes on with step 5 of 7, review, from step 30.\n"
+    assert ended(*given, stopped, "run", "a.yaml") == (130, said)
+    monkeypatch.setenv("RANK", "1")
+    assert ended(*given, KeyboardInterrupt(), "run", "--x") == (130, "")
+
+
+def test_the_package_is_a_program_that_says_its_versions():
+    program = [sys.executable, "-m", "hf_moe_expand", "--help"]
+    assert "expand" in subprocess.run(program, capture_output=True, text=True, check=True, timeout=100).stdout
+    said = CliRunner().invoke(cli.app, ["--version"]).stdout
+    for name, found in (("hf-moe-expand", hf_moe_expand.__version__), ("torch", torch.__version__)):
+        assert f"{name} {found}, " in said
+    assert said.endswith(f", Python {platform.python_version()}\n")

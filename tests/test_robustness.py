@@ -3,35 +3,29 @@ kind stands here once; wrong_settings.yaml has the cases of settings, test_wrong
 
 import json
 import math
-import platform
 import shlex
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import TABLES, invoke, refused, save_dense, start_python, tiny_dense, write_texts
+from conftest import TABLES, byte_tokenizer, invoke, refused, save_dense, tiny_dense, write_texts
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import hf_moe_expand
-from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, cli, expand_checkpoint
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.arguments import check_file
-from hf_moe_expand.checkpoint.expand import grow_checkpoint
+from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
-from hf_moe_expand.cli import orderly_stops
-from hf_moe_expand.cli.groups import versions
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.held_out import check_held_out
+from hf_moe_expand.evaluation import known
+from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -368,106 +362,32 @@ def test_sentence_pairs_of_an_encoder_decoder(tmp_path):
     refused(check_held_out, one_of_them, training, as_pairs=True, says=r"test\.jsonl: 2 of its 8 documents")
 
 
-# A verb that writes a folder until something stops it. It undoes the SIG_IGN that `nohup` and `&` hand down.
-WAITS = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from pathlib import Path
-from hf_moe_expand import cli
-from hf_moe_expand.checkpoint.writer import new_folder
-@cli.app.command()
-def wait(out: Path) -> None:
-    with new_folder(out) as partial:
-        (partial / "config.json").write_text("{}")
-        print("writing", flush=True)
-        time.sleep(600)
-sys.argv = ["hf-moe-expand", "wait", sys.argv[1]]
-cli.main()
-"""
+def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
+    placed = Plan("moe-lpr", [1, 2, 2], [2], old=["en"], new=["el"])
+    refused(check_plan_of_gate, placed, says="the place of classifiers, .* in layers 2: plan")
+    dmoe = Plan("dmoe", [1, 2, 2], groups=[["en"], ["el"]])
+    refused(check_plan_of_gate, dmoe, says="DMoE trains the base: leave the gate out")
+    given = (root / "expanded", tmp_path / "out")
+    refused(grow_checkpoint, *given, GROWTH, copy_from={99: 1}, says="copy_from names layer 99, but .* layers 0 to 2")
+    gate = {"processing_class": byte_tokenizer(), "says": "processing_class: a checkpoint has its own tokenizer"}
+    refused(hf_moe_expand.fit_gates, *given, {"el": ["a"]}, **gate)
+    groups = {"groups": [["el"], ["tr"]], "new": ["el", "hu"]}
+    refused(Plan, "dmoe", [2, 1, 2], **groups, says="new: hu stands in no group, so that no expert learns it")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_clean_up_and_say_one_line(tmp_path, number):
-    process = start_python(WAITS, str(tmp_path / "out"))
-    assert process.stdout.readline() == "writing\n"
-    assert len(list(tmp_path.iterdir())) == 1
-    process.send_signal(number)
-    _, errors = process.communicate()
-    assert process.returncode == 128 + number
-    assert not list(tmp_path.iterdir())
-    (line,) = (line for line in errors.splitlines() if line)
-    assert ("interrupted:" if number == signal.SIGINT else f"by {number.name}:") in line
-    assert line.endswith("hf-moe-expand wait. The same command starts from the beginning.")
+@pytest.mark.parametrize(("bits", "warned"), [({"en": 2.0, "el": 1.0}, True), ({"en": 1.2, "el": 1.1}, False)])
+def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, warned):
+    scores = {code: LanguageScore(1.0, value, 9, 9) for code, value in bits.items()}
+    monkeypatch.setattr(known, "evaluate_model", lambda model, tokenizer, texts, *_: {c: scores[c] for c in texts})
+    said = "(old: en 2.00; new: el 1.00): are `old` and `new` swapped?"
+    assert [said in line for line in check(home) if "swapped" in line] == [True] * warned
+    assert not [line for line in check(home, offline=True) if "swapped" in line]
+    monkeypatch.setattr(known, "_MOST", 1)  # a base that takes long is not asked
+    assert any(line.startswith("skipped: whether old and new are swapped") for line in check(home))
 
 
-def test_a_second_signal_does_not_stop_the_clean_up():
-    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        with orderly_stops() as came:
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-            with pytest.raises(KeyboardInterrupt):  # but Ctrl-C does
-                signal.raise_signal(signal.SIGINT)
-        assert came == [signal.SIGTERM, signal.SIGINT]
-        assert {number: signal.getsignal(number) for number in handlers} == handlers
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def ended(monkeypatch, capsys, error, *arguments):
-    """The exit code of `main` with a verb that raises `error`, and what it says."""
-
-    def fail():
-        warnings.warn(f"{arguments}\nlines", stacklevel=1)
-        raise error
-
-    monkeypatch.setattr(cli, "app", fail)
-    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *arguments])
-    # pytest keeps warnings for itself.
-    monkeypatch.setattr(warnings, "showwarning", lambda *of: sys.stderr.write(warnings.formatwarning(*of[:4])))
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    warning, _, rest = capsys.readouterr().err.partition("\n")
-    assert warning == f"warning: {arguments} lines"
-    return end.value.code, rest
-
-
-def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code, said = ended(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
-    assert code == 70
-    assert len(said.splitlines()) == 1
-    assert said.startswith("error: ZeroDivisionError: division. This error was not expected. The traceback is in ")
-    (file,) = tmp_path.iterdir()
-    assert str(file) in said
-    assert file.read_text().startswith(f"hf-moe-expand inspect x\n{versions()}\n")
-    assert "Traceback (most recent call last)" in file.read_text()
-    monkeypatch.setenv("HF_MOE_EXPAND_DEBUG", "1")
-    with pytest.raises(ZeroDivisionError):
-        cli.main()
-
-
-def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
-    given = (monkeypatch, capsys)
-    said = "interrupted: hf-moe-expand train review. The same command starts from the beginning.\n"
-    assert ended(*given, KeyboardInterrupt(), "train", "review", "a", "b") == (130, said)
-    stopped = KeyboardInterrupt()
-    for where in ("from step 30", "with step 5 of 7, review"):
-        stopped.add_note(where)
-    said = "interrupted: hf-moe-expand run. The same command goes on with step 5 of 7, review, from step 30.\n"
-    assert ended(*given, stopped, "run", "a.yaml") == (130, said)
-    monkeypatch.setenv("RANK", "1")
-    assert ended(*given, KeyboardInterrupt(), "run", "--x") == (130, "")
-
-
-def test_the_package_is_a_program_that_says_its_versions():
-    program = [sys.executable, "-m", "hf_moe_expand", "--help"]
-    assert "expand" in subprocess.run(program, capture_output=True, text=True, check=True, timeout=100).stdout
-    said = CliRunner().invoke(cli.app, ["--version"]).stdout
-    for name, found in (("hf-moe-expand", hf_moe_expand.__version__), ("torch", torch.__version__)):
-        assert f"{name} {found}, " in said
-    assert said.endswith(f", Python {platform.python_version()}\n")
+def test_text_on_the_hub_is_told_by_its_name():
+    test, train, part = (LanguageText("el", f"hub:a/b:el:{split}") for split in ("test", "train", "train[:100]"))
+    check_held_out({"test.el": test}, {"new.el": train})
+    for one in (train, part):
+        refused(check_held_out, {"test.el": one}, {"new.el": train}, says="is training text, too")

@@ -350,3 +350,11 @@ def test_nothing_is_said_of_what_the_tokenizer_puts_around_texts(template, befor
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)
     text_stream(texts, tokenizer)
     assert "special tokens" not in capfd.readouterr().err
+
+
+def test_a_dense_export_that_must_load_another_class_says_so(tmp_path):
+    base = save(tmp_path / "base", "qwen2")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    bpe_tokenizer().save_pretrained(tmp_path / "out")  # whose class a Qwen2 model never has
+    with pytest.warns(UserWarning, match="loads the tokenizer of every qwen2 model as a class of its own"):
+        export_dense(tmp_path / "out", tmp_path / "dense", expert=0)
