@@ -33,7 +33,7 @@ trainings: $(VENV)/.installed-dev
 	@$(BIN)/python tests/matrix/trainings.py
 
 # Runs the guides of docs/ as commands, with tiny models. `make test` reads them all, and runs README.md, the papers'
-# commands, and the guides to costs, to translation models and to TRL.
+# commands, and the guides to costs and to TRL.
 guides: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n 2 -m "not wide" tests/test_docs.py tests/test_extending.py
 

@@ -1,4 +1,4 @@
-"""The guides' commands, recipes and Python, with a tiny model; `make guides` runs all, `make test` two of them."""
+"""The guides' commands, recipes and Python, with a tiny model; `make guides` runs all, `make test` the one to costs."""
 
 import argparse
 import importlib
@@ -139,6 +139,7 @@ def test_the_size_is_the_one_that_the_guide_shows(tmp_path, monkeypatch):
     assert "24,725,632,512" in expected
 
 
+@pytest.mark.guides
 def test_the_guide_to_translation_models(workplace, tmp_path):
     section = "Encoder-decoders"
     workplace("backbones.md")
