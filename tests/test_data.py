@@ -44,7 +44,7 @@ def test_text_that_is_none_is_named(tmp_path):
     content = bytearray((tmp_path / "torn.parquet").read_bytes())
     content[len(content) // 3 : len(content) // 3 + 400] = bytes(400)
     (tmp_path / "torn.parquet").write_bytes(content)
-    refused(load, tmp_path / "list.parquet", says="the column `text` holds")
+    refused(load, tmp_path / "list.parquet", says=r"list\.parquet:1: has no string under `text`.*\(found text: list\)")
     refused(load, tmp_path / "torn.parquet", says=r"torn\.parquet: cannot be read as a Parquet file")
 
 
@@ -80,10 +80,9 @@ def test_translations_are_a_document_each_way(tmp_path):
     (tmp_path / "hungarian.jsonl").write_text(json.dumps({"translation": {"en": "a", "hu": "b"}}))
     refused(load, tmp_path / "hungarian.jsonl", says="no text in language 'el'")
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"translation": {"en": "a", "el": 3}}))
-    refused(load, tmp_path / "wrong.jsonl", says='strings by language under "translation"')
+    refused(load, tmp_path / "wrong.jsonl", says="strings by language under `translation`")
     Dataset.from_list([{"translation": {"en": 1, "el": 2}}]).to_parquet(tmp_path / "wrong.parquet")
-    with pytest.raises(InputError, match=r"the column `translation` holds .*; it must hold strings by language"):
-        load(tmp_path / "wrong.parquet")
+    refused(load, tmp_path / "wrong.parquet", says="nor strings by language under `translation`")
 
 
 def test_an_edited_file_is_read_anew(tmp_path):
@@ -96,21 +95,17 @@ def test_an_edited_file_is_read_anew(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.jsonl",
-            b'{"text": "x"}\n{"body": "y"}\n',
-            r"a\.jsonl:2: needs an object with a string under \"text\", or .* \(keys: body",
-        ),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: needs"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"a\.jsonl:2: has no string under `text`, .* \(found body: str"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: has no string under `text`"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: .*found a list"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not a JSON object"),
-        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 100_000, r"a\.jsonl:2: .*nested too deep"),
-        ("a.jsonl", b'{"text": "x"}\n{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: .*thousands of digits"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 100_000, r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: not JSON .*4300"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', r"a\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet: cannot be read as a Parquet file"),
-        ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
+        ("a.jsonl", b"", r"a\.jsonl: empty"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
-        ("a.csv", b"text\nx\n", r"unknown kind of file; known: \.jsonl"),
+        ("a.csv", b"text\nx\n", r"of another kind; known: \.jsonl"),
     ],
 )
 def test_bad_files_are_told_by_file_and_line(tmp_path, name, content, message):
@@ -127,7 +122,7 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
     refused(load, f"hub:{tmp_path}::train[:{10**27}]", says=r"the dataset cannot be read: Bad split: train\[:1")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "train.jsonl").write_text('{"body": "x"}\n')
-    refused(load, f"hub:{tmp_path / 'other'}", says=r"row 0 has no string under `text`, nor .* \(columns: body\)")
+    refused(load, f"hub:{tmp_path / 'other'}", says=r"row 1: has no string under `text`, nor .* \(found body: str\)")
     refused(load, f"hub:{tmp_path / 'nowhere'}", says="nowhere: the dataset cannot be read: ")
 
 

@@ -66,7 +66,7 @@ def test_an_archive_of_one_file_is_read_and_one_of_several_refused(tmp_path):
     zipped(tmp_path / "one.jsonl.zip", **{"el.jsonl": BODY})
     assert load(tmp_path / "one.jsonl.zip") == TEXTS
     zipped(tmp_path / "two.jsonl.zip", **{"a.jsonl": BODY, "b.jsonl": BODY})
-    refused(load, tmp_path / "two.jsonl.zip", says=r"two\.jsonl\.zip: holds 2 files")
+    refused(load, tmp_path / "two.jsonl.zip", says=r"two\.jsonl\.zip: .*holds 2 files")
     (tmp_path / "wrong.txt.zip").write_bytes(b"no archive")
     refused(load, tmp_path / "wrong.txt.zip", says=r"wrong\.txt\.zip: cannot be read")
     content = bytearray((tmp_path / "one.jsonl.zip").read_bytes())
@@ -126,18 +126,8 @@ def test_bytes_that_are_no_utf8_are_told_by_their_line(tmp_path, kind, suffix):
     good = BODY if kind == ".jsonl" else "ένα\n\nδύο\n".encode()
     content = good * 20 + line + good * 5000
     (tmp_path / f"a{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
-    with pytest.raises(InputError, match=rf"a{kind}{suffix}:61: not UTF-8 text \(invalid continuation byte e9\)\."):
+    with pytest.raises(InputError, match=rf"a{kind}{suffix}:61: not UTF-8 text \(.*byte 0xe9 in position"):
         load(tmp_path / f"a{kind}{suffix}")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("ένα\n".encode("utf-16"), "it looks like UTF-16"), (gzip.compress(BODY), "it looks like gzip")],
-    ids=["UTF-16", "gzip"],
-)
-def test_what_a_file_may_be_that_is_no_utf8(tmp_path, content, said):
-    (tmp_path / "a.txt").write_bytes(content)
-    refused(load, tmp_path / "a.txt", says=rf"a\.txt:1: not UTF-8 text .*; {said}")
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
@@ -230,7 +220,9 @@ def test_the_share_that_is_read_of_a_file_grows_to_the_whole(tmp_path):
 def test_a_row_whose_text_is_none_is_refused_whatever_stands_beside_it(tmp_path, row, as_pairs):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    refused(LanguageText("el", str(file)).load, as_pairs, says=r"a\.jsonl:1: (needs an object|not Unicode)")
+    refused(
+        LanguageText("el", str(file)).load, as_pairs, says=r"a\.jsonl:1: (has no string under `text`, nor|not Unicode)"
+    )
 
 
 @pytest.mark.parametrize("name", ["text", "language"])

@@ -236,7 +236,7 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
     (tmp_path / "el.jsonl.gz").write_bytes(packed)
     assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)) + 30_000, rel=0.2)
     (tmp_path / "wrong.jsonl").write_text('{"text": "one"}\n{"words": "two"}\n')
-    refused(tokens, tmp_path / "wrong.jsonl", says=r"wrong\.jsonl:2: needs an object")
+    refused(tokens, tmp_path / "wrong.jsonl", says=r"wrong\.jsonl:2: has no string under `text`")
 
 
 def test_inspect_shows_what_a_plan_makes_without_weights(root, tmp_path):

@@ -92,7 +92,7 @@ def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
     with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: holds empty files alone: give one with text"):
         validate_recipe(changed(recipe, new=given))
     (tmp_path / "el.jsonl").unlink()
-    with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: no such file: check the address"):
+    with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: cannot be opened: .*el.jsonl"):
         validate_recipe(changed(recipe, new=given))
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given), offline=True)
 

@@ -162,7 +162,7 @@ def test_parallel_text(tmp_path):
         load_parallel({"en": en, "el": source("el", "el.txt", "a\nb\nc\n")})
     with pytest.raises(InputError, match=r"el.txt: 2 of 3 lines are text in 'el'"):
         load_parallel({"en": en, "el": source("el", "el.txt", "a\n\nc\n")})
-    refused(load_parallel, {"en": en, "el": source("el", "el.txt", "")}, says="the file is empty")
+    refused(load_parallel, {"en": en, "el": source("el", "el.txt", "")}, says="el.txt: empty")
 
 
 def test_pairs():

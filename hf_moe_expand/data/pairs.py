@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from langcodes import Language, LanguageTagError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import InputError
@@ -256,24 +257,19 @@ def texts_for(config: Any, sources: Mapping[str, LanguageText], seed: int | None
 def lost_of(source: LanguageText, tokenizer: Any, as_pairs: bool) -> LostText:
     """What a tokenizer loses of the beginnings of a local text; with `as_pairs`, for an encoder-decoder."""
     by_file = [beginning.rows for beginning in source.beginnings(as_pairs=as_pairs)]
-    rows = [row for of_all in zip_longest(*by_file) for row in of_all if row is not None]  # some of every file
-    if not as_pairs:
-        return lost_text((row["text"] for row in rows), tokenizer)
-    found = PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows)
-    return found.get(source.language, LostText())
+    rows = (row for of_all in zip_longest(*by_file) for row in of_all if row is not None)  # some of every file
+    return _lost_of_rows(rows, tokenizer, as_pairs, source.language)
 
 
 def lost_of_each(texts: Mapping[str, Dataset], tokenizer: Any, as_pairs: bool, seed: int) -> dict[str, LostText]:
     """What a tokenizer loses of a sample of each language's documents, or of its sentence pairs."""
-    lost: dict[str, LostText] = {}
-    for language, dataset in texts.items():
-        rows = iter(dataset.shuffle(seed=seed))
-        if as_pairs:
-            found = PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows)
-            lost[language] = found.get(language, LostText())
-        else:
-            lost[language] = lost_text((row["text"] for row in rows), tokenizer)
-    return lost
+    return {code: _lost_of_rows(text.shuffle(seed=seed), tokenizer, as_pairs, code) for code, text in texts.items()}
+
+
+def _lost_of_rows(rows: Iterable[Mapping[str, str]], tokenizer: Any, as_pairs: bool, language: str) -> LostText:
+    if not as_pairs:
+        return lost_text((row["text"] for row in rows), tokenizer)
+    return PairEncoder(tokenizer).lost(SentencePair(**row) for row in rows).get(language, LostText())
 
 
 @checked
@@ -346,8 +342,7 @@ def pack_pairs(
         sizes = (len(source) + len(target) for source, target in zip(*sides, strict=True))
         counts[language], tokens[language] = first_tokens(language, sizes, tokens_per_language)
         datasets.append(fitting.select(range(counts[language])))
-    packed = concatenate_datasets(datasets)
-    return PackedText(packed, order, tokens, counts, tuple(map(len, datasets)), lost)
+    return PackedText(concatenate_datasets(datasets), order, tokens, counts, tuple(map(len, datasets)), lost)
 
 
 def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dataset:
@@ -396,14 +391,13 @@ class PairCollator:
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
     """`[rows, longest]`, padded at the end."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+    return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=filler)
 
 
 def check_pairs(source: LanguageText, tokenizer: Any = None) -> None:
     """Refuses an encoder-decoder's text, as far as its first row shows, without translations or in a language that the
     tokenizer, where it is at hand, has no code for."""
-    pair = source.first_pair()
+    pair = source.check(as_pairs=True)
     if pair is not None and tokenizer is not None:
         encoder, direction = PairEncoder(tokenizer), SentencePair(**pair).direction
         encoder.check(filter(encoder.translates, (direction, direction[::-1])))

@@ -4,11 +4,12 @@ import hashlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from glob import glob, has_magic
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ from ..core.languages import check_old_and_new, is_language_code, names_language
 from ..core.private import in_one_line
 from ..core.saying import say_once
 from ..core.schema import checked
-from .files import KNOWN, Row, has_text, is_translation, kind_of, read_rows, text_files, version
-from .places import UnreachableError, check_address, files_elsewhere, has_pattern, is_elsewhere, local_files
+from .files import KNOWN, Row, check_row, is_translation, kind_of, no_text_file, read_rows, text_files, version
+from .places import UnreachableError, check_address, files_elsewhere, is_elsewhere
 
 Pair = tuple[str, str]
+Document = dict[str, str]  # its `text`; or, of a sentence pair, the columns of `_PAIR`
 
 _TEXT = {"text": Value("string")}
 _PAIR = dict.fromkeys(("source", "target", "source_language", "target_language"), Value("string"))
-_NO_TEXT = "has no string under `text`, nor strings by language under `translation`"
-LEFT_OUT = "left_out"  # the column that says why a row is left out
+_LEFT_OUT = "left_out"  # the column that says why a row is left out
 _MOST_NAMED, _MOST_FILES = 8, 30  # reasons and files in a line
 BEGINNING = 1 << 20  # bytes of a file
 _ROWS = 256  # of a dataset on the hub, read at once
@@ -56,17 +57,22 @@ class LeftOut(Counter[str]):
 
 @dataclass(frozen=True)
 class Beginning:
-    """The documents or pairs at the beginning of a local file.
+    """The documents or pairs at the beginning of a shard.
 
     Attributes:
         rows: the documents (`text`) or pairs of the rows that are kept.
         left_out: the rows that are not.
-        read: the share of the file that was read, about.
+        read: the share of the shard that was read, about.
     """
 
-    rows: list[dict[str, str]]
+    rows: list[Document]
     left_out: LeftOut
     read: float
+
+
+def all_left_out(beginnings: Iterable[Beginning]) -> LeftOut:
+    """What is left out of several shards."""
+    return LeftOut(chain.from_iterable(one.left_out.elements() for one in beginnings))
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,15 @@ class Shard:
     name: str
     size: int | None
     rows: Callable[[int], Iterator[Row]]
+
+    def documents(
+        self, language: str, left_out: LeftOut, as_pairs: bool = False
+    ) -> Iterator[tuple[Row, list[Document]]]:
+        """Each row and its documents, or pairs; counts in `left_out` the rows without."""
+        for row in self.rows(0):
+            found, reason = judged(row.content, language, f"{self.name}:{row.number}", as_pairs)
+            left_out.update([reason] * (not found))
+            yield row, found
 
 
 @checked
@@ -128,22 +143,16 @@ class LanguageText:
         Raises:
             InputError: the source is missing, empty or not UTF-8, a line is malformed, or has no pairs.
         """
-        of_kind: dict[str, Any] = {"language": self.language, "as_pairs": as_pairs}
+        # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
+        stamps: dict[str, Any] = {str(path): (str(path.resolve()), *version(path)) for path in self.files()}
         if self.source.startswith("hub:"):
-            dataset = _generated(read_hub, source=self.source, **of_kind)
+            stamps = {self.source: None}
         elif is_elsewhere(self.source):
-            dataset = concatenate_datasets([
-                _generated(read_file, path=path, stamp=size, **of_kind) for path, size in self._elsewhere().items()
-            ])  # fmt: skip
-        else:
-            # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
-            stamps = {path: (str(path.resolve()), *version(path)) for path in self.files()}
-            dataset = concatenate_datasets([
-                _generated(read_file, path=str(path), stamp=stamp, **of_kind) for path, stamp in stamps.items()
-            ])  # fmt: skip
-            if not_read := self.files_left_out():
-                say_once(f"{self.source}: {not_read}")
-        reasons = dataset.data.column(LEFT_OUT)
+            stamps = self._elsewhere()
+        self._say_files_left_out()
+        parts = [_generated(name, self.language, stamp, as_pairs) for name, stamp in stamps.items()]
+        dataset = concatenate_datasets(parts)
+        reasons = dataset.data.column(_LEFT_OUT)
         left_out = LeftOut(reasons.drop_null().to_pylist())
         if left_out:
             dataset = dataset.select(numpy.flatnonzero(reasons.is_null().to_numpy()))
@@ -151,33 +160,21 @@ class LanguageText:
             raise self.no_text(left_out, as_pairs)
         if left_out:
             say_once(f"{self.source}, language {self.language!r}: {counted(len(dataset), 'document')} kept, {left_out}")
-        return dataset.remove_columns(LEFT_OUT)
+        return dataset.remove_columns(_LEFT_OUT)
 
     def load_pairs(self) -> Dataset:
         """`load(as_pairs=True)`."""
         return self.load(as_pairs=True)
 
-    def check(self) -> None:
-        """Refuses local text that `load` would refuse, as far as the first document shows; does not use the hub.
+    def check(self, as_pairs: bool = False) -> Document | None:
+        """The first document, or pair, of the local files; None for text on the hub, which is not asked.
 
         Raises:
             InputError: see `load`.
         """
-        self._first(as_pairs=False)
-
-    def first_pair(self) -> dict[str, str] | None:
-        """The first sentence pair of the local files, for an encoder-decoder; None for text on the hub.
-
-        Raises:
-            InputError: see `load`.
-        """
-        return self._first(as_pairs=True)
-
-    def _first(self, as_pairs: bool) -> dict[str, str] | None:
-        """The first document or pair of the local files; refuses files without one."""
         left_out = LeftOut()
         files = self.files()
-        first = next(self._rows(as_pairs, left_out), None)
+        first = next(self._documents(left_out, as_pairs), None)
         if files and first is None:
             raise self.no_text(left_out, as_pairs)
         return first
@@ -203,18 +200,23 @@ class LanguageText:
         """
         if self.source.startswith("hub:"):
             stream, limit = _hub_stream(self.source)
+            rows = partial(_hub_rows, self.source, stream, limit)
             if limit is not None:  # the first rows of all shards
-                return [Shard(self.source, None, partial(_shard_rows, self.source, stream.take(limit), None))]
-            parts = range(stream.num_shards)
+                return [Shard(self.source, None, partial(rows, None))]
             return [
-                Shard(f"{self.source}, shard {part}", None, partial(_shard_rows, self.source, stream, part))
-                for part in parts
+                Shard(f"{self.source}, shard {part}", None, partial(rows, part)) for part in range(stream.num_shards)
             ]
         if is_elsewhere(self.source):
             return [Shard(path, size, partial(read_rows, path)) for path, size in self._elsewhere().items()]
+        self._say_files_left_out()
+        return self._of_files()
+
+    def _of_files(self) -> list[Shard]:
+        return [Shard(str(path), path.stat().st_size, partial(read_rows, str(path))) for path in self.files()]
+
+    def _say_files_left_out(self) -> None:
         if not_read := self.files_left_out():
             say_once(f"{self.source}: {not_read}")
-        return [Shard(str(path), path.stat().st_size, partial(read_rows, str(path))) for path in self.files()]
 
     def _elsewhere(self) -> dict[str, int | None]:
         """The files of an address that are of a known kind, and their sizes; says which are not."""
@@ -225,8 +227,7 @@ class LanguageText:
         if not any(size != 0 for size in known.values()):
             raise InputError(f"{self.source}: holds empty files alone: give one with text.")
         if others := [Path(path).name for path in found if path not in known]:
-            more = f" and {len(others) - _MOST_FILES:,} others" if len(others) > _MOST_FILES else ""
-            say_once(f"{self.source}: files left out: {', '.join(others[:_MOST_FILES])}{more} (of another kind)")
+            say_once(f"{self.source}: files left out: {_first_names(others)} (of another kind)")
         return known
 
     def documents(self, say: bool = False) -> Iterator[str]:
@@ -240,16 +241,16 @@ class LanguageText:
         """
         left_out, kept = LeftOut(), 0
         try:
-            for row in self._rows(False, left_out):
+            for row in self._documents(left_out):
                 kept += 1
                 yield row["text"]
         finally:
             if say and left_out:
                 say_once(f"{self.source}, language {self.language!r}: {counted(kept, 'document')} read, {left_out}")
 
-    def pairs(self) -> Iterator[dict[str, str]]:
+    def pairs(self) -> Iterator[Document]:
         """Yields the sentence pairs of the local files one by one, as `load_pairs` has them."""
-        return self._rows(True, LeftOut())
+        return self._documents(LeftOut(), as_pairs=True)
 
     def count(self, most: int) -> int:
         """The number of documents, counted up to `most`; text on the hub is taken to be enough."""
@@ -261,31 +262,16 @@ class LanguageText:
         Raises:
             InputError: see `load`.
         """
-        files = self.files()
-        size = max(16 * BEGINNING // max(len(files), 16), BEGINNING >> 6)
-        for path in files:
-            kept: list[dict[str, str]] = []
-            left_out, bytes_read, share = LeftOut(), 0, 0.0
-            for row in read_rows(path):
-                share = row.read
-                for document in judged(row.content, self.language, f"{path}:{row.number}", as_pairs):
-                    if reason := document.pop(LEFT_OUT):
-                        left_out[reason] += 1
-                    else:
-                        kept.append(document)
-                bytes_read += sum(len(str(value)) for value in row.content.values())
-                if bytes_read >= size:
-                    break
-            yield Beginning(kept, left_out, share)
+        shards = self._of_files()
+        size = max(16 * BEGINNING // max(len(shards), 16), BEGINNING >> 6)
+        for shard in shards:
+            yield beginning(shard, self.language, as_pairs, size, lambda row: sum(map(len, map(str, row.values()))))
 
-    def _rows(self, as_pairs: bool, left_out: LeftOut) -> Iterator[dict[str, str]]:
+    def _documents(self, left_out: LeftOut, as_pairs: bool = False) -> Iterator[Document]:
         """The documents or pairs of the local files; counts in `left_out` the rows without."""
-        for path in self.files():
-            for row in read_file(str(path), self.language, as_pairs=as_pairs):
-                if reason := row.pop(LEFT_OUT):
-                    left_out[reason] += 1
-                else:
-                    yield row
+        for shard in self._of_files():
+            for _, found in shard.documents(self.language, left_out, as_pairs):
+                yield from found
 
     def no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
         what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
@@ -300,10 +286,7 @@ class LanguageText:
         folder = self._path()
         if folder is None or not folder.is_dir():
             return ""
-        parts = []
-        for reason, names in text_files(folder)[1].items():
-            more = f" and {len(names) - _MOST_FILES:,} others" if len(names) > _MOST_FILES else ""
-            parts.append(f"{', '.join(names[:_MOST_FILES])}{more} ({reason})")
+        parts = [f"{_first_names(names)} ({reason})" for reason, names in text_files(folder)[1].items()]
         return f"files left out: {'; '.join(parts)}" if parts else ""
 
     def files(self) -> list[Path]:
@@ -317,27 +300,22 @@ class LanguageText:
             return []
         if not is_unicode(self.source):  # no record could name it
             raise InputError(f"{self.source!r}: the name is not Unicode; rename it.")
-        if has_pattern(self.source) and not path.exists():
-            files = [file for file in local_files(str(path)) if kind_of(file) is not None and file.stat().st_size]
-            if not files:
-                raise InputError(f"{self.source}: no file of a known kind has such a name; known: {KNOWN}.")
-            return files
+        why: str | None
         if path.is_dir():
-            files = text_files(path)[0]
-            if not files:
-                not_read = self.files_left_out()
-                raise InputError(
-                    f"{path}: the folder holds no file of a known kind; known: {KNOWN}."
-                    + (f" {not_read[:1].upper()}{not_read[1:]}." if not_read else "")
-                )
-            return files
-        if not path.is_file():
+            files, why = text_files(path)[0], "the folder holds no file of a known kind"
+        elif has_magic(self.source) and not path.exists():
+            found = map(Path, sorted(glob(str(path), recursive=True)))
+            files = [file for file in found if kind_of(file) and file.is_file() and file.stat().st_size]
+            why = "no file of a known kind has such a name"
+        elif not path.exists():
             raise InputError(f"{path}: no such file (text for language {self.language!r}).")
-        if kind_of(path) is None:
-            raise InputError(f"{path}: unknown kind of file; known: {KNOWN}, and folders of them.")
-        if path.stat().st_size == 0:
-            raise InputError(f"{path}: the file is empty; give one with text.")
-        return [path]
+        else:
+            why = no_text_file(path)
+            files = [] if why else [path]
+        if not files:
+            left_out = self.files_left_out()
+            raise InputError(f"{path}: {why}; known: {KNOWN}, and folders of them{left_out and f'; {left_out}'}.")
+        return files
 
     def _path(self) -> Path | None:
         """The local file, folder or pattern; None for the hub and other places."""
@@ -349,46 +327,72 @@ class LanguageText:
             return Path(self.source)
 
 
-def _generated(rows: Callable[..., Iterator[dict[str, Any]]], **arguments: Any) -> Dataset:
-    """A cached dataset of the rows of `rows(**arguments)`."""
-    features = Features({**(_PAIR if arguments["as_pairs"] else _TEXT), LEFT_OUT: Value("string")})
-    if next(rows(**arguments), None) is None:
+def _first_names(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_FILES]) + (f" and {n:,} others" if (n := len(names) - _MOST_FILES) > 0 else "")
+
+
+def _generated(name: str, language: str, stamp: Any, as_pairs: bool) -> Dataset:
+    """A cached dataset of `read_documents`."""
+    features = Features({**(_PAIR if as_pairs else _TEXT), _LEFT_OUT: Value("string")})
+    arguments = {"name": name, "language": language, "stamp": stamp, "as_pairs": as_pairs}
+    if next(read_documents(**arguments), None) is None:
         # The library's error for an empty one is unclear.
-        return Dataset.from_dict({name: [] for name in features}, features=features)
+        return Dataset.from_dict({column: [] for column in features}, features=features)
     try:
-        return Dataset.from_generator(rows, features=features, gen_kwargs=arguments)
+        return Dataset.from_generator(read_documents, features=features, gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         raise
 
 
-def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, Any]]:
-    """Streams `hub:dataset[:config][:split]`, in rows as `read_file` gives them; the split `train[:1000]` has 1000."""
-    for number, row in enumerate(_hub_rows(source)):
-        if not has_text(row):
-            raise InputError(f"{source}: row {number} {_NO_TEXT} (columns: {', '.join(row)}).")
-        yield from judged(row, language, f"{source}: row {number}", as_pairs)
+def read_documents(name: str, language: str, stamp: Any, as_pairs: bool) -> Iterator[Document]:
+    """The documents or pairs in a language of a file, an address or `hub:dataset`; of each row without any, why it is
+    left out.
+
+    Args:
+        stamp: tells versions of a file apart.
+    """
+    of_hub = name.startswith("hub:")
+    for row in _hub_rows(name, *_hub_stream(name)) if of_hub else read_rows(name):
+        found, reason = judged(row.content, language, f"{name}:{row.number}", as_pairs)
+        yield from found or [{_LEFT_OUT: reason}]
 
 
-def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
-    stream, limit = _hub_stream(source)
-    with _hub_errors(source):
-        yield from islice(stream, limit)
+def beginning(
+    shard: Shard, language: str, as_pairs: bool, size: int, measure: Callable[[Mapping[str, Any]], int],
+    skips: bool = False,
+) -> Beginning:  # fmt: skip
+    """The documents of a shard up to the row with which the sum of `measure` over the rows reaches `size`, or with
+    `skips` up to what cannot be read."""
+    kept: list[Document] = []
+    left_out, seen, share = LeftOut(), 0, 0.0
+    try:
+        for row, found in shard.documents(language, left_out, as_pairs):
+            kept.extend(found)
+            seen, share = seen + measure(row.content), row.read
+            if seen >= size:
+                break
+    except InputError as error:
+        if not skips or isinstance(error, UnreachableError):
+            raise
+    return Beginning(kept, left_out, share)
 
 
-def _shard_rows(source: str, stream: Any, part: int | None, after: int) -> Iterator[Row]:
-    """The rows of a shard of a dataset on the hub; of all of it without `part`."""
+def _hub_rows(
+    source: str, stream: Any, limit: int | None = None, part: int | None = None, after: int = 0
+) -> Iterator[Row]:
+    """The rows of a dataset on the hub, or of one of its shards."""
     with _hub_errors(source):
         shard = stream if part is None else stream.shard(stream.num_shards, part)
+        shard = shard if limit is None else shard.take(limit)
         # `iter(dataset)` in a worker would give its share of the shards.
         batches = (shard.skip(after) if after else shard).iter(batch_size=_ROWS)
         rows = (
             dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True)
         )
         for number, content in enumerate(rows, start=after + 1):
-            if not has_text(content):
-                raise InputError(f"{source}: row {number} {_NO_TEXT} (columns: {', '.join(content)}).")
+            check_row(content, f"{source}: row {number}")
             yield Row(number, content, 0.0)
 
 
@@ -414,41 +418,21 @@ def _hub_errors(source: str) -> Iterator[None]:
         raise kind(f"{source}: the dataset cannot be read: {in_one_line(error)}.") from None
 
 
-def read_file(path: str, language: str, stamp: Any = None, as_pairs: bool = False) -> Iterator[dict[str, Any]]:
-    """The documents or pairs of a file in a language, in rows with `left_out: None`; for each row of the file without
-    any, one in which `left_out` says why.
-
-    Args:
-        stamp: tells versions of the file apart.
-    """
-    for row in read_rows(path):
-        yield from judged(row.content, language, f"{path}:{row.number}", as_pairs)
-
-
-def judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, Any]]:
-    """The rows of `read_file` for one row of a source."""
+def judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool = False) -> tuple[list[Document], str]:
+    """The documents or pairs in a language of a row; where it has none, the reason."""
     tag = row.get("language")
     if isinstance(tag, list) and len(tag) == 1:
         tag = tag[0]
-    found: list[dict[str, str]] = []
-    reason = ""
     if tag is not None and not names_language(tag, language):
-        reason = f"tagged {str(tag)[:40]!r}"
-    elif row.get("text") is None and row.get("translation") is None:
-        reason = "without text"
-    elif as_pairs:
-        found, reason = list(row_pairs(row, language, where)), "without a sentence and its translation"
-    elif row.get("text") is None:
+        return [], f"tagged {str(tag)[:40]!r}"
+    if row.get("text") is None and row.get("translation") is None:
+        return [], "without text"
+    if as_pairs:
+        return list(row_pairs(row, language, where)), "without a sentence and its translation"
+    if row.get("text") is None:
         found = [{"text": translation_line(codes, *both)} for codes, both in _directions(row, language)]
-        reason = "without a sentence and its translation"
-    elif row["text"].strip():
-        found = [{"text": row["text"]}]
-    else:
-        reason = "without text"
-    if found:
-        yield from ({**document, LEFT_OUT: None} for document in found)
-    else:
-        yield {**dict.fromkeys(_PAIR if as_pairs else _TEXT), LEFT_OUT: reason}
+        return found, "without a sentence and its translation"
+    return [{"text": row["text"]}] if row["text"].strip() else [], "without text"
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:

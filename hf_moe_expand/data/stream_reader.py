@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -15,8 +15,8 @@ from ..core.errors import InputError, printable
 from .files import Row
 from .lost import LostText, lost_text
 from .places import UnreachableError
-from .sources import LEFT_OUT, LanguageText, LeftOut, Shard, counted, judged
-from .tokens import document_frame, encode_documents, say_special, special_tokens
+from .sources import Beginning, LanguageText, LeftOut, Shard, all_left_out, beginning, counted, judged
+from .tokens import document_frame, encode_documents, say_special, special_tokens, tokens_of
 
 OnBadShard = Literal["stop", "skip"]
 Counts = Mapping[str, Mapping[str, int]]
@@ -182,10 +182,8 @@ class Reader:
             if self._rows is None:
                 self._rows, self._end = shard.rows(place.row), place.row
             self._read_window(shard, part, parts, texts, left_out)
-        except UnreachableError:
-            raise
         except InputError as error:
-            if self.on_bad_shard == "stop":
+            if self.on_bad_shard == "stop" or isinstance(error, UnreachableError):
                 _refuse(error)
             self._rows = None
             if is_new:
@@ -205,11 +203,9 @@ class Reader:
             if row.number % parts != part:
                 continue
             rows, size = rows + 1, size + len(row.content.get("text") or "")
-            for document in judged(row.content, self.language, f"{shard.name}:{row.number}", False):
-                if reason := document[LEFT_OUT]:
-                    left_out[reason] += 1
-                else:
-                    texts.append(document["text"])
+            found, reason = judged(row.content, self.language, f"{shard.name}:{row.number}")
+            left_out.update([reason] * (not found))
+            texts += [document["text"] for document in found]
             if rows == _WINDOW or size >= _CHARACTERS:
                 return
         if not self._end:
@@ -270,34 +266,24 @@ def passed_line(language: str, counts: Counts) -> str:
 
 
 def _beginnings(
-    text: LanguageText, shards: Sequence[Shard], on_bad_shard: OnBadShard, left_out: LeftOut
-) -> Iterator[tuple[Shard, list[str], float]]:
-    """Of some shards: the documents at the beginning, and the share of the shard that was read; counts in `left_out`
-    the rows without."""
+    text: LanguageText, shards: Sequence[Shard], on_bad_shard: OnBadShard
+) -> Iterator[tuple[Shard, Beginning]]:
+    """The documents at the beginning of some shards."""
     some = [shards[at] for at in sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})]
     for shard in some:
-        texts: list[str] = []
-        read, characters = 1.0, 0
         try:
-            for row in shard.rows(0):
-                read = row.read
-                for document in judged(row.content, text.language, f"{shard.name}:{row.number}", False):
-                    if reason := document[LEFT_OUT]:
-                        left_out[reason] += 1
-                    else:
-                        texts.append(document["text"])
-                characters += len(row.content.get("text") or "")
-                if characters >= _SAMPLE // len(some):
-                    break
+            found = beginning(
+                shard, text.language, False, _SAMPLE // len(some), lambda row: len(row.get("text") or ""),
+                skips=on_bad_shard == "skip",
+            )  # fmt: skip
         except InputError as error:
-            if isinstance(error, UnreachableError):
-                raise
-            if on_bad_shard == "stop":
-                _refuse(error)
-        yield shard, texts, read
+            _refuse(error)
+        yield shard, found
 
 
 def _refuse(error: InputError) -> NoReturn:
+    if isinstance(error, UnreachableError):
+        raise error
     raise InputError(
         f"{error} Mend or remove it, or leave out what cannot be read with `on_bad_shard: skip`."
     ) from None
@@ -309,10 +295,10 @@ def sample(text: LanguageText, on_bad_shard: OnBadShard, seed: int) -> list[str]
     Raises:
         InputError: as `estimated`.
     """
-    left_out = LeftOut()
-    texts = [one for _, some, _ in _beginnings(text, text.shards(), on_bad_shard, left_out) for one in some]
+    found = [one for _, one in _beginnings(text, text.shards(), on_bad_shard)]
+    texts = [row["text"] for one in found for row in one.rows]
     if not texts:
-        raise text.no_text(left_out)
+        raise text.no_text(all_left_out(found))
     return [texts[at] for at in random_numbers(seed).permutation(len(texts))]
 
 
@@ -325,15 +311,14 @@ def estimated(
     Raises:
         InputError: a shard is bad, unless such are skipped; or no shard has text in the language.
     """
-    tokens, size, lost, left_out = 0.0, 0, LostText(), LeftOut()
-    seen = 0
-    for shard, texts, read in _beginnings(text, shards, on_bad_shard, left_out):
-        seen, size = seen + 1, size + (shard.size or 0)
-        pieces = (texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE))
-        tokens += sum(len(ids) for piece in pieces for ids in encode_documents(piece, tokenizer)) / (read or 1.0)
-        found = lost_text(islice(texts, _SHARDS * 8), tokenizer)
-        lost = LostText(lost.size + found.size, lost.characters + found.characters)
-    if not tokens and seen == len(shards):
-        raise text.no_text(left_out)
+    tokens, size, lost, seen = 0.0, 0, LostText(), list[Beginning]()
+    for shard, found in _beginnings(text, shards, on_bad_shard):
+        seen.append(found)
+        size += shard.size or 0
+        tokens += tokens_of(found, tokenizer)
+        loses = lost_text((row["text"] for row in found.rows[: _SHARDS * 8]), tokenizer)
+        lost = LostText(lost.size + loses.size, lost.characters + loses.characters)
+    if not tokens and len(seen) == len(shards):
+        raise text.no_text(all_left_out(seen))
     known = [shard.size for shard in shards if shard.size is not None]
     return (int(tokens / max(size, 1) * sum(known)) if len(known) == len(shards) else None), lost

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from ..core.errors import InputError
 from ..core.saying import say_once
-from .sources import LanguageText
+from .sources import Beginning, LanguageText
 
 
 class Frame(NamedTuple):
@@ -100,11 +100,10 @@ def say_special(name: str, counts: Mapping[str, int]) -> None:
 def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
     """About how many tokens a language's text has as a training reads it, by the first megabyte of each file; None on
     the hub."""
-    if not source.files():
-        return None
-    total = 0.0
-    for beginning in source.beginnings():
-        if beginning.rows:
-            ids = encode_documents([row["text"] for row in beginning.rows], tokenizer)
-            total += sum(map(len, ids)) / beginning.read
-    return int(total)
+    return int(sum(tokens_of(one, tokenizer) for one in source.beginnings())) if source.files() else None
+
+
+def tokens_of(beginning: Beginning, tokenizer: Any) -> float:
+    """About how many tokens a shard has, by its beginning."""
+    ids = encode_documents([row["text"] for row in beginning.rows], tokenizer) if beginning.rows else []
+    return sum(map(len, ids)) / (beginning.read or 1.0)

@@ -24,7 +24,7 @@ from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines, token_line
 from ..data.pairs import check_pairs, lost_of
 from ..data.places import is_elsewhere
-from ..data.sources import LanguageText, LeftOut, counted
+from ..data.sources import LanguageText, all_left_out, counted
 from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
 from ..inference.asking import why_no_base_inside
@@ -170,10 +170,7 @@ def _looked_at(source: LanguageText, config: Any) -> str:
         return f"{source.source}, {where}"
     beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
     words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
-    left_out = LeftOut()
-    for beginning in beginnings:
-        left_out.update(beginning.left_out)
-    if left_out:
+    if left_out := all_left_out(beginnings):
         kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
         words.append(f"{'' if whole else 'at the beginning '}{counted(kept, 'document')} kept, {left_out}")
     return "; ".join(filter(None, words))
