@@ -382,8 +382,6 @@ def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mappi
     return start_processes(_run_rank, (script, arguments, count, store.port, dict(environment)), **options), store
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 # One backbone of each kind of FFN call, of head and of key names. All architectures that are proven stand in
 # matrix/test_backbones.py.
 COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")

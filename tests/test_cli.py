@@ -15,7 +15,7 @@ import pytest
 import torch
 import typer
 import yaml
-from conftest import invoke, refused, save_dense, start_python, tiny_config, verb, write_texts
+from conftest import invoke, refused, save_dense, start_python, verb, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
@@ -183,36 +183,6 @@ def heavy_imports(*arguments):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     _, exit_code, *found = done.stdout.splitlines()[-1].split()
     return int(exit_code), done.stderr, set(found)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect", "nowhere/at-all/x"],
-        ["inspect", "base"],
-        ["diff", "base", "nowhere/at-all/x"],
-        ["plan", "moe-lpr", "--experts", 2, "--layers", "nowhere/at-all/x", "--out", "p.json"],
-        ["plan", "moe-lpr", "--experts", 2, "--from", "base", "--out", "p.json"],
-        ["expand", "base", "out", "--plan", "none.json"],
-        ["grow", "base", "out", "--plan", "none.json"],
-        ["graft", "nowhere/at-all/x", "out", "--base", "base", "--instruct", "base"],
-        ["join", "out", "nowhere/at-all/x", "base"],
-        ["train", "review", "base", "out", "--data", "el=el.jsonl"],
-        ["evaluate", "nowhere/at-all/x", "--data", "el=el.jsonl", "--out", "e.json"],
-        ["analyze", "routing", "base", "--data", "el=el.jsonl", "--out", "r.json"],
-        ["push", "base", "me/x"],
-        ["validate", "nowhere.yaml", "--offline"],
-        ["validate", "unknown.yaml"],
-        ["run", "broken.yaml"],
-        ["report", "nowhere"],
-    ],
-    ids=lambda arguments: " ".join(map(str, arguments[:3])),
-)
-def test_a_look_at_the_arguments_refuses_what_cannot_be(tmp_path, error_of, arguments):
-    tiny_config("qwen2").save_pretrained("base")
-    (tmp_path / "broken.yaml").write_text("base: [")
-    (tmp_path / "unknown.yaml").write_text("plann: {}")
-    assert re.fullmatch("error: .+", error_of(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The promises of the expanded layers on a GPU (`make gpu`); each test runs on the CPU too, so that its code works."""
+"""The promises of the expanded layers on a GPU (`make gpu`); each runs on the CPU too, so that its code works."""
 
 import copy
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import DEVICES, moved, tiny_dense
+from conftest import moved, tiny_dense
 from layers import assert_is_the_definition, build, drawn
 from test_adapters import KIND, PLAN, merged
 from test_dispatch import WAYS
@@ -14,12 +14,12 @@ from test_dispatch import WAYS
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, expand_model
 from hf_moe_expand.modeling.dispatch import FEW_ROWS
 
-FLOATS = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest value
 # No mask, so that transformers' own code, which reads values of one on the host, does not run.
 UNMASKED = {"attention_mask": {"full_attention": None}, "use_cache": False}
 
-pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", FLOATS)]
+CUDA = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in CLOSE]
+pytestmark = pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), *CUDA])
 
 
 def models(device, dtype, experts, judge=None, differ=True, exclusive=False, **changes):
