@@ -1,4 +1,4 @@
-"""Added experts: expert 0 and a small FFN beside it, on a dense base and on a base that is a mixture of experts."""
+"""Added experts and LoRA experts: beside expert 0, on dense bases and on bases that are mixtures; packs; refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models that are asked: the same tokens as `generate`, the template, the language, and the base beside the result."""
+"""Models that are asked, beside their base: the tokens of `generate`, the template, the share of equal answers."""
 
 import io
 import json

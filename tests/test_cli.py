@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, the README's commands, and errors."""
+"""The command line as a user meets it: help, the README's commands, errors and signals."""
 
 import json
 import platform

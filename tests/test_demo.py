@@ -1,4 +1,4 @@
-"""The demo, cut short: the same steps, a few steps; and its text."""
+"""The demo and the one with a real model, cut short: the same steps, a few; their text; how a model is fetched."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""LLaMA-Pro: inserted blocks change nothing at first."""
+"""Baselines: LLaMA-Pro's inserted blocks, and the ensemble of dense models, against slow definitions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The two ways to run a layer's experts against their slow definition: outputs, every gradient, awkward shapes."""
+"""One expanded layer, and the two ways to run its experts, against slow definitions: outputs, gradients, shapes."""
 
 import copy
 import logging

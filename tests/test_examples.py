@@ -1,4 +1,4 @@
-"""The examples run, on a tiny model, through their command lines; and say what they need."""
+"""The examples and the notebook run, on a tiny model; and the examples say what they need."""
 
 import ast
 import json

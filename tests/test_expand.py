@@ -1,4 +1,4 @@
-"""Out-of-core expansion: what it writes, and what it refuses."""
+"""Out-of-core expansion: what it writes, and what it refuses; export, the way back."""
 
 import json
 import os

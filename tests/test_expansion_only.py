@@ -1,4 +1,4 @@
-"""Checkpoints that hold only what an expansion added: they load as the whole one does, or say why not."""
+"""Checkpoints of what an expansion added alone, and expansion in memory: as the whole one, or why not."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""DeltaMoE: a fine-tune's delta on every expert, against the obvious arithmetic; and what is refused."""
+"""Deltas on every expert, averages, and branches that become experts, against the obvious arithmetic."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Lifelong expansion: what an earlier expansion made stays, byte for byte; and the way back."""
+"""Lifelong expansion: what an earlier one made stays, byte for byte, and each tensor is its definition."""
 
 import inspect
 import json

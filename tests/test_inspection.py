@@ -1,4 +1,4 @@
-"""What `inspect` says of a checkpoint: every line, of facts that are written down here."""
+"""What `inspect` and `diff` say of checkpoints: every line, of facts that are written down here."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Commands that are killed at a write lose nothing, and what interrupted commands leave, say and clean up."""
+"""Commands that are killed lose nothing, what interrupted ones leave is cleaned up, and an output has one writer."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""The losses against slow, obvious definitions."""
+"""The losses against slow, obvious definitions; LoRAMoE's localized balance in the trainers, too."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The documentation and the list of files agree with the repository."""
+"""The documentation and the list of files agree with the repository; imports go one way."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Language hints: `languages` in `forward`, `generate` and pipelines."""
+"""An expanded model as the library's others: languages in `forward` and `generate`, saving, switches, compiling."""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""Every wrong or missing argument of a public function or Trainer is refused in one line that names it."""
+"""Every wrong, missing or too large argument of a public function, Trainer or recipe is refused in one line."""
 
 import inspect
 
