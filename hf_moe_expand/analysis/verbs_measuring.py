@@ -9,9 +9,6 @@ from ..core.printing import print_table
 from ..core.verbs import Group, Keys
 from .settings import AnalysisSettings, DeviationSettings
 
-_HIDDEN = ("expert_init", "copy_from", "conditional_routing", "max_shard_size")
-
-
 analyze = Group("Measure a model on text.")
 
 

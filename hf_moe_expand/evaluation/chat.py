@@ -11,7 +11,6 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError
 from ..core.progress import Bar
 from ..inference.asking import Answering, ChatModel
-from ..modeling.routing_control import classes_of
 
 QUESTIONS: Mapping[str, Sequence[str]] = {
     "en": (
@@ -98,13 +97,5 @@ def check_chat(
     second = ChatModel.load(result)
     if not second.has_template:
         return None
-    told = answers(second, language) if _can_be_told(second.model.config, language) else None
+    told = answers(second, language) if second.not_told(language) is None else None
     return ChatCheck(language, list(questions), of_base, answers(second), told)
-
-
-def _can_be_told(config: object, language: str) -> bool:
-    try:
-        classes_of(config, language)
-    except (ValueError, AttributeError):  # an unknown language; a dense model
-        return False
-    return True

@@ -1,6 +1,6 @@
 """Translates parallel text with a decoder, by prompts, or with an encoder-decoder, and scores it by chrF++."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,9 @@ def translate(
     """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens."""
-    encoded = _prompts(model.config, tokenizer, prompts, max_new_tokens)
-    ends = end_tokens(model, tokenizer)
+    encoded, ends = _prompts(model.config, tokenizer, prompts, max_new_tokens), end_tokens(model, tokenizer)
     options = {"max_new_tokens": max_new_tokens, "pad_token_id": ends[0] if ends else 0, "stop_strings": ["\n"]}
-    continuations, cut = [""] * len(prompts), 0
-    for place, row in _generated(model, tokenizer, encoded, batch_size, options):
-        end = next((place for place, token in enumerate(row) if token in ends), None)
-        line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
-        continuations[place] = line.strip()
-        cut += end is None and not newline
-    return continuations, cut
+    return _written(model, tokenizer, encoded, batch_size, options)
 
 
 def translate_pairs(
@@ -161,7 +154,7 @@ def translate_pairs(
     if not sentences:
         return [], 0
     _check_directions(model.config, tokenizer, {direction: sentences}, max_new_tokens)
-    encoder, own, ends = PairEncoder(tokenizer), model.generation_config, end_tokens(model, tokenizer)
+    encoder, own = PairEncoder(tokenizer), model.generation_config
     start = own.decoder_start_token_id
     options = {
         "num_beams": beams, "max_new_tokens": max_new_tokens, "pad_token_id": model.config.pad_token_id or 0,
@@ -169,11 +162,7 @@ def translate_pairs(
         "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) if start is None else start,
         **encoder.start(direction),
     }  # fmt: skip
-    translations, cut = [""] * len(sentences), 0
-    for place, row in _generated(model, tokenizer, encoder.sources(list(sentences), direction), batch_size, options):
-        cut += not set(row) & set(ends)
-        translations[place] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
-    return translations, cut
+    return _written(model, tokenizer, encoder.sources(list(sentences), direction), batch_size, options)
 
 
 def _prompts(config: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
@@ -201,31 +190,38 @@ def _check_directions(config: Any, tokenizer: Any, sentences: Mapping[Pair, Sequ
             )
 
 
-def _generated(
+def _written(
     model: Any, tokenizer: Any, encoded: Sequence[list[int]], batch_size: int, options: Mapping[str, Any]
-) -> Iterator[tuple[int, list[int]]]:
-    """Yields the place of each input, and the tokens that the model writes after it, under `options` in place of the
-    model's own settings, which `generate` would use for omitted arguments."""
-    config = GenerationConfig(do_sample=False, eos_token_id=end_tokens(model, tokenizer) or None, **options)
+) -> tuple[list[str], int]:
+    """What the model writes after each input: a decoder's first line, an encoder-decoder's sentence; and how many lack
+    their end. `options` take the place of the model's own settings, which `generate` would use for omitted ones."""
+    has_encoder, ends = model.config.is_encoder_decoder, end_tokens(model, tokenizer)
+    config = GenerationConfig(do_sample=False, eos_token_id=ends or None, **options)
 
     def stacked(rows: list[list[int]], filler: int) -> torch.Tensor:
         """`[batch, longest]`, padded on the right for an encoder, on the left for a decoder."""
-        if model.config.is_encoder_decoder:
+        if has_encoder:
             return padded(rows, filler).to(model.device)
         return padded([row[::-1] for row in rows], filler).flip(1).to(model.device)
 
+    texts, cut = [""] * len(encoded), 0
     # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
     model.eval()
-    with generating(model, config), Bar(total=len(order), desc="translate", unit="sentence") as progress:
+    with generating(model, config), Bar(total=len(order), desc="translate", unit="sentence") as bar:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
             rows = [encoded[place] for place in batch]
             ids_BS, mask_BS = stacked(rows, config.pad_token_id), stacked([[1] * len(row) for row in rows], 0)
             written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, tokenizer=tokenizer)
-            given = 1 if model.config.is_encoder_decoder else ids_BS.shape[1]
-            yield from zip(batch, written_BT[:, given:].tolist(), strict=True)
-            progress.update(len(batch))
+            for place, row in zip(batch, written_BT[:, 1 if has_encoder else ids_BS.shape[1] :].tolist(), strict=True):
+                end = next((at for at, token in enumerate(row) if token in ends), None)
+                text = tokenizer.decode(row[:end], skip_special_tokens=True)
+                line, newline, _ = (" ".join(text.split()), "", "") if has_encoder else text.partition("\n")
+                texts[place] = line.strip()
+                cut += end is None and not newline
+            bar.update(len(batch))
+    return texts, cut
 
 
 def check_translation(

@@ -124,11 +124,19 @@ class ChatModel:
             return self.model.use_expert(0)
         if language is None or not isinstance(self.model.config, ExpandedConfig):
             return nullcontext()
+        if (why := self.not_told(language)) is not None:
+            raise InputError(f"{self.name}: {why}")
+        return self.model.use_languages(language)
+
+    def not_told(self, language: str) -> str | None:
+        """Why it cannot be told this language; None if it can."""
+        if not isinstance(self.model.config, ExpandedConfig):
+            return "is a dense model, which knows no languages"
         try:
             classes_of(self.model.config, language)
         except ValueError as error:
-            raise InputError(f"{self.name}: {error}") from None
-        return self.model.use_languages(language)
+            return str(error)
+        return None
 
 
 def why_no_base_inside(config: Any) -> str | None:

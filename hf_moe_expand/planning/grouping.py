@@ -1,18 +1,19 @@
 """Groups languages that share an expert: balanced groups of similar ones (DMoE Algorithm 1), and its ablations."""
 
 import csv
-import json
 import random
 from collections.abc import Sequence
 from itertools import combinations
-from math import comb, inf, isfinite
+from math import comb, inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import AllowInfNan
 
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json
 from ..core.languages import check_named_once
-from ..core.schema import checked
+from ..core.schema import Number, Schema, Text, checked, read
 
 # Up to this number of candidate sets, all are compared (C(18, 9) is 48,620).
 MOST_SETS = 1_000_000
@@ -137,48 +138,38 @@ def _check_number(languages: Sequence[str], num_groups: int) -> None:
         raise InputError(f"groups is {num_groups}: must be from 1 to {len(languages)}, the number of languages.")
 
 
+class _Vectors(Schema):
+    vectors: dict[Text, list[Annotated[Number, AllowInfNan(False)]]]
+
+
 def _read_vectors(path: Path) -> dict[str, list[float]]:
-    if path.suffix == ".json":
-        rows = list(read_json(path, "linguistic vectors").items())
-    elif path.suffix == ".csv":
-        rows = _csv_rows(path)
-    else:
+    if path.suffix not in (".json", ".csv"):
         raise InputError(f"{path}: unknown kind of file for linguistic vectors; known: .json, .csv.")
-    vectors: dict[str, list[float]] = {}
-    for language, values in rows:
-        if language in vectors:
-            raise InputError(f"{path}: {language} has two vectors; give one.")
-        if not isinstance(values, list):
-            raise InputError(f"{path}: {language}: {json.dumps(values)} is not a list of numbers.")
-        vectors[language] = [_number(value, f"{path}: {language}") for value in values]
-    return vectors
+    vectors = read_json(path, "linguistic vectors") if path.suffix == ".json" else _csv_rows(path)
+    return read(_Vectors, {"vectors": vectors}, str(path)).vectors
 
 
-def _csv_rows(path: Path) -> list[tuple[str, list[Any]]]:
+def _csv_rows(path: Path) -> dict[str, list[float | str]]:
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            lines = [[cell.strip() for cell in line] for line in csv.reader(file) if line]
+            lines = [[line[0].strip(), *map(_cell, line[1:])] for line in csv.reader(file) if line]
     except FileNotFoundError:
         raise InputError(f"{path}: no such file (linguistic vectors).") from None
     except (csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not linguistic vectors: {error}.") from None
-    if lines and not any(_is_number(cell) for cell in lines[0][1:]):
+    if lines and not any(isinstance(cell, float) for cell in lines[0]):
         lines = lines[1:]
-    return [(line[0], line[1:]) for line in lines]
+    names = [str(name) for name, *_ in lines]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"{path}: {twice} has two vectors; give one.")
+    return {name: line[1:] for name, line in zip(names, lines, strict=True)}
 
 
-def _is_number(value: Any) -> bool:
+def _cell(text: str) -> float | str:
     try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _number(value: Any, where: str) -> float:
-    if not _is_number(value) or isinstance(value, bool) or not isfinite(float(value)):
-        raise InputError(f"{where}: {json.dumps(value)} is not a finite number.")
-    return float(value)
+        return float(text)
+    except ValueError:
+        return text.strip()
 
 
 def check_groups(groups: list[list[str]]) -> None:
