@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.cli import groups, orderly_stops
-from hf_moe_expand.cli.groups import versions
+from hf_moe_expand.cli.groups import version_line
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 from hf_moe_expand.core.verbs import Given, Keys, Kind, belongs, without_effect
@@ -362,7 +362,7 @@ def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsy
     assert said.startswith("error: ZeroDivisionError: division. This error was not expected. The traceback is in ")
     (file,) = tmp_path.iterdir()
     assert str(file) in said
-    assert file.read_text().startswith(f"hf-moe-expand inspect x\n{versions()}\n")
+    assert file.read_text().startswith(f"hf-moe-expand inspect x\n{version_line()}\n")
     assert "Traceback (most recent call last)" in file.read_text()
     monkeypatch.setenv("HF_MOE_EXPAND_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):

@@ -19,7 +19,7 @@ from types import FrameType
 
 from ..core.errors import InputError, first_line, is_full_disk, is_unicode
 from ..core.progress import all_in_lines, shows_bars
-from .groups import app, versions
+from .groups import app, version_line
 
 __all__ = ["app", "main"]
 
@@ -143,7 +143,7 @@ def tell_full_disk(error: BaseException) -> int:
 
 def tell_unforeseen(error: BaseException) -> int:
     """Prints the name of an error, and writes its traceback to a file; returns the exit code."""
-    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\n{versions()}\n\n"
+    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\n{version_line()}\n\n"
     text += "".join(traceback.format_exception(error))
     name = f"hf-moe-expand-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     where = ""

@@ -114,7 +114,7 @@ def with_verbs(name: str, group: Group) -> typer.Typer:
     return app
 
 
-def versions() -> str:
+def version_line() -> str:
     """The versions that a report of an error needs, in one line."""
     found = []
     for package in ("hf-moe-expand", "torch", "transformers", "datasets", "peft", "trl"):
@@ -127,7 +127,7 @@ def versions() -> str:
 
 def _show_versions(wanted: bool) -> None:
     if wanted:
-        print(versions())
+        print(version_line())
         raise typer.Exit
 
 

@@ -214,7 +214,7 @@ def _evaluate_translations(
     labels: dict[str, str] = {}
     for name in models:
         labels[label_of(name, labels)] = name
-    for file in [] if texts is None else translation.text_files(texts, list(labels), pairs):
+    for file in [] if texts is None else translation.files_of_texts(texts, list(labels), pairs):
         check_file(file, overwrite)
     for name in models:  # before the first one translates
         folder = resolve_checkpoint(name)

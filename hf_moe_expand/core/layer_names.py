@@ -16,7 +16,7 @@ def layer_name(layer: int, encoder_layers: int) -> str:
     return f"encoder.{layer}" if layer < encoder_layers else f"decoder.{layer - encoder_layers}"
 
 
-def in_words(layers: Iterable[int], encoder_layers: int) -> str:
+def layers_in_words(layers: Iterable[int], encoder_layers: int) -> str:
     """The names of layers, with commas between."""
     return ", ".join(layer_name(layer, encoder_layers) for layer in layers)
 

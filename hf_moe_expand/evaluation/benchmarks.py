@@ -46,7 +46,7 @@ def in_languages(benchmarks: Benchmarks, languages: Sequence[str]) -> tuple[Benc
     return found, [f"no task in {code}: {', '.join(names)}" for code, names in missing.items() if names]
 
 
-def mean_of(metrics: Iterable[Metric | None]) -> Metric | None:
+def mean_metric(metrics: Iterable[Metric | None]) -> Metric | None:
     """The mean of independent scores, and its standard error where all have one; None without any."""
     known = [metric for metric in metrics if metric is not None]
     if not known:
@@ -64,5 +64,5 @@ def benchmark_means(
     for name, of in benchmarks.items():
         tasks = [scores[of[code]].metrics for code in languages if code in of and of[code] in scores]
         metric = next((known for known in ("acc_norm", "acc") if tasks and all(known in one for one in tasks)), None)
-        means[name] = mean_of(one.get(metric) if metric else next(iter(one.values()), None) for one in tasks)
-    return {**means, "mean": mean_of(list(means.values()))}
+        means[name] = mean_metric(one.get(metric) if metric else next(iter(one.values()), None) for one in tasks)
+    return {**means, "mean": mean_metric(list(means.values()))}

@@ -283,7 +283,7 @@ def evaluate_translation(
     return scores
 
 
-def text_files(folder: Path, models: Sequence[str], pairs: Sequence[Pair]) -> list[Path]:
+def files_of_texts(folder: Path, models: Sequence[str], pairs: Sequence[Pair]) -> list[Path]:
     """The files that `write_texts` writes: of each pair the sources, the references, and each model's translations."""
     names = [pair_name(pair) for pair in pairs]
     given = [folder / f"{name}.{kind}.txt" for name in names for kind in ("source", "reference")]
@@ -299,5 +299,5 @@ def write_texts(
         number = next(iter(scores.models.values()))[pair_name(pair)].sentences
         contents += [texts[code][scores.shots : scores.shots + number] for code in pair]
     contents += [of[pair_name(pair)].translations for of in scores.models.values() for pair in pairs]
-    for file, lines in zip(text_files(folder, list(scores.models), pairs), contents, strict=True):
+    for file, lines in zip(files_of_texts(folder, list(scores.models), pairs), contents, strict=True):
         write_text(file, "".join(f"{line}\n" for line in lines))

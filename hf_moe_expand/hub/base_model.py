@@ -25,7 +25,7 @@ class BaseModel:
     revision: str | None
 
 
-def base_of(config: Any) -> BaseModel:
+def named_base(config: Any) -> BaseModel:
     """The base that config.json records."""
     first = Facts(config).history.first
     name, revision = first.base_model, first.base_revision  # of a model of the hub only

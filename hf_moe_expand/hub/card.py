@@ -30,7 +30,7 @@ from ..core.yamlfile import to_yaml
 from ..evaluation.report import THIS, Evaluation, markdown_table
 from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
-from .base_model import BaseModel, base_of, base_on_hub
+from .base_model import BaseModel, base_on_hub, named_base
 from .published import CARD
 
 # Settings about routers, classifiers and conditional routing.
@@ -73,7 +73,7 @@ def make_card(
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
     location = repo_id or own_name(model)
-    origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
+    origin = base_on_hub(config, base) if isinstance(base, str) else base or named_base(config)
     facts = Facts(config)
     old, new = _languages(facts.history)
     scores = None

@@ -22,7 +22,7 @@ from ..core.schema import checked
 from ..evaluation.report import Evaluation
 from ..modeling.part_expansion_only import RECORD
 from ..stages import recipe_stages
-from .base_model import BaseModel, base_of, base_on_hub, config_with_base
+from .base_model import BaseModel, base_on_hub, config_with_base, named_base
 from .card import make_card
 from .published import CARD, EVALUATION, check_code, check_loads_alone, published_files
 
@@ -184,7 +184,7 @@ def card_to_push(
     """
     folder, name = resolve_checkpoint(model, weights=False), repo_id or own_name(model)
     config = load_expanded_config(folder)
-    origin = base_of(config) if base is None else base_on_hub(config, base, token)
+    origin = named_base(config) if base is None else base_on_hub(config, base, token)
     if base is not None and origin.revision is None:
         say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
     if origin.hub_id is None:

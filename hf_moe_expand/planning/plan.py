@@ -6,7 +6,7 @@ from pydantic import Field
 
 from ..core.errors import InputError
 from ..core.languages import LanguageCode, check_old_and_new
-from ..core.layer_names import counts_in_words, in_words, layer_name
+from ..core.layer_names import counts_in_words, layer_name, layers_in_words
 from ..core.schema import Count, Flag, Text, Whole, read
 from .grouping import check_groups
 from .results import JsonFile
@@ -139,4 +139,4 @@ class Plan(JsonFile):
     @property
     def classifiers_in_words(self) -> str:
         """The layers with a classifier, in words."""
-        return in_words(self.classifier_layers, self.encoder_layers) or "none"
+        return layers_in_words(self.classifier_layers, self.encoder_layers) or "none"

@@ -18,8 +18,7 @@ from ..checkpoint.source import check_expanded, load_base_config, load_expanded_
 from ..checkpoint.stored import check_size, network_of
 from ..core.errors import InputError
 from ..core.languages import in_words
-from ..core.layer_names import counts_in_words
-from ..core.layer_names import in_words as layers_in_words
+from ..core.layer_names import counts_in_words, layers_in_words
 from ..core.rendering import render
 from ..core.scratch import leftovers
 from ..modeling import count_layers, decoder_ffns
