@@ -196,7 +196,11 @@ def test_refusals(saved, tmp_path):
     mixture, dense, out = saved("olmoe") / "base", saved("qwen2") / "base", tmp_path / "out"
     for said, base, options in (
         ("there is no expert_width: give the width", dense, {"expert_kind": "added"}),
-        ("expert_width is 0: must be at least 1", dense, {"expert_kind": "added", "expert_width": 0}),
+        (
+            "expert_width: Input should be greater than or equal to 1",
+            dense,
+            {"expert_kind": "added", "expert_width": 0},
+        ),
         ("more than the disk has free", mixture, {"expert_kind": "added", "expert_width": 1 << 40}),
         ("expert_width is 16, but expert_kind is 'ffn'", dense, {"expert_width": 16}),
     ):
@@ -281,10 +285,10 @@ def test_inspect_counts_updates(base, tmp_path, top_k, active):
 
 def test_refusals_of_updates(base, tmp_path):
     for said, options in (
-        ("expert_kind is 'qlora': must be 'ffn', 'lora'", {"expert_kind": "qlora"}),
-        ("lora_rank is 0: must be at least 1", {"lora_rank": 0}),
+        ("expert_kind: Input should be 'ffn', 'lora'", {"expert_kind": "qlora"}),
+        ("lora_rank: Input should be greater than or equal to 1", {"lora_rank": 0}),
         ("lora_rank is 32: must be below 32, the narrowest side", {"lora_rank": 32}),
-        ("lora_alpha is 0: must be larger than 0", {"lora_alpha": 0}),
+        ("lora_alpha: Input should be greater than 0", {"lora_alpha": 0}),
     ):
         refused(expand_checkpoint, base, tmp_path / "out", MOLA, says=said, **LORA | options)
     assert not (tmp_path / "out").exists()

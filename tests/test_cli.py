@@ -234,8 +234,8 @@ def test_the_options_of_a_verb_follow_from_its_signature_and_docstring():
         "y", {"size": 7, "word": "b", "hidden": True}, 2, False, ["en", "el"],
         ["langs", "name", "size", "times", "word"],
     ]  # fmt: skip
-    assert run("x", "--size", "0") == "size is 0: must be at least 1."
-    assert run("x", "--word", "c") == "word is 'c': must be 'a' or 'b'."
+    assert run("x", "--size", "0") == "size: Input should be greater than or equal to 1, found 0."
+    assert run("x", "--word", "c") == "word: Input should be 'a' or 'b', found 'c'."
     assert run("x", "--times", str(10**16)) == f"--times is {10**16}: must be at most {10**15:,}."
     assert run("x", "--times", "1") == "--times belongs to --langs, which is not given."
     assert run("x", "--json") == "--json has no effect beside the name: leave it out."

@@ -78,7 +78,7 @@ def test_curriculum_files(tmp_path):
         ({"steps": 10, "entry": {"el": 0, "hi": -1}}, "'hi' enters at step -1"),
         ({"steps": 10, "entry": {"el": 2}}, r"no language trains from the start \(the first enters at step 2\)"),
         ({"steps": 10, "enter": {}}, "unknown key `enter`; did you mean `entry`"),
-        ({"steps": 10}, "`entry` is missing"),
+        ({"steps": 10}, "entry: Field required"),
     ):
         path.write_text(json.dumps(value))
         refused(Curriculum.load, path, says=rf"curriculum\.json: .*{message}")

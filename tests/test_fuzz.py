@@ -59,10 +59,10 @@ def test_the_record_of_a_run_is_checked(tmp_path, step):
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("tasks", 7, "tasks: expected `key: value` lines"),
-        ("models", [[1]], "models: expected `key: value` lines"),
-        ("models", {"a": {"en": {}}}, r"models\.a\.en: `perplexity` is missing"),
-        ("old", [1], r"old\[0\]: expected text"),
+        ("tasks", 7, "tasks: Input should be a valid dictionary"),
+        ("models", [[1]], "models: Input should be a valid dictionary"),
+        ("models", {"a": {"en": {}}}, r"models\.a\.en\.perplexity: Field required"),
+        ("old", [1], r"old\[0\]: Input should be a valid string"),
     ],
 )
 def test_an_evaluation_is_checked(tmp_path, key, value, reason):

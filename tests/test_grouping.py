@@ -132,7 +132,7 @@ def test_random_groups_are_balanced_and_follow_the_seed():
         ([["en", "de", "el", "tr"], ["fr"]], "fr was not measured; known: en, de, el, tr"),
         ([["en", "de", "el", "tr"], []], "a group is empty"),
         ([["en", False], ["el"]], "in quotes"),
-        (["en", "de", "el"], r"groups\[0\]: expected a list, found 'en'"),
+        (["en", "de", "el"], r"groups\[0\]: Input should be a valid list, found 'en'"),
         ([["en", "de", "el", "tr"]], "at least 2 experts"),
     ],
 )
@@ -326,7 +326,7 @@ def test_the_command_takes_one_analysis_or_the_other(tmp_path):
     ("settings", "message"),
     [
         ({"groups": 2, "layers_by": "chance"}, "layers_by"),
-        ({}, "`groups` is missing"),
+        ({}, "groups: Field required"),
         ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "so leave out grouping `random`"),
         ({"groups": 2, "deviation": None}, "run `analyze deviation` first"),
     ],

@@ -136,13 +136,14 @@ def test_a_deep_chain_and_what_show_prints(load):
         ("new: {hu: hu.txt}", GOOD.replace("el.txt", "$NOT_SET"),
          "parent.yaml: new.el: the environment variable $NOT_SET"),
         ("new: null\nexpansions: [{new: {hu: x}}, {new: {tr: x}}]", f"{GOOD}analysis: {{tokens: 0}}",
-         "parent.yaml: analysis: tokens is 0: must be at least 1"),
-        ("graft: {scale: 1.0}", f"{GOOD}graft: {{keep_tokenizer: true}}", "parent.yaml: graft: `instruct` is missing"),
+         "parent.yaml: analysis.tokens: Input should be greater than or equal to 1"),
+        ("graft: {scale: 1.0}", f"{GOOD}graft: {{keep_tokenizer: true}}",
+         "parent.yaml: graft.instruct: Field required"),
         ("", "- a", "parent.yaml: must hold `key: value` lines, found list"),
         ("", "plan: {", "parent.yaml: not YAML: line 1"),
         ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
         # in the child
-        ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: expected an integer"),
+        ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: Input should be a valid integer"),
         ("plan: null", GOOD, "child.yaml: `plan` is missing"),
         ("plan: 3", GOOD, "child.yaml: plan: must hold `key: value` lines, found 3"),
         # nulls that take nothing out
@@ -152,7 +153,7 @@ def test_a_deep_chain_and_what_show_prints(load):
         ("plan: {top_k: null}", GOOD,
          "found None. `null` takes a key out, but no parent has `plan.top_k`: leave it out."),
         ("test: null", GOOD,
-         "child.yaml: test: expected `key: value` lines, found None. `null` takes a key out, but no "),
+         "child.yaml: test: Input should be a valid dictionary, found None. `null` takes a key out, but no "),
         ("tset: null", GOOD, "child.yaml: unknown key `tset`; did you mean `test`?"),
     ],
 )  # fmt: skip

@@ -145,13 +145,21 @@ def test_a_plan_that_is_wrong_is_refused_by_key(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("cls", "changes", "message"),
     [
-        (SimilarityResult, {"tokens": "many"}, "not a similarity analysis: tokens: expected an integer, found 'many'."),
-        (SimilarityResult, {"similarity": [0.1, "x"]}, r"similarity\[1\]: expected a number, found 'x'"),
+        (
+            SimilarityResult,
+            {"tokens": "many"},
+            "not a similarity analysis: tokens: Input should be a valid integer, found 'many'.",
+        ),
+        (SimilarityResult, {"similarity": [0.1, "x"]}, r"similarity\[1\]: Input should be a valid number, found 'x'"),
         (SimilarityResult, {"new_old": [0.1]}, "new_old has 1 entries for 2 layers"),
         (SimilarityResult, {"pairs": {"el-en": [0.1]}}, "pairs.el-en has 1 entries for 2 layers"),
         (DeviationResult, {"by_language": {"el": [0.1]}}, "by_language.el has 1 entries for 2 layers"),
-        (DeviationResult, {"layers": [0.5]}, r"not a deviation analysis: layers\[0\]: expected an integer, found 0.5"),
-        (RoutingResult, {"tokens": 3}, "not a routing analysis: `.*` is missing"),
+        (
+            DeviationResult,
+            {"layers": [0.5]},
+            r"not a deviation analysis: layers\[0\]: Input should be a valid integer.*, found 0.5",
+        ),
+        (RoutingResult, {"tokens": 3}, "not a routing analysis: .*: Field required"),
     ],
 )
 def test_an_analysis_that_is_wrong_is_refused_by_key(tmp_path, cls, changes, message):

@@ -260,7 +260,9 @@ def test_numbers_that_are_not_finite(tmp_path):
     said = r"x\.json: is not written, as a number for it is NaN or infinite"
     refused(write_json, tmp_path / "x.json", {"a": [math.nan]}, says=said)
     assert not list(tmp_path.iterdir())
-    refused(read, PostPretrainConfig, {"max_grad_norm": math.inf}, says="max_grad_norm is inf: must be finite")
+    refused(
+        read, PostPretrainConfig, {"max_grad_norm": math.inf}, says="max_grad_norm: Input should be a finite number"
+    )
 
 
 LONG = [f"text number {number} of a language, which has some words" for number in range(200)]

@@ -309,7 +309,7 @@ def test_the_nearest_expert_has_most_of_the_weight():
         ({"texts": {}}, "No language was given"),
         ({"tokens": 9000}, r"Language '\w\w' has \d+ tokens, but 9,000 were asked for"),
         ({"texts": {"el": ["a", "b"]}, "tokens": 2}, "Language 'el': no token follows another"),
-        ({"tokens": 0}, "tokens is 0: must be at least 1"),
+        ({"tokens": 0}, "tokens: Input should be greater than or equal to 1"),
     ],
 )
 def test_bad_input_is_refused(changes, said):
@@ -431,7 +431,7 @@ def test_an_expanded_model_is_measured_at_the_same_place():
     [
         ({"tokens": 9000}, r"Language 'e[nl]' has \d+ tokens, but 9,000 were asked for"),
         *(
-            ({name: value}, "must be at least 1")
+            ({name: value}, "greater than or equal to 1")
             for name, value in (("tokens", 0), ("block_size", -4), ("batch_size", 0))
         ),
         ({"old": []}, "Similarity needs two languages"),

@@ -133,7 +133,7 @@ def test_examples_are_in_the_prompt_and_not_scored(rigged):
     with pytest.raises(InputError, match="4 of 4 sentences are examples"):
         evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=4))
     for wrong in ({"shots": -1}, {"limit": 0}, {"batch_size": 0}, {"max_new_tokens": 0}):
-        refused(TranslationSettings, **wrong, says="must be at least")
+        refused(TranslationSettings, **wrong, says="greater than or equal to")
 
 
 def test_chrf_plus_plus_by_hand(rigged):

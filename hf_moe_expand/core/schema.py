@@ -18,7 +18,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, model_validator
 
 from .errors import InputError, errors_at
 
@@ -49,19 +49,6 @@ Times = Annotated[Number, Field(gt=0, le=MOST), AllowInfNan(False)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Probability = Annotated[Number, Field(ge=0, lt=1)]
 
-_KINDS = {
-    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "float_parsing": "a number",
-    "string_type": "text", "bool_type": "true or false", "list_type": "a list", "dict_type": "`key: value` lines",
-    "mapping_type": "`key: value` lines", "dataclass_type": "`key: value` lines", "model_type": "`key: value` lines",
-    "model_attributes_type": "`key: value` lines", "none_required": "null",
-}  # fmt: skip
-_BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("larger than", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("less than", "lt"),
-}
-
 
 class _Checked(ModelMetaclass):
     """Lets a model's constructor take positions, in the order of its fields, and raise InputError, as `read` does."""
@@ -70,16 +57,24 @@ class _Checked(ModelMetaclass):
         names = list(keys_of(cls))
         if len(args) > len(names):
             raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, but {len(args)} were given.")
+        placed = dict(zip(names, args, strict=False))
         try:
-            return super().__call__(**dict(zip(names, args, strict=False)), **values)
+            return super().__call__(**placed, **values)
         except pydantic.ValidationError as error:
-            raise InputError(_explained(error, cls, "")) from None
+            raise InputError(_explained(error, placed | values)) from None
 
 
 class Schema(BaseModel, metaclass=_Checked):
     """A frozen pydantic model whose errors are InputErrors."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_known_keys(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and cls.model_config.get("extra") == "forbid":
+            check_keys(value, cls.model_fields)
+        return value
 
 
 def changed(value: D, **changes: Any) -> D:
@@ -96,14 +91,13 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
-    keeps_unknown = getattr(cls, "model_config", {}).get("extra") == "allow"
-    keeps_unknown = keeps_unknown or hasattr(cls, "keyword_types")  # which refuses them itself
-    if unknown := [key for key in mapping if not keeps_unknown and key not in keys_of(cls)]:
-        raise InputError(f"{_place(where)}{unknown_key(str(unknown[0]), keys_of(cls))}")
+    if is_dataclass(cls) and not hasattr(cls, "keyword_types"):
+        with errors_at(where):
+            check_keys(mapping, keys_of(cls))
     try:
         return _adapter(cls).validate_python(dict(mapping), context=context)  # type: ignore[arg-type]
     except pydantic.ValidationError as error:
-        raise InputError(_explained(error, cls, where)) from None
+        raise InputError(_explained(error, mapping, where)) from None
 
 
 def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
@@ -257,6 +251,13 @@ def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others
     return f"unknown key `{key}`; {hint}"
 
 
+def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], shown: int | None = None, others: str = "") -> None:
+    """Refuses a key that is not known (`unknown_key`)."""
+    known = list(known)
+    if unknown := [key for key in mapping if key not in known]:
+        raise InputError(unknown_key(str(unknown[0]), known, shown, others))
+
+
 def keys_of(cls: type) -> dict[str, Any]:
     """The keys of a settings class and their types."""
     if isinstance(cls, type) and issubclass(cls, BaseModel):
@@ -293,36 +294,25 @@ def settings_in(hint: Any) -> list[type]:
     return [part for part in _parts(hint) if _is_settings(part)]
 
 
-def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
-    """The first mistake in one sentence; for a union, with the expectations of each of its types."""
-    errors = error.errors(include_url=False)
-    path = max((_known_path(cls, entry["loc"]) for entry in errors), key=len)
-    same = [entry for entry in errors if _known_path(cls, entry["loc"]) == path]
-    first = same[0]
-    kind, value = first["type"], first["input"]
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        found: Any = _class_at(cls, path[:-1])
-        shown = found.shown_keys() if hasattr(found, "shown_keys") else ()
-        return f"{_place(where, path[:-1])}{unknown_key(str(path[-1]), keys_of(found), *shown)}"
-    if kind in ("missing", "missing_argument"):
-        return f"{_place(where, path[:-1])}`{path[-1]}` is missing."
-    if kind == "value_error":
+def _explained(error: pydantic.ValidationError, given: Mapping[str, Any], where: str = "") -> str:
+    """pydantic's words on the mistake that lies deepest, in one sentence; for a union, on each of its types."""
+    found = [(_path_in(given, entry), entry) for entry in error.errors(include_url=False)]
+    path, first = max(found, key=lambda one: len(one[0]))
+    if first["type"] == "value_error":
         return f"{_place(where, path)}{first['ctx']['error']}"
-    if kind == "literal_error":
-        return f"{_place(where, path[:-1])}{path[-1]} is {value!r}: must be {first['ctx']['expected']}."
-    if kind == "too_short":
-        least, length = first["ctx"]["min_length"], first["ctx"]["actual_length"]
-        return f"{_place(where, path)}expected at least {least} {'entry' if least == 1 else 'entries'}, found {length}."
-    if kind == "finite_number":
-        return f"{_place(where, path[:-1])}{path[-1]} is {value}: must be finite."
-    split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index
-    if bound := next((entry for entry in same if entry["type"] in _BOUNDS), None):
-        words, name = _BOUNDS[bound["type"]]
-        limit = bound["ctx"][name]
-        wanted = f"{words} {limit:,.0f}" if limit == MOST else f"{words} {limit:g}"
-        return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
-    kinds = (_KINDS.get(str(entry["type"])) or entry.get("ctx", {}).get("expected", entry["msg"]) for entry in same)
-    return f"{_place(where, path)}expected {' or '.join(dict.fromkeys(kinds))}, found {_found(value)}."
+    words = dict.fromkeys(entry["msg"] for place, entry in found if place == path)
+    wanted = " or ".join(words).replace(" or Input should be ", " or ")
+    shown = "" if first["type"] == "missing" else f", found {_found(first['input'])}"
+    return f"{_place(where, path)}{wanted}{shown}."
+
+
+def _path_in(given: Any, entry: Any) -> tuple[Any, ...]:
+    """The keys of an error's location, without the names of types and validators that pydantic inserts."""
+    path: list[Any] = []
+    for part in entry["loc"]:
+        if (isinstance(given, Mapping) and part in given) or (isinstance(given, list) and isinstance(part, int)):
+            path, given = [*path, part], given[part]
+    return (*path, entry["loc"][-1]) if entry["type"] == "missing" else tuple(path)
 
 
 def _found(value: Any) -> str:
@@ -347,37 +337,3 @@ def _path(path: Sequence[Any]) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
-
-
-def _known_path(cls: type, location: Sequence[Any]) -> tuple[Any, ...]:
-    """A location without the names of union members and validators that pydantic inserts."""
-    path: list[Any] = []
-    hints: list[Any] = [cls]
-    for part in location:
-        if part == "[key]":  # the mark of a mapping's wrong key
-            break
-        if inner := _inside(hints, part):
-            path.append(part)
-            hints = inner
-        elif part == location[-1]:
-            options = [option for hint in hints for option in _parts(hint)]
-            labels = [getattr(option, "__name__", None) for option in options]
-            if part not in labels and any(map(_is_settings, options)):
-                path.append(part)  # an unknown key
-    return tuple(path)
-
-
-def _inside(hints: Sequence[Any], part: Any) -> list[Any]:
-    """The types of a key, or of an entry of a list, of values that have one of these types."""
-    options = [option for hint in hints for option in _parts(hint)]
-    if isinstance(part, int):
-        return [typing.get_args(option)[0] for option in options if typing.get_origin(option) is list]
-    keys = [keys_of(option)[part] for option in options if _is_settings(option) and part in keys_of(option)]
-    return keys or [typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict]
-
-
-def _class_at(cls: type, path: Sequence[Any]) -> type:
-    hints: list[Any] = [cls]
-    for part in path:
-        hints = _inside(hints, part)
-    return next(cls for hint in hints for cls in settings_in(hint))

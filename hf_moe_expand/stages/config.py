@@ -37,6 +37,7 @@ from ..core.schema import (
     Schema,
     Text,
     Whole,
+    check_keys,
     check_seed,
     check_types,
     read,
@@ -256,6 +257,8 @@ class StageConfig(TrainingArguments, Stage):
             value = {keys[str(name)]: inner for name, inner in value.items()}
             if name := next((name for name in _SET if name in value), None):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
+            own = own_fields(cls)
+            check_keys(value, cls.keyword_types(), len(own), " and those of transformers.TrainingArguments")
         plan = cls.of_keywords(**handler(value))
         plan.check_alone()
         return plan
@@ -280,11 +283,6 @@ class StageConfig(TrainingArguments, Stage):
         hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
         others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
         return {name: BOUNDED.get(name) or LOOSE.get(name) or strict(hints[name]) for name in (*own, *others)}
-
-    @classmethod
-    def shown_keys(cls) -> tuple[int, str]:
-        """How many of the keywords a message names, and what the others are."""
-        return len(own_fields(cls)), " and those of transformers.TrainingArguments"
 
     @classmethod
     def _unlike_defaults(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
