@@ -102,5 +102,11 @@ class Part(BasePart):
         "it with from_pretrained, save the whole model with save_pretrained, and serve that."
     )
 
+    def check(self) -> None:
+        own = self.settings
+        texts = [own.get(name, 0) for name in ("base_model", "revision")] if isinstance(own, dict) else [0]
+        if not all(isinstance(text, str | None) for text in texts):
+            raise ValueError(f"parts.expansion_only is {own!r}: must have base_model and revision, texts or null.")
+
     def load(self, load: Callable, path: Any, config: Any) -> Callable:
         return lambda _, *__, config, **arguments: load_assembled(load, path, config, arguments)

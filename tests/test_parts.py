@@ -205,6 +205,7 @@ WRONG = [
     ({"lora": {"rank": "2", "alpha": 4.0}}, "lora_rank is '2' and lora_alpha 4.0"),
     ({"lora": {"each": 5}}, r"parts.lora is {'each': 5}: must have alpha, rank"),
     ({"added": {"width": 8.5}}, "expert_width is 8.5"),
+    ({"expansion_only": {"base_model": 5}}, "parts.expansion_only is .*: must have base_model and revision"),
     ({"joined": ["el"]}, "packs is .'el'.: must give the number of expansions"),
 ]
 

@@ -26,6 +26,7 @@ _SAME = (
     *BASE_FIELDS, "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
     "language_groups", "new_layers",
 )  # fmt: skip
+_OF_FACTORS = {"lora": ("LoRA experts", "--expert"), "adapter": ("adapters", "--language")}
 _FACTORS = "the mean of their updates' factors is not the mean of the updates"
 # Why checkpoints, or the experts of one, have no mean.
 REFUSED = {
@@ -73,34 +74,29 @@ def average_checkpoints(
         count, given = len(models), [round(one, 6) for one in weights]
         raise InputError(f"weights is {given}: {count} checkpoints need {count} weights with the sum 1, none below 0.")
     stored = opened(models, out, overwrite)
-    for model in stored:
-        kinds = {"lora": ("LoRA experts", "--expert"), "adapter": ("adapters", "--language")}
-        for kind, (what, option) in kinds.items() if isinstance(model.config, ExpandedConfig) else ():
-            if model.config.expert_kind == kind:
-                raise InputError(
-                    f"{model.folder}: has {what}, and {_FACTORS}. Average the dense models that `export {option}` "
-                    "writes."
-                )
-        is_mixed = len({isinstance(one.config, ExpandedConfig) for one in stored}) > 1
-        if is_mixed and isinstance(model.config, ExpandedConfig) and model.config.expert_kind == "added":
+    expanded = [model for model in stored if isinstance(model.config, ExpandedConfig)]
+    for model in expanded:
+        kind = model.config.expert_kind
+        if what := _OF_FACTORS.get(kind):
+            raise InputError(
+                f"{model.folder}: has {what[0]}, and {_FACTORS}. Average the dense models that `export {what[1]}` "
+                "writes."
+            )
+        if kind == "added" and len(expanded) < len(stored):
             raise InputError(
                 f"{model.folder}: has added experts, which the dense checkpoint lacks: average the model alone, with "
                 "the weight of its new experts."
             )
-    rule = _mean(stored, weights)
-    record = StageRecord(
-        stage="average", settings={"models": [model.name for model in stored], "weights": weights}
-    )  # fmt: skip
-    config = copy.deepcopy(stored[0].config)
+    record = StageRecord(stage="average", settings={"models": [model.name for model in stored], "weights": weights})
     return rewrite(
-        stored, config, rule, out, record=record, title="average", max_shard_size=max_shard_size, overwrite=overwrite
-    )
+        stored, copy.deepcopy(stored[0].config), _mean(stored, expanded, weights), out, record=record, title="average",
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
 
 
-def _mean(models: Sequence[Source], weights: Sequence[float]) -> Rule:
+def _mean(models: Sequence[Source], expanded: Sequence[Source], weights: Sequence[float]) -> Rule:
     """Of what the tensors of the mean are made, under the first model's names."""
     first = models[0]
-    expanded = [model for model in models if isinstance(model.config, ExpandedConfig)]
     dense = [model for model in models if model not in expanded]
     if expanded and dense and first in dense:
         raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, as the mean is expanded.")

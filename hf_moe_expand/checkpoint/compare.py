@@ -21,21 +21,6 @@ from .reader import TORCH_DTYPES, Bytes, CheckpointReader, StoredTensor, tensor_
 from .records import History
 from .stored import StoredModel, load_any_config, network_of, stored_tensors
 
-# Names of modules in the backbones.
-_PARTS = {
-    "routers": {"router", "conditional_gate"},
-    "classifiers": {"classifier"},
-    "attention": {"self_attn", "self_attention", "attn", "attention"},
-    "linear attention, convolutions and state spaces": {"linear_attn", "conv", "mamba", "temporal_block"},
-    "side paths": {
-        "altup", "altup_projections", "altup_unembed_projections", "laurel", "per_layer_input_gate",
-        "per_layer_model_projection", "per_layer_projection",
-    },
-    "FFNs": {"mlp", "ffn", "feed_forward", "mlp_block", "fc1", "fc2"},
-    "embeddings": {"wte", "wpe", "embed_in"},
-    "head": {"lm_head", "embed_out"},
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -62,18 +47,15 @@ class Comparison:
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, by its name: attention, FFNs, expert 0, other experts, routers,
-    classifiers, linear attention and the like, side paths, norms, embeddings, head or other."""
+    """The part of a model that a tensor belongs to: expert 0, the other experts, or the module of the layer, or beside
+    the layers, that has it."""
     words = name.split(".")
     if "experts" in words:
         return "expert 0" if words[words.index("experts") + 1] == "0" else "other experts"
-    for part, known in _PARTS.items():
-        if known & set(words):
-            return part
-    text = words[-2] if len(words) > 1 else name
-    if "norm" in text or text.startswith("ln_"):
-        return "norms"
-    return "embeddings" if "embed" in text else "other"
+    inside = max((place for place, word in enumerate(words[:-2]) if word.isdigit()), default=-1)
+    if inside < 0:
+        return words[-2] if len(words) > 1 else name
+    return next((word for word in words if word in ("router", "classifier", "language_gate")), words[inside + 1])
 
 
 def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> Comparison:

@@ -1,6 +1,7 @@
 """Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model; and further
 experts of an expanded checkpoint, which leave existing weights byte for byte."""
 
+import copy
 import os
 import re
 from collections import Counter
@@ -30,6 +31,7 @@ from ..modeling import (
 )
 from ..planning.plan import REFUSED, Plan
 from .compare import base_hashes
+from .facts import Facts
 from .gate import Gate
 from .kinds import AdapterKind, ExpertKind, set_part
 from .new_experts import chosen_kind, new_weight, random_weight
@@ -46,7 +48,7 @@ from .source import (
     resolve_checkpoint,
 )
 from .stored import LoadedModel, Place, Source, StoredModel
-from .table import Copy, Given, New, Rows, Rule, rewrite
+from .table import Copy, Given, New, Rows, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
 _FEW = 5
@@ -321,15 +323,15 @@ def _check_dense(dense: Any) -> None:
 
 def _plan_of(config: ExpandedConfig) -> Plan:
     """The plan that a configuration describes."""
-    if config.expansions or getattr(config, "earlier_experts_per_layer", None):
+    facts = Facts(config)
+    if len(facts.history) or len(config.counts_of_expansions) > 1:
         raise InputError(
             "The configuration has expansions already: make one with `from_dense` from the dense model's configuration."
         )
-    counts, groups = config.num_experts_per_layer or [], getattr(config, "language_groups", None) or []
-    method = "moe-lpr" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
+    method = "moe-lpr" if len(set(facts.counts)) == 1 and not facts.classifiers else "layer-moe"
     return Plan(
-        "dmoe" if groups else method, counts, classifier_layers=config.classifier_layers or [],
-        top_k=config.router_top_k, groups=groups, exclusive=config.exclusive_experts,
+        "dmoe" if facts.groups else method, facts.counts, classifier_layers=facts.classifiers,
+        top_k=config.router_top_k, groups=facts.groups, exclusive=facts.exclusive,
     )  # fmt: skip
 
 
@@ -389,7 +391,7 @@ def grow_checkpoint(
     folder = resolve_checkpoint(model)
     config = check_growth(folder, plan)
     plan = changed(plan, exclusive=config.exclusive_experts)
-    counts, history = config.num_experts_per_layer, History.of(config)
+    counts, history = Facts(config).counts, Facts(config).history
     if unknown := sorted({*(copy_from or {})} - {*range(len(counts))}):
         raise InputError(f"copy_from names layer {unknown[0]}, but {folder} has layers 0 to {len(counts) - 1}.")
     origin = {layer: (copy_from or {}).get(layer, 0) for layer in range(len(counts))}
@@ -402,7 +404,7 @@ def grow_checkpoint(
         base_revision=history.first.base_revision, copied_experts=origin, seed=seed,
     )  # fmt: skip
     changes: dict[str, Any] = {
-        "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
+        "earlier_experts_per_layer": config.counts_of_expansions,
         "classifier_layers": plan.classifier_layers,
         # A gate knows nothing of the new languages: fit it again.
         "parts": {name: settings for name, settings in config.parts.items() if name != "gate"},
@@ -437,24 +439,24 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
             f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "
             "expand the base for the new languages and join that pack too."
         )
-    counts = config.num_experts_per_layer
+    facts = Facts(config)
+    counts = facts.counts
     if plan.grows_from != counts:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
         raise InputError(
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
         )
     added = [after - before for before, after in zip(counts, plan.experts_per_layer, strict=True)]
-    if config.expert_kind == "adapter" and max(added) > 1:
+    if facts.has_adapters and max(added) > 1:
         raise InputError(
             f"{folder}: a language has one adapter, but the plan adds more experts to a layer: plan with 1 (`plan "
             "exclusive --from MODEL`)."
         )
-    if plan.exclusive and not config.exclusive_experts:
+    if plan.exclusive and not facts.exclusive:
         raise InputError(f"{folder}: the plan's experts are exclusive, but its own are not: plan without `exclusive`.")
     check_layers(plan, config, folder)
     with errors_at(str(folder)):
-        history = History.of(config)
-        known = [*history.first.old_languages, *history.languages]
+        known = [*facts.history.first.old_languages, *facts.history.languages]
     if again := [code for code in plan.new if code in known]:
         raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
     check_named_once([*known, *plan.new])
@@ -464,8 +466,9 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
 def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
     """What growth by the plan does to the model's classifiers, one sentence for each kind of change."""
     config = check_growth(model, plan)
-    before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
-    classes, names = len(History.of(config)) + 2, layer_names(config)
+    facts = Facts(config)
+    before, after = set(facts.classifiers), set(plan.classifier_layers)
+    classes, names = len(facts.history) + 2, layer_names(config)
     effects = [
         (before - after, "removed: the plan names none for these layers"),
         (before & after, f"kept, with a class for the new languages ({classes} classes)"),
@@ -476,7 +479,7 @@ def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
         for layers, effect in effects
         if layers
     ]
-    if config.language_gate is not None:
+    if facts.gate is not None:
         changes.append("the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)")
     return changes
 
@@ -503,23 +506,21 @@ def add_experts(
         config_changes: further fields of the configuration.
         seed: random seed of the new rows.
     """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    config: Any = load_expanded_config(folder)
-    counts, names = list(config.num_experts_per_layer), layer_names(config)
+    (stored,) = opened([model], out, overwrite)
+    config, counts, names = copy.deepcopy(stored.config), Facts(stored.config).counts, layer_names(stored.config)
     for layer, experts in sources.items():
         if not 0 <= layer < len(counts) or (counts[layer] < 2 and experts):
             name = names[layer] if 0 <= layer < len(counts) else layer
-            raise InputError(f"{folder}: layer {name} has no router, so no expert can be added there.")
+            raise InputError(f"{stored.folder}: layer {name} has no router, so no expert can be added there.")
         if wrong := [expert for expert in experts if not 0 <= expert < counts[layer]]:
             raise InputError(
-                f"{folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
+                f"{stored.folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of "
+                f"0..{counts[layer] - 1}."
             )
     sources = {layer: experts for layer, experts in sources.items() if experts}
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
-    stored = StoredModel(folder)
     return rewrite(
         [stored], config, _growth(stored, counts, sources, copy_router_rows, seed), out,
         record=History([*History.of(config).expansions, record]), title="grow", max_shard_size=max_shard_size,

@@ -19,7 +19,7 @@ from ..core.errors import InputError
 from ..core.jsonfile import read_json
 from ..core.progress import Bar
 from ..modeling.part_expansion_only import ADDED, RECORD
-from .source import lies_inside, resolve_checkpoint
+from .source import lies_inside, load_expanded_config, resolve_checkpoint
 
 ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
@@ -174,15 +174,9 @@ class CheckpointReader:
             self.tensors.update(self._base_tensors())
 
     def _base_tensors(self) -> dict[str, StoredTensor]:
-        fields = read_json(self.folder / "config.json", "a configuration")
-        parts = fields.get("parts")
-        base = (parts if isinstance(parts, dict) else {}).get("expansion_only", fields.get("expansion_base"))
-        if not isinstance(base, dict) or not all(
-            isinstance(base.get(key, 0), str | None) for key in ("base_model", "revision")
-        ):
-            raise InputError(
-                f"{self.folder}: config.json does not say which base model it adds to (parts.expansion_only)."
-            )
+        base = load_expanded_config(self.folder).parts.get("expansion_only")
+        if base is None:
+            raise InputError(f"{self.folder}: config.json does not say which base it adds to (parts.expansion_only).")
         if base["base_model"] is None:
             raise InputError(
                 f"{self.folder}: holds only the tensors that an expansion added to a local folder's model: load it "

@@ -3,12 +3,11 @@
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -17,7 +16,6 @@ from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json
 from ..core.private import in_one_line
 from ..core.saying import say_once
-from ..core.schema import Count, Flag, Positive, Schema, Text, read
 from ..core.scratch import leftovers, restore
 from ..modeling import ExpandedConfig, language_models
 from ..planning.plan import MOST_EXPERTS
@@ -47,24 +45,6 @@ EXPANDED = ("layer_moe", "dmoe")
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
 )  # fmt: skip
-
-
-_Size = Annotated[Positive, Field(le=1 << 31)]
-_Each = dict[Text, _Size | list[dict[Text, _Size] | None]]  # of all expansions, or `each`
-
-
-class _Parts(Schema):
-    """The settings of optional parts."""
-
-    encoder_decoder: dict[Text, Any] | None = None
-    mixture: dict[Text, Any] | None = None
-    gate: dict[Text, Any] | None = None
-    cmr: Flag | None = None
-    lora: _Each | None = None
-    added: _Each | None = None
-    adapters: list[dict[Text, Any]] | None = None
-    joined: list[Annotated[Count, Field(le=MOST_EXPERTS)]] | None = None
-    expansion_only: dict[Text, Text | None] | None = None
 
 
 def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Path | None:
@@ -271,7 +251,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
         if hasattr(config, "validate"):
             config.validate()  # as `save_pretrained` does, before the work that is then saved
         History.of(config)
-        read(_Parts, fields.get("parts") or {}, "parts")
     except Exception as error:  # the library raises many types for wrong values
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error).rstrip('.')}).") from error
     check_values(config, folder)
