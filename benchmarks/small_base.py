@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import OlmoeConfig
 
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.demo.base import BaseSettings, make_base
+from hf_moe_expand.demo.pretraining import BaseSettings, make_base
 
 OLD, NEW = ("en", "es", "zh"), ("el", "hu", "tr")
 # Like real bases, this base has seen a little text in the new languages: 3 % of its tokens.

@@ -37,7 +37,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_moe_expand import Plan, PostPretrainConfig, PostPretrainTrainer, ReviewConfig, ReviewTrainer, expand_model
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.demo.base import collate_without_languages
+from hf_moe_expand.demo.pretraining import collate_without_languages
 
 BASE = "full fine-tuning of the base"
 EXCLUSIVE, ADAPTERS = "exclusive experts", "adapters of rank 16"

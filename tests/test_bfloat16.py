@@ -9,7 +9,7 @@ from conftest import tiny_config
 from datasets import Dataset
 
 from hf_moe_expand import PostPretrainConfig
-from hf_moe_expand.demo import base
+from hf_moe_expand.demo import pretraining
 from hf_moe_expand.runs import recommended
 from hf_moe_expand.stages import config
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
@@ -40,11 +40,13 @@ def test_a_gpu_has_it_where_it_does_not_emulate_it(monkeypatch):
 @pytest.mark.parametrize("able", [True, False])
 def test_a_small_base_takes_it_where_the_device_has_it(able, monkeypatch, tmp_path):
     taken = []
-    monkeypatch.setattr(base, "has_bfloat16", lambda: able)
-    monkeypatch.setattr(base, "took_away_usual", lambda _: False)
-    monkeypatch.setattr(base, "Trainer", lambda model, arguments, **_: taken.append(arguments) or Mock())
+    monkeypatch.setattr(pretraining, "has_bfloat16", lambda: able)
+    monkeypatch.setattr(pretraining, "took_away_usual", lambda _: False)
+    monkeypatch.setattr(pretraining, "Trainer", lambda model, arguments, **_: taken.append(arguments) or Mock())
     texts = {"en": Dataset.from_dict({"text": ["a few words"] * 40})}
-    base.make_base(tmp_path / "base", texts, {"en": 1.0}, base.BaseSettings(hidden_size=8, num_layers=1, block_size=8))
+    pretraining.make_base(
+        tmp_path / "base", texts, {"en": 1.0}, pretraining.BaseSettings(hidden_size=8, num_layers=1, block_size=8)
+    )
     assert [arguments.bf16 for arguments in taken] == [able]
 
 

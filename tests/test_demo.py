@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.demo import real, run, smollm2
-from hf_moe_expand.demo.run import NEW, OLD, documents
+from hf_moe_expand.demo import real, smollm2, tiny
+from hf_moe_expand.demo.tiny import NEW, OLD, documents
 
 
 @pytest.mark.usefixtures("quick_gates")
 def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "BASE", replace(run.BASE, steps=2, hidden_size=32, num_layers=2))
-    monkeypatch.setattr(run, "TRAIN_DOCUMENTS", 60)
+    monkeypatch.setattr(tiny, "BASE", replace(tiny.BASE, steps=2, hidden_size=32, num_layers=2))
+    monkeypatch.setattr(tiny, "TRAIN_DOCUMENTS", 60)
     # A base that has hardly trained tells no languages apart.
-    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", run.RECIPE)
-    monkeypatch.setattr(run, "RECIPE", recipe.replace("unseen_share: 0.01", "unseen_share: 0.99"))
-    run.run_demo(tmp_path)
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", tiny.RECIPE)
+    monkeypatch.setattr(tiny, "RECIPE", recipe.replace("unseen_share: 0.01", "unseen_share: 0.99"))
+    tiny.run_demo(tmp_path)
     said = capsys.readouterr().out
     assert said.startswith("This demo trains a small base model, mostly on en, es, de, and teaches it el, hu, tr. It ")
     assert f"writes to {tmp_path}" in said.partition("\n")[0]
@@ -34,7 +34,7 @@ def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):
     assert "loaded as LayerMoEForCausalLM" in said
     assert "Post-pretraining" in (tmp_path / "run" / "report.html").read_text()
     assert all(f"| {code} (old) | " in said for code in OLD)
-    run.run_demo(tmp_path)
+    tiny.run_demo(tmp_path)
     assert capsys.readouterr().out.count("done already") == 5
 
 

@@ -8,8 +8,8 @@ from string import Template
 
 from ..evaluation.report import Evaluation
 from ..inference.asking import Answering, ChatModel
-from .run import run_in, write_page
 from .smollm2 import MEGABYTES, NAME, make_smollm2
+from .tiny import run_in, write_page
 
 MINUTES = 12
 GIGABYTES = 3

@@ -26,7 +26,7 @@ def demo(*, real: bool = False, out: Path | None = None, base: str | None = None
     disable_progress_bars()  # reading and writing take no time here
     disable_progress_bar()
     from .real import run_real_demo
-    from .run import run_demo
+    from .tiny import run_demo
 
     work = partial(run_real_demo, base=base) if real else run_demo
     work(out or Path("runs/demo-real" if real else "runs/demo"), seed=seed)

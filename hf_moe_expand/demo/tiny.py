@@ -17,7 +17,7 @@ from ..report.page import make_page
 from ..runs.pipeline import run_recipe
 from ..runs.recipe import Recipe
 from ..trainers.bfloat16 import has_bfloat16
-from .base import BaseSettings, make_base
+from .pretraining import BaseSettings, make_base
 
 MINUTES, MEGABYTES = 3, 25
 OLD, NEW = ("en", "es", "de"), ("el", "hu", "tr")

@@ -91,22 +91,7 @@ def make_base(
     dataset = interleave_datasets(
         blocks, [share / total for share in shares.values()], seed, stopping_strategy="all_exhausted"
     )
-    config = settings.architecture(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_heads,
-        max_position_embeddings=2 * settings.block_size,
-        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
-        initializer_range=settings.hidden_size**-0.5,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **settings.fields,
-    )
+    config = _config(settings, tokenizer)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out) as partial, TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
@@ -131,3 +116,22 @@ def make_base(
             model.config.output_router_logits = False  # with them comes the loss that balances the experts
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+
+
+def _config(settings: BaseSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    return settings.architecture(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_heads,
+        max_position_embeddings=2 * settings.block_size,
+        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
+        initializer_range=settings.hidden_size**-0.5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings.fields,
+    )
