@@ -268,7 +268,7 @@ def test_too_little_text_names_every_such_language(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size: Input should be greater than or equal to 1"),
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),
         ({"last_layers": 4}, "this model has 3 layers"),
         ({"at_steps": [3]}, r"at_steps is \[3\]: must be ascending steps below 3, the last one"),

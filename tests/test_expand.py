@@ -94,7 +94,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", PLAN, "not a checkpoint: it has no config.json")
     refused(base, Plan("moe-lpr", [2, 2]), "plan is for 2 layers, but .* has 3")
-    refused(base, PLAN, "expert_init is 'zero'", expert_init="zero")
+    refused(base, PLAN, "expert_init: Input should be 'copy' or 'random'", expert_init="zero")
     refused(base / "config.json", PLAN, "is a file")
     reasons = {
         "led": "it is an encoder-decoder that pads a text inside its encoder",

@@ -280,7 +280,7 @@ def test_models_that_cannot_be_expanded_are_refused(tmp_path):
     refused(empty, "weights lie on meta")
     refused(dense, "plan is for 2 layers, but Qwen2ForCausalLM has 3", Plan("moe-lpr", [2, 2]))
     refused(dense, "made to grow", Plan("moe-lpr", [3, 3, 3], grows_from=[2, 2, 2]))
-    refused(dense, "expert_init is 'zero'", expert_init="zero")
+    refused(dense, "expert_init: Input should be 'copy' or 'random'", expert_init="zero")
     refused(dense, "lora_rank is 90", expert_kind="lora", lora_rank=90)
     groups = Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu"]])
     refused(dense, "which in a DMoE belongs to a group", groups, conditional_routing=True)

@@ -248,7 +248,7 @@ def test_an_error_between_the_renames_puts_the_old_folder_back(tmp_path, monkeyp
 
 
 def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
-    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "holiday").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(work_folder(tmp_path / "work"))
     for name in ("photos", "file", "link"):

@@ -155,7 +155,7 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
     ("options", "message"),
     [
         ({"tokens": 64}, "tokens is 64, and a prompt has up to 1, but the model takes 64 positions: lower tokens"),
-        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 0.0}, "top_p: Input should be greater than 0"),
         ({"prompts": ["  "]}, "prompts: a prompt is empty"),
     ],
 )

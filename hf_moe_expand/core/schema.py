@@ -106,34 +106,31 @@ def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
     function takes as further keywords, and reads itself."""
     called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     signature = inspect.signature(called)
-    kinds = {name: one.kind for name, one in signature.parameters.items() if name not in ("self", "cls")}
-    named = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
-    known = [*named, *(keys_of(keywords) if keywords else ())]
-    takes_any = keywords is None and len(named) < len(kinds)
-    hints = cache(lambda: typing.get_type_hints(called, include_extras=True))
-
-    @wraps(called)
-    def call(*args: Any, **given_keywords: Any) -> Any:
-        owner = args[0].__name__ + "." if "cls" in signature.parameters else ""
-        with errors_at(type(args[0]).__name__ if "self" in signature.parameters else owner + function.__name__):
-            if unknown := next((name for name in given_keywords if not takes_any and name not in known), None):
-                raise InputError(f"{unknown_key(unknown, known)} The arguments are {', '.join(known)}.")
-            try:
-                given = signature.bind(*args, **given_keywords).arguments
-            except TypeError as error:  # its message names the argument
-                raise InputError(f"{error}; the arguments are {', '.join(known)}.") from None
-            check_types(given, {name: hint for name, hint in hints().items() if name in named})
-        return called(*args, **given_keywords)
-
     if keywords is not None:
-        own = [one for name, one in signature.parameters.items() if name in ("self", "cls", *named)]
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         further = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=key.get_default(), annotation=key.annotation
             )
             for name, key in keywords.model_fields.items()
         ]
-        call.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
+        signature = signature.replace(parameters=[*own, *further])
+    further_ones = [name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD]
+    hints = cache(lambda: typing.get_type_hints(called, include_extras=True))
+
+    @wraps(called)
+    def call(*args: Any, **given_keywords: Any) -> Any:
+        owner = args[0].__name__ + "." if "cls" in signature.parameters else ""
+        with errors_at(type(args[0]).__name__ if "self" in signature.parameters else owner + function.__name__):
+            try:
+                given = signature.bind(*args, **given_keywords).arguments
+            except TypeError as error:  # its message names the argument
+                known = ", ".join(name for name in signature.parameters if name not in ("self", "cls"))
+                raise InputError(f"{error}; the arguments are {known}.") from None
+            check_types({name: value for name, value in given.items() if name not in further_ones}, hints())
+        return called(*args, **given_keywords)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
     if not isinstance(function, type):
         return call  # type: ignore[return-value]
     function.__init__ = call  # type: ignore[misc]

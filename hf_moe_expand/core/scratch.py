@@ -23,7 +23,6 @@ from .errors import InputError
 MARKER = ".hf-moe-expand"
 LOCK = ".hf-moe-expand.lock"
 _KINDS = ("partial", "replaced", "grown", "gated")
-_OF_PROCESS = re.compile(rf"^\..+\.({'|'.join(_KINDS)})-\d+")
 _DAY = 24 * 60 * 60
 
 
@@ -114,31 +113,17 @@ def last_step(out: Path) -> int:
 
 
 def work_folder(path: str | os.PathLike) -> Path:
-    """A folder for work in progress, with a marker file: a new one, or one that carries the marker already."""
+    """A folder for work in progress, with a marker file: a new one, or one that is ours already."""
     path = Path(path)
     try:
         if not os.path.lexists(path):
-            _make_whole(path)
+            path.mkdir(parents=True, exist_ok=True)
         if not is_work_folder(path):
             raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
+        (path / MARKER).touch()
     except OSError as error:
         raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
     return path
-
-
-def _make_whole(path: Path) -> None:
-    """Makes a work folder that is never seen without its marker."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = sibling(path, "partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    (partial / MARKER).touch()
-    try:
-        os.rename(partial, path)
-    except OSError:  # another process was faster
-        shutil.rmtree(partial, ignore_errors=True)
-        if not os.path.lexists(path):
-            raise
 
 
 def remove_work_folder(path: str | os.PathLike) -> None:
@@ -150,43 +135,36 @@ def remove_work_folder(path: str | os.PathLike) -> None:
         raise InputError(f"{path}: is not a work folder of this program, so it is not removed; move it away.")
     # The marker goes last: a folder that a killed process removed in part is still known as ours.
     for entry in path.iterdir():
-        if entry.name == MARKER:
-            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
-        else:
+        elif entry.name != MARKER:
             entry.unlink(missing_ok=True)
-    # Without the marker, a name must say whose the folder is: that of one process (`beside`) does.
-    gone = path if _OF_PROCESS.search(path.name) else sibling(path, "partial")
-    with suppress(OSError):
-        os.rename(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    if {entry.name for entry in path.iterdir()} <= {MARKER}:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
-    """Yields an empty folder that is removed at the end; a folder left by a killed process is emptied first.
+    """Yields an empty folder that is removed at the end.
 
     Args:
+        path: its name says that it is of this process alone (`sibling`).
         makes: whether this process, of several ranks, creates and removes the folder.
     """
     if makes:
-        remove_work_folder(path)
-        try:
-            path.mkdir(parents=True)  # its name says whose it is, with and without the marker
-            (path / MARKER).touch()
-        except OSError as error:
-            raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
+        shutil.rmtree(path, ignore_errors=True)
+        work_folder(path)
     try:
         yield path
     finally:
         if makes:
-            remove_work_folder(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def is_work_folder(path: Path) -> bool:
-    """Whether a folder carries the marker."""
-    return path.is_dir() and not path.is_symlink() and (path / MARKER).is_file()
+    """Whether a folder carries the marker, or is empty: one that was just made, or is just removed."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return is_folder and ((path / MARKER).is_file() or not any(path.iterdir()))
 
 
 def _all_abandoned(out: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import CollectionNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import SafeRepresenter
@@ -81,16 +81,15 @@ def parse_yaml(text: str, where: str | Path) -> Any:
         value = _yaml().load(text)
         _measure(value, {})
         return value
-    except MarkedYAMLError as error:
-        mark: Any = error.problem_mark or error.context_mark
-        problem = f"line {mark.line + 1}: {error.problem or error.context}" if mark else str(error.problem)
-    except ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        problem = f"line {line}: the character #x{ord(text[error.position]):04x} is not allowed"
     except RecursionError:
         problem = "it is nested too deep"
     except (YAMLError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        problem = first_line(error)
+        mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = (
+            mark.line + 1 if mark else text.count("\n", 0, error.position) + 1 if isinstance(error, ReaderError) else 0
+        )
+        words = getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)
+        problem = f"line {line}: {words}" if line else words
     raise InputError(f"{where}: not YAML: {problem}.") from None
 
 
