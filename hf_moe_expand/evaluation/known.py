@@ -12,7 +12,7 @@ from ..data.sources import LanguageText
 from ..inference.memory import device_memory
 from ..inference.models import load_for_inference
 from ..trainers.bfloat16 import has_bfloat16
-from .perplexity import beginning, evaluate_model
+from .perplexity import evaluate_model, shortened
 
 _TOKENS, _DOCUMENTS = 256, 50  # of each language
 # Weights, for each text, beyond which a base is not asked without a GPU: about a minute on two cores. The work in
@@ -41,7 +41,7 @@ def swapped(
         return ["skipped: whether old and new are swapped: the base takes too long here"]
     model, tokenizer = load_for_inference(base, revision)
     # The first document is cut here, where it is no setting of the user's that cuts it.
-    cut = {code: [beginning(of[0], tokenizer, _TOKENS)[0], *of[1:]] for code, of in texts.items()}
+    cut = {code: [shortened(of[0], tokenizer, _TOKENS)[0], *of[1:]] for code, of in texts.items()}
     scores = evaluate_model(model, tokenizer, cut, _TOKENS, 1, _TOKENS)
     bits = {code: score.bits_per_byte for code, score in scores.items()}
     of_a_character = {code: bits[code] * len("".join(of).encode()) / len("".join(of)) for code, of in texts.items()}

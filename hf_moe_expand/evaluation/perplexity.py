@@ -144,7 +144,7 @@ def text_stream(
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
                 break
-            text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
+            text, tokens = shortened(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
             say_once(
@@ -168,7 +168,7 @@ def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[
         size = min(2 * size, _AT_ONCE)
 
 
-def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
+def shortened(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
 
     def tokens(end: int) -> list[int]:
