@@ -75,40 +75,56 @@ def expand(
         branches: dense model beside BASE, a fine-tune of the same base for the next group of languages; repeat.
         blocks: number of blocks to insert.
     """
-    modes = {"adapter": bool(adapter), "branches": bool(branches), "blocks": blocks is not None}
-    chosen = [mode for mode, is_given in modes.items() if is_given]
+    _check_mode(given, plan)
+    written: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite}
+    if adapter:
+        _expand_from_adapters(base, out, adapter, old, data or {}, scores, gate, revision, settings, overwrite)
+    elif blocks is not None:
+        from ..baselines.depth import expand_depth
+
+        print(f"wrote {out}: layers {', '.join(map(str, expand_depth(base, out, blocks, **written)))} are new")
+    else:
+        options = {**written, "seed": seed}
+        _expand_by_plan(base, out, plan, branches, gate, revision, settings.experts.model_dump(), options)
+
+
+def _check_mode(given: Given, plan: Any) -> None:
+    """Refuses options of `expand` that have no effect beside others."""
+    beside = {
+        "adapter": ("gate", "revision", "old", "data", *_SCORES), "blocks": (), "branches": ("plan", "seed"),
+    }  # fmt: skip
+    chosen = [mode for mode in ("adapter", "branches", "blocks") if mode in given]
     if len(chosen) > 1:
         raise InputError(f"--{chosen[0]} and --{chosen[1]}: give only one of them.")
     belongs(given, "data", *_SCORES)
-    if adapter:
-        ways = ("gate", "revision", "old", "data", *_SCORES)
-        without_effect(given, "--adapter", "adapter", *_LIKE_BASE, *ways)
-        _expand_from_adapters(base, out, adapter, old, data or {}, scores, gate, revision, settings, overwrite)
-        return
-    belongs(given, "adapter", "old", "data")
-    written: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite}
-    if blocks is not None:
-        without_effect(given, "--blocks", "blocks", *_LIKE_BASE)
-        from ..baselines.depth import expand_depth
-
-        new = expand_depth(base, out, blocks, **written)
-        print(f"wrote {out}: layers {', '.join(map(str, new))} are new")
-        return
-    if plan is None:
+    if chosen != ["adapter"]:
+        belongs(given, "adapter", "old", "data")
+    if plan is None and chosen not in (["adapter"], ["blocks"]):
         raise InputError("Give --plan (plan.json of `plan`), --adapter or --blocks: what the model gets.")
+    for mode in chosen:
+        without_effect(given, f"--{mode}", mode, *_LIKE_BASE, *beside[mode])
+
+
+def _expand_by_plan(
+    base: str,
+    out: Path,
+    plan: Any,
+    branches: Sequence[str],
+    gate: Path | None,
+    revision: str | None,
+    experts: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
     if branches:
-        without_effect(given, "--branches", "branches", "plan", "seed", *_LIKE_BASE)
         from ..baselines.branches import expand_branches
 
-        expand_branches([base, *branches], out, plan, seed=seed, **written)
+        expand_branches([base, *branches], out, plan, **options)
         print(f"wrote {out}")
         return
     from ..checkpoint.expand import expand_checkpoint
 
     fitted = _gate(gate, base, plan.new, revision)
-    report = expand_checkpoint(
-        base, out, plan, **settings.experts.model_dump(), **written, seed=seed, revision=revision, gate=fitted
-    )
+    report = expand_checkpoint(base, out, plan, revision=revision, gate=fitted, **experts, **options)
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")

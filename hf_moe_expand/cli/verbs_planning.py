@@ -96,6 +96,12 @@ def _plan(
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
     made = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, encoder, exclusive)
     made.save(out)
+    _show(made, settings, counts, base)
+    print(f"wrote {out}")
+
+
+def _show(made: Any, settings: PlanSettings, counts: list[int], base: str | None) -> None:
+    """Prints a plan; `counts` are the experts of the model that grows."""
     for expert, languages in enumerate(made.groups):
         print(f"expert {expert}  {', '.join(languages)}")
     print(f"experts per layer  {made.counts_in_words} (total {made.total_experts})")
@@ -105,7 +111,6 @@ def _plan(
     if not made.groups:
         without = "" if made.classifier_layers else settings.without_classifiers
         print(f"classifier layers  {made.classifiers_in_words}{without}")
-    print(f"wrote {out}")
 
 
 def _num_layers(layers: str) -> tuple[int, int]:

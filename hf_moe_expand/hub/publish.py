@@ -99,8 +99,7 @@ def push_to_hub(
         files |= {CARD: card.encode(), **({} if chosen is None else {EVALUATION: chosen})}
         if base is not None:
             files["config.json"] = config_with_base(files["config.json"], origin)
-        upload = _laid_out(files, Path(scratch) / "upload")
-        _check(files, upload, folder, dry_run, say)
+        upload = _checked(files, _laid_out(files, Path(scratch) / "upload"), folder, dry_run, say)
         sizes = {name: (upload / name).stat().st_size for name in sorted(files)}
         if dry_run:
             say("\n".join([*(f"{readable_size(size):>10}  {name}" for name, size in sizes.items()), "", card]))
@@ -145,14 +144,15 @@ def _laid_out(files: dict[str, Any], upload: Path) -> Path:
     return upload
 
 
-def _check(files: dict[str, Any], upload: Path, folder: Path, dry_run: bool, say: Callable[[str], None]) -> None:
-    """Refuses what nobody could load, or nobody should read."""
+def _checked(files: dict[str, Any], upload: Path, folder: Path, dry_run: bool, say: Callable[[str], None]) -> Path:
+    """The folder; refuses what nobody could load, or nobody should read."""
     with named_as(upload, folder):
         check_code(upload)
         refuse_private(files)
         if not dry_run:
             say("loading it in a fresh process, without this package ...")
             check_loads_alone(upload)
+    return upload
 
 
 def _upload(
