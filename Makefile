@@ -20,7 +20,7 @@ demo-real: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not guides and not backbones"
 
-# All backbones, of which `make test` tries a third that SEED chooses.
+# All backbones, of which `make test` tries a sixth that SEED chooses.
 backbones: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "backbones or not backbones" tests/matrix/test_backbones.py
 

@@ -161,6 +161,18 @@ def test_a_compiled_pass_is_judged_before():
 
 
 @torch.no_grad()
+def test_compiled_rows_of_several_classes_share_a_graph_whichever_they_are():
+    model, graphs, counts = gated_model(expansions=TWO, exclusive=True), [], []
+    texts = sorted(clear_texts(model, 1, 9), key=lambda text: slow_class(slow_sums(model, text)))
+    torch.compiler.reset()
+    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for two in ([0, 1], [0, 2], [1, 2]):
+        model(torch.tensor([texts[number] for number in two]), use_cache=False)
+        counts.append(len(graphs))
+    assert counts[0] == counts[2]
+
+
+@torch.no_grad()
 def test_a_graph_judges_no_text():
     with pytest.raises(Exception, match="a graph judges no text: tell its language"):
         torch.export.export(gated_model(), (tokens(2, 8),), strict=False)
