@@ -98,27 +98,8 @@ def _say_line(bar: Any, *args: Any, **kwargs: Any) -> bool:
     now = time.monotonic()
     if now - vars(bar).setdefault("told", now) >= EARLY and not bar.disable:
         bar.told = now
-        print(line_of(bar.format_dict), file=sys.stderr, flush=True)
+        print(std.tqdm.format_meter(**{**bar.format_dict, "ncols": 0}), file=sys.stderr, flush=True)
     return True
-
-
-def line_of(facts: Any) -> str:
-    """A bar in words.
-
-    Args:
-        facts: tqdm's `format_dict`.
-    """
-    done, total, begun = facts["n"], facts["total"], facts["initial"]
-
-    def shown(count: float) -> str:
-        return std.tqdm.format_sizeof(count) if facts["unit_scale"] and count >= 1000 else f"{count:,}"
-
-    what, so_far = (facts["prefix"] or "progress").removesuffix(": "), duration(facts["elapsed"])
-    if not total:
-        return f"{what}: {f'{shown(done)} after {so_far}' if done else f'{so_far} so far'}"
-    left = facts["elapsed"] * max(total - done, 0) / (done - begun) if done > begun else None
-    known = "" if left is None else f", about {duration(left)} left"
-    return f"{what}: {shown(done)} of {shown(total)} after {so_far}{known}"
 
 
 @contextmanager
