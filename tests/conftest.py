@@ -16,6 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -184,11 +185,22 @@ def beginning_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+# Of dense checkpoints: where each lies, and the state of the random numbers right after it was made.
+_MADE: dict[str, tuple[Path, torch.Tensor]] = {}
+_PLACE = TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+
 def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
-    """A dense checkpoint with a tokenizer, as a user would bring it."""
-    tiny_dense(backbone, **changes).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    """A dense checkpoint with a tokenizer, as a user would bring it. It is made once, and copied."""
+    key = f"{backbone} {changes}"
+    if key not in _MADE:
+        place = Path(_PLACE.name, str(len(_MADE)))
+        tiny_dense(backbone, **changes).save_pretrained(place)
+        byte_tokenizer().save_pretrained(place)
+        _MADE[key] = place, torch.get_rng_state()
+    place, state = _MADE[key]
+    torch.set_rng_state(state)
+    return Path(shutil.copytree(place, folder, copy_function=shutil.copyfile, dirs_exist_ok=True))
 
 
 @pytest.fixture(scope="session")
