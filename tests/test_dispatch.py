@@ -88,6 +88,14 @@ def test_frozen_experts_get_no_gradient(way, frozen):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_in_training_an_expert_without_tokens_has_a_gradient_of_zero(way):
+    """Else ranks would not agree on which parameters have one."""
+    experts, (x, weights, _) = build("plain", 3).experts, drawn(5, 1, 3)
+    WAYS[way](experts, x, weights, torch.zeros(5, 1, dtype=torch.long)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in experts[1:].parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_weights_that_change_before_the_backward_pass_are_noticed(way):
     experts = build("gated", 4).experts
     x, weights, index = drawn(23, 2, 4)
