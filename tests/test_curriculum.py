@@ -29,8 +29,10 @@ def test_count_based_bins_are_the_papers():
     assert count_based({"sw": 900_000, "wo": 10}, 100).entry == {"sw": 0, "wo": 80}  # the first bin is empty
     assert count_based({"a": 10, "b": 3}, 40, thresholds=[5], shares=[1, 0.25]).entry == {"a": 0, "b": 30}
     refused(count_based, counts, 100, says="2 thresholds make 3 bins, but 2 shares", shares=[1, 0.5])
-    refused(count_based, counts, 100, says="thresholds 1, 2: must go from large to small", thresholds=[1, 2])
-    refused(count_based, counts, 100, says="each must be above 0 and at most 1", shares=[2, 1, 0.5])
+    refused(
+        count_based, counts, 100, says="thresholds 1, 2: must be finite numbers, from large to small", thresholds=[1, 2]
+    )
+    refused(count_based, counts, 100, says="must be finite numbers above 0 and at most 1", shares=[2, 1, 0.5])
 
 
 def test_step_based_is_algorithm_1_by_hand():

@@ -191,7 +191,7 @@ def test_an_index_that_lies_is_refused(tmp_path, where, says):
         ('{"a": NaN}', "NaN is not a JSON number"), ('{"a": [-Infinity]}', "-Infinity is not a JSON number"),
         ('{"a": 1e999}', "too large"), ('{"a": ' + "[" * 100_000, "nested too deep"),
         ('{"a": ' + "9" * 5000 + "}", "thousands of digits"), (r'{"a": "\ud800"}', "surrogate"),
-        ("\xff", "not a configuration"),
+        ("\xff", "not UTF-8 text"),
     ],
     ids=lambda text: text[:12],
 )  # fmt: skip

@@ -25,15 +25,24 @@ def write_text(path: str | Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def read_text(path: str | Path, what: str = "") -> str:
+    """The text of a file, as it is."""
+    try:
+        return Path(path).read_bytes().decode()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file{what and f' ({what})'}.") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error}).") from None
+
+
 def read_json(path: str | Path, what: str) -> dict:
     """Reads an object, more strictly than Python's reader: a duplicate key, NaN and infinite numbers, half of a
     surrogate pair, deep nesting and integers of thousands of digits are errors."""
+    text = read_text(path, what).removeprefix("\ufeff")
     try:
-        value = parse_json(Path(path).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file ({what}).") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+        value = parse_json(text)
     except ValueError as error:
         raise InputError(f"{path}: not {what}: {error}.") from None
     if not isinstance(value, dict):

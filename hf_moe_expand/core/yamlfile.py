@@ -14,6 +14,7 @@ from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import SafeRepresenter
 
 from .errors import InputError, first_line
+from .jsonfile import read_text
 
 # No file written by hand comes near this number. Aliases can make a file of a few lines arbitrarily large.
 MOST_VALUES = 1_000_000
@@ -60,19 +61,6 @@ def parse_mapping(text: str, where: str | Path) -> dict[str, Any]:
         kind = "nothing" if value is None else type(value).__name__
         raise InputError(f"{where}: must hold `key: value` lines, found {kind}.")
     return value
-
-
-def read_text(path: str | Path) -> str:
-    """The text of a YAML file, as it is."""
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file.") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}: not YAML: line {line}: not UTF-8 text ({error.reason}).") from None
 
 
 def parse_yaml(text: str, where: str | Path) -> Any:

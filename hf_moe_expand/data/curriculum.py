@@ -74,14 +74,10 @@ def count_based(
     for language, count in counts.items():
         if not 0 <= count < inf:
             raise InputError(f"{language!r} has {count:g} examples: the number must be at least 0.")
-    for name, values in (("thresholds", thresholds), ("shares", shares)):
-        given = f"{name} {', '.join(f'{value:g}' for value in values)}"
-        if not all(isfinite(value) for value in values):
-            raise InputError(f"{given}: must be finite numbers.")
-        if list(values) != sorted(values, reverse=True):
-            raise InputError(f"{given}: must go from large to small.")
-        if values is shares and not all(0 < share <= 1 for share in shares):
-            raise InputError(f"{given}: each must be above 0 and at most 1.")
+    for name, values, fits in (("thresholds", thresholds, isfinite), ("shares", shares, lambda share: 0 < share <= 1)):
+        if list(values) != sorted(values, reverse=True) or not all(map(fits, values)):
+            given, bounds = ", ".join(f"{value:g}" for value in values), " above 0 and at most 1" * (values is shares)
+            raise InputError(f"{name} {given}: must be finite numbers{bounds}, from large to small.")
     bins: list[list[str]] = [[] for _ in shares]
     for language, count in counts.items():
         bins[next((i for i, least in enumerate(thresholds) if count >= least), len(thresholds))].append(language)

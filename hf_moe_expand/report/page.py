@@ -13,12 +13,11 @@ from ..checkpoint.records import History, StageRecord
 from ..checkpoint.source import EXPANDED, load_expanded_config
 from ..checkpoint.stored import network_of
 from ..core.errors import InputError
-from ..core.jsonfile import read_json
+from ..core.jsonfile import read_json, read_text
 from ..core.languages import in_words
 from ..core.private import refuse_private
 from ..core.recipe_paths import without_paths
 from ..core.rendering import render
-from ..core.yamlfile import read_text
 from ..evaluation.report import Evaluation
 from ..evaluation.validation import VALIDATION, ValidationCurves
 from ..planning.methods import method_title

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError, errors_at
+from ...core.jsonfile import read_text
 from ...core.recipe_paths import filled_in
-from ...core.yamlfile import parse_mapping, read_text
+from ...core.yamlfile import parse_mapping
 
 INHERITS = "inherits"
 
