@@ -289,7 +289,7 @@ def test_models_that_cannot_be_expanded_are_refused(tmp_path):
     fits = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=[2, 2, 2])
     for options in ({"conditional_routing": True}, {"lora_rank": 3}, {"lora_alpha": 99.0}, {"expert_width": 9}):
         refused(dense, "fields of the configuration: set them in `from_dense`", fits, **options)
-    fits.expansions = [{"method": "uniform"}]
+    fits.expansions = [{"method": "uniform", "old_languages": ["en"], "new_languages": ["el"]}]
     refused(dense, "has expansions already", fits)
 
 
