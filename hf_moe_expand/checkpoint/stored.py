@@ -26,10 +26,11 @@ from .source import load_base_config, load_config, name_and_commit, resolve_chec
 from .writer import DTYPE_NAMES, OutputTensor
 
 GATE_ROWS = ("language_gate.weight", "language_gate.bias")
-# What decides the computation of a dense model although the shapes are the same, and what says more than they do.
+# What decides the computation of a dense model although the shapes are the same, and what says more than they do. Heads
+# of one number and shape have one size, which a configuration may give for each layer alone (Gemma 4).
 BASE_FIELDS = (
-    "model_type", "layers", "tie_word_embeddings", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "hidden_activation", "activation_function",
+    "model_type", "layers", "tie_word_embeddings", "num_attention_heads", "num_key_value_heads", "hidden_act",
+    "hidden_activation", "activation_function",
 )  # fmt: skip
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
