@@ -16,7 +16,7 @@ from hf_moe_expand.trainers import (
     load_balance_loss,
     localized_balance_loss,
 )
-from hf_moe_expand.trainers.losses.balance import tokens_of_experts
+from hf_moe_expand.trainers.losses.balance import language_importance, tokens_of_experts
 
 
 def slow_balance(logits, top_k, counted):
@@ -143,6 +143,17 @@ def test_the_localized_balance_of_one_kind_of_language_or_of_none():
     one = localized_balance_loss(logits, nothing, NEW_TOKENS, 0.1)
     values = 4 * logits[NEW_TOKENS].softmax(-1).mean(0) * torch.tensor([1.1, 1.1, 0.9, 0.9])
     assert one.item() == pytest.approx((values.var(correction=0) / values.mean()).item(), rel=1e-5)
+
+
+def test_the_localized_balance_adds_up_over_ranks():
+    logits = torch.randn(9, 4, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    whole = localized_balance_loss(logits, OLD_TOKENS, NEW_TOKENS)
+    tokens = torch.stack([OLD_TOKENS.sum(), NEW_TOKENS.sum()])
+    importance = language_importance(logits.detach(), OLD_TOKENS, NEW_TOKENS)
+    cut = zip(*(tensor.split([4, 5]) for tensor in (logits, OLD_TOKENS, NEW_TOKENS)), strict=True)
+    parts = sum(localized_balance_loss(*part, importance_2N=importance, tokens_2=tokens) for part in cut)
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (parts, whole)))
 
 
 def test_trainers_add_the_localized_balance(tmp_path):
