@@ -92,14 +92,14 @@ def measure_deviation(
         language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
     }
     at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in settings.at_steps}
-    in_turn = [[*places, folder] for *places, folder in zip(*at_each.values(), folders.values(), strict=True)]
-    of_steps = {language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=True)}
+    in_turn = zip(*at_each.values(), folders.values(), strict=True) if at_each else []
+    of_steps = {language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=False)}
     return DeviationResult(
         languages=list(texts), by_language=by_language,
         deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
         similarity=change_cosines(list(folders.values()), chosen),
         similarity_at={str(step): change_cosines(places, chosen) for step, places in at_each.items()},
-        likeness_of_steps=of_steps if at_each else {}, layers=chosen, seed=seed, **settings.model_dump(exclude=_SIZES),
+        likeness_of_steps=of_steps, layers=chosen, seed=seed, **settings.model_dump(exclude=_SIZES),
     )  # fmt: skip
 
 
