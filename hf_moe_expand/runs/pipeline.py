@@ -35,13 +35,13 @@ from ..stages.outlook import Outlook, StepResult
 from .recipe import Recipe
 from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
-from .steps.base import ExpansionRun, Step
 from .steps.base_gate import FitBaseGate, changes_base, fits_base
 from .steps.evaluate import Evaluate
-from .steps.expand import Expand
-from .steps.join import JoinPacks
-from .steps.plan import MakePlan
+from .steps.expanding import Expand
+from .steps.joining import JoinPacks
+from .steps.planning import MakePlan
 from .steps.stage import StageStep, TrainStep
+from .steps.step import ExpansionRun, Step
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 

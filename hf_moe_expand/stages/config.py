@@ -53,7 +53,6 @@ from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 from ..trainers.samplers import LanguageMix
 from ..trainers.watching import check_full_evaluation
-from .base import Stage
 from .distributed import SHARDING
 from .keywords import (
     BOUNDED,
@@ -70,6 +69,7 @@ from .keywords import (
     setting,
     strict,
 )
+from .kind import Stage
 
 # Bytes of text, as the files have them, from which a stage streams: to pack so much takes 20 s (docs/distributed.md).
 STREAMED = 32 << 20

@@ -12,7 +12,7 @@ from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
 from ...stages.outlook import Found, Outlook, StepResult
-from .base import ExpansionRun, RunStep
+from .step import ExpansionRun, RunStep
 
 
 class AnalyzeSimilarity(RunStep):

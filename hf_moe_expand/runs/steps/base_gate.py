@@ -6,7 +6,7 @@ from typing import Any
 from ...analysis.gating import fit_base_gate
 from ...stages.kinds.gates import FitGates, gate_result
 from ...stages.outlook import Found, Outlook, StepResult
-from .base import ExpansionRun, RunStep
+from .step import ExpansionRun, RunStep
 
 GATE_FILE = "gate.safetensors"
 

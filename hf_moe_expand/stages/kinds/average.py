@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.average import average_experts
-from ...checkpoint.settings import AverageSettings
+from ...checkpoint.operation_settings import AverageSettings
 from ...core.errors import InputError
-from ..base import Stage
+from ..kind import Stage
 from ..outlook import Outlook, StepResult
 
 

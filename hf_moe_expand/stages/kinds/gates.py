@@ -14,7 +14,7 @@ from ...analysis.settings import GateSettings
 from ...core.errors import errors_at
 from ...data.sources import LanguageText, contents
 from ...modeling import count_layers
-from ..base import Stage
+from ..kind import Stage
 from ..outlook import Outlook, StepResult
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from ...analysis.gating import check_languages
 from ...checkpoint.facts import Facts
 from ...checkpoint.join import Pack, check_packs, join_expansions, joined_config, load_packs
+from ...checkpoint.operation_settings import JoinSettings
 from ...checkpoint.reader import CheckpointReader
-from ...checkpoint.settings import JoinSettings
 from ...checkpoint.source import pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel, network_of
 from ...checkpoint.writer import check_shard_size
@@ -17,7 +17,7 @@ from ...core.disk import StepOutput
 from ...core.errors import InputError, errors_at
 from ...modeling.part_expansion_only import RECORD
 from ...stages.outlook import Found, Outlook, StepResult
-from .base import RunStep
+from .step import RunStep
 
 
 @dataclass
