@@ -1,4 +1,4 @@
-"""Conditional routing (CMR, Elbayad et al. 2022): all tokens share expert 0, and a gate weighs the routed experts.
+"""Conditional routing (CMR, Elbayad et al. 2022): all tokens share expert 0, whose share is learned.
 
 Shape suffixes as in `routing.py`.
 """
@@ -16,7 +16,7 @@ from .routing_control import RoutingRequest
 
 
 class ConditionalGate(Scores):
-    """Conditional routing (Elbayad et al. 2022): all tokens share expert 0, and the gate weighs the routed experts.
+    """Conditional routing (Elbayad et al. 2022): all tokens share expert 0, whose share is learned.
 
     `w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output. Starts at zero: one
     half.
@@ -43,7 +43,7 @@ def beside_shared(
     Args:
         logits_TN: see `with_shared_expert`.
         weights_TK, index_TK: weights and indices of the routed experts, numbered from 0.
-        closed_T: bool, the tokens whose gate g is 0.
+        closed_T: bool, the tokens whose g is 0.
 
     Returns:
         weights `[T, 1 + K]` and expert indices `[T, 1 + K]`, expert 0 first; index N where no expert runs.
@@ -59,7 +59,7 @@ def beside_shared(
 
 
 class ConditionalFFN(ExpandedFFN):
-    """An expanded FFN with the gate."""
+    """An expanded FFN with a shared expert."""
 
     shares_expert_0 = True
     model_config: Any

@@ -198,7 +198,7 @@ def test_the_routing_that_losses_see_is_each_experts_share():
 def test_gates_need_experts_and_masks_need_gates():
     refused(tiny, counts=(1, 1, 1), conditional_routing=True, says="all 1", raises=ValueError)
     with (
-        pytest.raises(InputError, match="masks a gate, but the checkpoint has no gates"),
+        pytest.raises(InputError, match="masks the routed experts beside a shared one"),
         mask_routing(tiny(), Masking(conditional_routing=0.1)),
     ):
         pass

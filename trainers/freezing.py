@@ -24,9 +24,9 @@ class Trained:
     Attributes:
         everything: all parameters but the language gate's.
         experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
-        routers: routers and the gates of conditional routing.
+        routers: routers and, with conditional routing, what learns the shared expert's share.
         classifiers: routing classifiers. The language gate, which is fitted, never trains.
-        last_router_row: only the last expert's row of each router (`kept_rows`); the gates stay, too.
+        last_router_row: only the last expert's row of each router (`kept_rows`); the shared expert's share stays, too.
     """
 
     everything: bool = False

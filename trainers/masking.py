@@ -38,7 +38,7 @@ class Masking(Schema):
     ] = 0.0
     conditional_routing: Annotated[
         Probability,
-        Field(description="probability of each token to have its gate closed, so that expert 0 runs alone (CMR)"),
+        Field(description="probability of each token to take the shared expert 0 alone (CMR)"),
     ] = 0.0
     gating_dropout: Annotated[
         Probability,
@@ -56,7 +56,7 @@ class Masking(Schema):
 
 
 def check_masking(masking: Masking | None, config: Any, where: str = "masking") -> None:
-    """Refuses to mask gates, or updates, of a model that has none; the message calls the settings `where`.
+    """Refuses to mask what a model has not; the message calls the settings `where`.
 
     Args:
         config: the model's configuration, or what is known of it.
@@ -70,8 +70,8 @@ def check_masking(masking: Masking | None, config: Any, where: str = "masking") 
         )
     if masking.conditional_routing and not getattr(config, "conditional_routing", False):
         raise InputError(
-            f"{where}.conditional_routing masks a gate, but the checkpoint has no gates: expand with "
-            "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
+            f"{where}.conditional_routing masks the routed experts beside a shared one, but the checkpoint shares "
+            "none: expand with --conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
         )
 
 
@@ -82,7 +82,7 @@ def mask_routing(model: nn.Module, masking: Masking | None) -> AbstractContextMa
     Run the backward pass inside too: gradient checkpointing repeats the forward pass in it, with the same draws.
 
     Raises:
-        InputError: gates are masked, or updates, but the model has none.
+        InputError: the model has not what is masked.
     """
     if masking is None or masking == Masking():
         return nullcontext()

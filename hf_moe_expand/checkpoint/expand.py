@@ -98,8 +98,8 @@ def expand_checkpoint(
         expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model gives the
             dense model's outputs; `random` draws the weights as the backbone's own initialisation does (MoE-LPR's
             ablation "w/o EC").
-        conditional_routing: make expert 0 a shared FFN outside the routed set; a gate decides whether the routed
-            experts add to a token's output (CMR).
+        conditional_routing: make expert 0 a shared FFN outside the routed set, whose share of a token's output is
+            learned (CMR).
         expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
             linear layers (MoLA, LoRAMoE), which is zero at first; or `added`, expert 0 with an FFN of any width beside
             it, whose output is zero at first, for a base that is a mixture of experts too; or `adapter`, low-rank

@@ -22,7 +22,7 @@ class NewExperts(Schema):
         "copy", description="`copy` of the original FFN, or `random` weights (an ablation)"
     )
     conditional_routing: Flag = Field(
-        False, description="share the original FFN among all tokens; a gate weighs the other experts (CMR)"
+        False, description="share the original FFN among all tokens; its share of a token's output is learned (CMR)"
     )
     expert_kind: Literal["ffn", "lora", "added", "adapter"] = Field(
         "ffn",

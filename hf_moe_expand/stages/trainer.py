@@ -79,7 +79,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
 
     Raises:
         InputError: an argument is of a wrong type, or of another stage; a data set has other columns or languages, or
-            lacks a language; or gate masking is set, but the model has no gates.
+            lacks a language; or conditional routing is masked, but the model has none.
         DivergedError: the loss or the gradient is not finite.
     """
 

@@ -1,4 +1,4 @@
-"""The budget of conditional routing's gates (Elbayad et al. 2022).
+"""The budget of the routed experts' share in conditional routing (Elbayad et al. 2022).
 
 Shape suffixes: T tokens, N experts of a layer.
 """
@@ -22,7 +22,7 @@ def gate_budget_loss(
     """`L_budget = mean_t |g(x_t) - b|` of conditional routing (Elbayad et al. Eq. 7).
 
     Args:
-        router_logits_TN: router logits of a layer with a gate; the score of expert 0, the shared one, is `1 - g`.
+        router_logits_TN: router logits of a layer that shares expert 0, whose score is `1 - g`.
         budget: b, the share of the routed experts.
         mask_T: bool, the counted tokens; all by default.
         count: divisor of the sum; the number of counted tokens by default.
@@ -38,7 +38,7 @@ def gate_budget_loss(
 @checked
 @dataclass(frozen=True)
 class GateBudgetLoss(LayerLoss):
-    """`gate_budget_loss` over the tokens of the step, in the layers with a gate (lambda_CMR of Elbayad et al.).
+    """`gate_budget_loss` over the tokens of the step, in the layers with a shared expert (lambda_CMR).
 
     Args:
         gate_budget: b, the share of the routed experts, from 0 to 1.

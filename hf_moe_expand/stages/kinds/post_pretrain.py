@@ -43,9 +43,9 @@ class PostPretrainConfig(MixedConfig):
     everything: Flag = setting(False, "train all parameters, the plain mixture of experts as a baseline")
     masking: Annotated[Masking | str | None, mapping(Masking)] = setting(Masking, "masking during training")
     budget_coef: Annotated[Coefficient, GateBudgetLoss] = setting(
-        0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
+        0.1, "weight of the loss that keeps the routed experts' share at `gate_budget` (CMR)"
     )
-    gate_budget: Share = setting(0.8, "target of the gates: mean weight of the routed experts")
+    gate_budget: Share = setting(0.8, "target of the routed experts' share of the output, mean over tokens (CMR)")
     localized_balance_coef: Annotated[Coefficient, LocalizedBalanceLoss] = setting(
         0.0, "weight of LoRAMoE's localized balancing constraint"
     )
@@ -60,9 +60,9 @@ class PostPretrainConfig(MixedConfig):
 
     def check_settings(self, model: Any) -> None:
         self.check_exclusive(model, "language_prior_coef")
-        gates = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
-        if gates and not getattr(model, "conditional_routing", False):
-            raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
+        given = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
+        if given and not getattr(model, "conditional_routing", False):
+            raise InputError(f"{given[0]}: is for conditional routing, which the model does not have: leave it out.")
         if self.replay_share is not None and self.temperature != 1:
             raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
 
