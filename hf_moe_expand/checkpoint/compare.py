@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def _same(left: StoredTensor, right: StoredTensor) -> bool:
 
 # The verdict, in the checkpoint's folder.
 BASE_CHECK = "base_check.json"
-_FEW = 3
+_FEW, _READERS = 3, 4
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def base_hashes(source: Any) -> list[str]:
     Args:
         source: a `StoredModel` or a `LoadedModel`, dense or expanded.
     """
-    return [_hash(tensor.dtype, tensor.shape, tensor.chunks()) for _, tensor in _home(source)]
+    with ThreadPoolExecutor(_READERS) as pool:  # reading and hashing release the GIL
+        return list(pool.map(lambda of: _hash(of[1].dtype, of[1].shape, of[1].chunks()), _home(source)))
 
 
 def moved_tensors(source: StoredModel) -> Verdict:
