@@ -154,6 +154,9 @@ def test_a_base_that_is_another_model_is_refused_when_saving(folder):
     tiny_dense("qwen2", seed=5).save_pretrained(folder / "other")
     with pytest.raises(InputError, match=r"lacks most tensors of .*other, such as \S+: give the base"):
         save_expansion(folder / "whole", folder / "new", folder / "other")
+    tiny_dense("gpt2").save_pretrained(folder / "unlike")
+    with pytest.raises(InputError, match=r"lacks most tensors of .*unlike: give the base"):
+        save_expansion(folder / "whole", folder / "new", folder / "unlike")
     assert not (folder / "new").exists()
 
 

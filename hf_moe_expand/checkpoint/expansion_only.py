@@ -77,8 +77,9 @@ def save_expansion(
     size = sum(expanded[key].nbytes for key in expanded.tensors if key not in left)
     in_base = sum(expanded[key].nbytes for key in left)
     if in_base <= sum(tensor.nbytes for tensor in changed):
+        such = f", such as {changed[0].name}" if changed else ""
         raise InputError(
-            f"{folder}: lacks most tensors of {origin}, such as {changed[0].name}: give the base model "
+            f"{folder}: lacks most tensors of {origin}{such}: give the base model "
             "that was expanded, or publish a model of which all weights were trained without --expansion-only."
         )
     fields = read_json(folder / "config.json", "a configuration")
