@@ -13,8 +13,8 @@ from .checkpoint.expand import grow_checkpoint as grow_checkpoint
 from .checkpoint.expansion_only import save_expansion as save_expansion
 from .checkpoint.graft import graft_delta as graft_delta
 from .checkpoint.join import join_expansions as join_expansions
-from .checkpoint.peft import expand_from_peft as expand_from_peft
 from .checkpoint.peft import export_peft as export_peft
+from .checkpoint.tuned import expand_tuned as expand_tuned
 from .core.extensions import register_loss as register_loss
 from .core.extensions import register_plan_method as register_plan_method
 from .core.extensions import register_stage as register_stage

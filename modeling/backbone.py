@@ -123,7 +123,7 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
             continue
         if inner := _ffn_of_parts(child, hidden_size):
             return f"{name}.{inner[0]}", *inner[1:]
-        if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not _takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]
+        if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]
             continue
         is_mixture, shapes = _is_mixture(child), _shapes(child)
         if is_mixture or sum(len(shape) == 2 and hidden_size in shape for shape in shapes) > 1:
@@ -157,7 +157,8 @@ def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 @cache
-def _takes_hidden_states_alone(kind: Any) -> bool:
+def takes_hidden_states_alone(kind: Any) -> bool:
+    """Whether the modules of a class are called with the hidden states alone, or a residual beside them."""
     _, *parameters = inspect.signature(kind.forward).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.KEYWORD_ONLY)]
     return len(names) == 1 or names[1:] == [_RESIDUAL]

@@ -22,7 +22,7 @@ from .routing import (
     select_experts,
     token_classes,
 )
-from .routing_control import RoutingControl, RoutingRequest
+from .routing_control import RoutingControl, RoutingRequest, Untold
 
 
 class ExpandedLayer(nn.Module):
@@ -53,6 +53,7 @@ class ExpandedLayer(nn.Module):
         self.exclusive = bool(getattr(config, "exclusive_experts", False))
         self.expert_ranges = expert_ranges(self.experts_after_expansion, self.exclusive)
         self.layer_index, self.control, self.model_config = layer_index, control, config
+        self.untold = Untold.of(config, len(self.experts_after_expansion) - 1)
         self.router: Any = None
         self.classifier: Any = None
 
@@ -62,7 +63,7 @@ class ExpandedLayer(nn.Module):
         """The tokens' classes before they are routed; None where nothing says them.
 
         A class is the one that is told (by the user, a part that judges, or a batch), or else the layer's classifier's,
-        or else, with exclusive experts or beside sequences that are told, the newest expansion's.
+        or else, with exclusive experts or beside sequences that are told, that of `Untold`.
 
         Args:
             hidden_states: `[..., h]`, an input of the layer's tokens.
@@ -80,8 +81,8 @@ class ExpandedLayer(nn.Module):
                 can_read = class_T.device.type == "cpu" and not is_traced(class_T)
                 known = TokenClasses(class_T, [0] if can_read and not class_T.any() else None)
         if known is None and (rows is not None or self.exclusive):
-            newest = len(self.experts_after_expansion) - 1
-            known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
+            number = self.untold.number(request, self.training)
+            known = TokenClasses(torch.full_like(x_Th[:, 0], number, dtype=torch.long), [number])
         if rows is not None and known is not None:
             known = rows.over(known)
         if known is not None and self.exclusive and (most := request.expansion) is not None:

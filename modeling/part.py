@@ -28,6 +28,7 @@ class BasePart:
     Attributes:
         name: the part's.
         flat: the fields of an earlier version's configurations that are the part's.
+        was: its name in an earlier version.
         kind: `expert_kind` of the experts that it makes; None where it makes none.
         layer_class: goes before `ExpandedFFN` in the class of the expanded layers.
         model_class: goes before the model's class.
@@ -45,6 +46,7 @@ class BasePart:
 
     name: ClassVar[str]
     flat: ClassVar[tuple[str, ...]] = ()
+    was: ClassVar[str | None] = None
     kind: ClassVar[str | None] = None
     layer_class: ClassVar[type | None] = None
     model_class: ClassVar[type | None] = None
@@ -75,6 +77,12 @@ class BasePart:
     @classmethod
     def prepare(cls, made: type) -> None:
         """Changes a new class of configurations, that of one type of backbone."""
+
+    @property
+    def stays_home(self) -> str | None:
+        """What is said once where text that nobody tells or judges is the base's; None where it is the newest
+        expansion's."""
+        return None
 
     def check(self) -> None:
         """Refuses settings that contradict the configuration.
@@ -113,7 +121,8 @@ def read_parts(parts: dict[str, Any], settings: dict[str, Any] | None, fields: d
     """
     if not isinstance(settings, dict | None):
         raise ValueError(f"parts is {settings!r}: must be an object with the settings of each part by its name.")
-    found = {name: own for name, own in (settings or {}).items() if own is not None and own is not False}
+    now = {part.was: name for name, part in parts.items()}
+    found = {now.get(name, name): own for name, own in (settings or {}).items() if own is not None and own is not False}
     kind, kinds = fields.get("expert_kind"), [part.kind for part in parts.values() if part.kind]
     if missing := [str(name) for name in found if name not in parts]:
         raise ValueError(

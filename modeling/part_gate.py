@@ -117,7 +117,8 @@ def begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tupl
 
 
 def end_pass(control: RoutingControl, *_: Any) -> None:
-    control.own.judged = None
+    if not getattr(control.own, "passes", 0):  # else it is of a larger pass
+        control.own.judged = None
 
 
 def is_filled(cache: Any) -> bool:

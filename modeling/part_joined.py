@@ -5,6 +5,11 @@ from typing import Any
 
 from .part import BasePart
 
+_HOME = (
+    "Nobody tells the language of a text, and no gate judges it: it is the base's. Tell it (`languages=`, "
+    "`use_languages`), or fit a gate (`hf-moe-expand gates`)."
+)
+
 
 class Part(BasePart):
     name = "joined"
@@ -17,6 +22,11 @@ class Part(BasePart):
     @classmethod
     def flat_value(cls, settings: Any, name: str) -> Any:
         return settings if name == "packs" else None
+
+    @property
+    def stays_home(self) -> str | None:
+        """No pack is newer than another."""
+        return _HOME if joins_packs(self.config) else None
 
     def check(self) -> None:
         packs, expansions = self.settings, len(self.config.counts_of_expansions)

@@ -1,12 +1,12 @@
 """The optional parts that this code has, in the order in which they are asked."""
 
-from .part_adapters import Part as adapters
 from .part_added import Part as added
 from .part_cmr import Part as cmr
 from .part_encoder_decoder import Part as encoder_decoder
 from .part_expansion_only import Part as expansion_only
 from .part_gate import Part as gate
 from .part_joined import Part as joined
+from .part_languages import Part as languages
 from .part_lora import Part as lora
 from .part_mixture import Part as mixture
 
@@ -17,7 +17,7 @@ PARTS: dict = {
     "cmr": cmr,
     "lora": lora,
     "added": added,
-    "adapters": adapters,
+    "languages": languages,
     "joined": joined,
     "expansion_only": expansion_only,
 }

@@ -15,8 +15,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .routing import Choice, LayerRouting, TokenClasses
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -158,6 +161,12 @@ class RoutingControl:
         return checkpoint(run, *args)
 
     @property
+    def is_running(self) -> bool:
+        """Whether a pass of the model runs in this thread, as far as a part counts them, or autograd runs it again."""
+        in_backward_pass = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        return in_backward_pass or getattr(self.own, "passes", 0) > 0
+
+    @property
     def judged(self) -> TokenClasses | None:
         """In this thread's forward pass, the classes of its tokens that a part judged."""
         return getattr(self.own, "judged", None)
@@ -167,6 +176,33 @@ class RoutingControl:
 
 
 _NOTHING = RoutingRequest()
+
+
+@dataclass(frozen=True)
+class Untold:
+    """The class of texts whose language nobody tells or judges: the newest expansion's, for which a model was trained,
+    or the base's, where a part says that they stay home.
+
+    Attributes:
+        words: what is said once where they stay home; None where they do not.
+        newest: the newest expansion's class.
+    """
+
+    words: str | None
+    newest: int
+
+    @classmethod
+    def of(cls, config: Any, newest: int) -> "Untold":
+        used = getattr(config, "used_parts", [])
+        return cls(next((part.stays_home for part in used if part.stays_home), None), newest)
+
+    def number(self, request: RoutingRequest, training: bool) -> int:
+        """The class in a pass."""
+        if self.words is None or training or request.as_in_training:
+            return self.newest
+        if not torch.compiler.is_compiling():
+            logger.warning_once(self.words)
+        return 0
 
 
 def recorded_classes(expansions: Sequence[dict]) -> dict[str, int]:

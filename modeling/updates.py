@@ -13,17 +13,18 @@ from transformers.pytorch_utils import Conv1D
 
 
 class LoraFactor(nn.Module):
-    """A bias-free linear map, A or B of an update.
+    """A linear map, A or B of an update.
 
     Not an `nn.Linear`, so that quantisation and "all linear layers" adapters leave it alone.
     """
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -39,17 +40,18 @@ class LoraUpdate(nn.Module):
         name: its name in the module that owns it.
         rank: r.
         scaling: `alpha / r`.
+        bias: whether B has one, which the layer's own is changed by (`lora_bias` of PEFT).
     """
 
     dropout = 0.0  # of its input, in training
 
-    def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
+    def __init__(self, layer: Any, name: str, rank: int, scaling: float, bias: bool = False) -> None:
         super().__init__()
         self.name = name
-        inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+        inputs, outputs = sizes_of(layer)
         self.scaling = scaling
         self.lora_A = LoraFactor(inputs, rank)
-        self.lora_B = LoraFactor(rank, outputs)
+        self.lora_B = LoraFactor(rank, outputs, bias)
 
     def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., in] -> [..., out]`; zero but for the tokens of `only_T` (bool), if given."""
@@ -61,7 +63,32 @@ class LoraUpdate(nn.Module):
     def init_part(self) -> None:
         """First weights: random rows in A and zeros in B, so that the update is zero at first."""
         init_kaiming(self.lora_A.weight)
-        init.zeros_(self.lora_B.weight)
+        for factor in self.lora_B.parameters():
+            init.zeros_(factor)
+
+
+class EmbeddingUpdate(LoraUpdate):
+    """The update of an embedding `[V, h]`: `scaling * B A`, A `[r, h]`, B `[V, r]`, as of a head that is tied to it."""
+
+    def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
+        super().__init__(layer, name, rank, scaling)
+        # Gemma's and BART's kin scale their embeddings.
+        self.factor = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
+
+    def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
+        """`[...] -> [..., h]`, of tokens."""
+        rows = F.embedding(x, self.lora_B.weight)
+        rows = rows if only_T is None else rows.where(only_T.view(*rows.shape[:-1], 1), 0)
+        return self.scaling * self.factor * F.linear(rows, self.lora_A.weight.T)
+
+
+def sizes_of(layer: Any) -> tuple[int, int]:
+    """The inputs and outputs of a map's weight; an embedding's is that of the head which is tied to it."""
+    if isinstance(layer, Conv1D):
+        return layer.nx, layer.nf
+    if isinstance(layer, nn.Embedding):
+        return layer.embedding_dim, layer.num_embeddings
+    return layer.in_features, layer.out_features
 
 
 def entries(name: str, settings: Any, fields: set[str], expansions: int) -> list[dict | None]:

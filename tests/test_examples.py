@@ -11,7 +11,7 @@ import torch
 from conftest import byte_tokenizer, run_python, save_dense, write_texts
 from safetensors.torch import load_file
 
-from hf_moe_expand import Plan, expand_checkpoint, expand_from_peft
+from hf_moe_expand import Plan, expand_checkpoint, expand_tuned
 from hf_moe_expand.demo import real
 from hf_moe_expand.hub.published import published_files
 
@@ -67,7 +67,7 @@ def test_train_trl(folder):
 def test_train_adapter(folder):
     options = ["--data", "el.jsonl", "--steps", "2", "--max-length", "32", "--batch-size", "2", "--rank", "2"]
     run("train_adapter.py", folder, "tiny", "adapter", *options, forbid="hf_moe_expand")
-    expand_from_peft(folder / "tiny", {"el": folder / "adapter"}, folder / "adapted", ["en"])
+    expand_tuned(folder / "tiny", {"el": folder / "adapter"}, folder / "adapted", ["en"])
     base, adapted = (load_file(folder / name / "model.safetensors") for name in ("tiny", "adapted"))
     assert len(adapted) == len(base) + 2 * 7 * 3
 

@@ -28,7 +28,7 @@ USED = {
     "gated": ({"exclusive_experts": True, "language_gate": GATE}, ["gate"]),
     "adapters": (
         {"exclusive_experts": True, "expert_kind": "adapter", "adapters": [{"maps": {"mlp.up_proj": [2, 1.5]}}]},
-        ["adapters"],
+        ["languages"],
     ),
 }  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_a_part_that_was_set_later_is_saved_in_its_place(tmp_path):
     config = build(USED["adapters"][0]).config
     config.parts["gate"] = GATE
     LayerMoEForCausalLM(config).save_pretrained(tmp_path)
-    assert (tmp_path / "parts.py").read_text() == parts_text(["gate", "adapters"])
+    assert (tmp_path / "parts.py").read_text() == parts_text(["gate", "languages"])
 
 
 def test_a_gate_stands_after_adapters_as_optimizers_of_earlier_versions_have_it():

@@ -1,4 +1,4 @@
-"""Adapters of PEFT in, `expand --adapter`, and out, `export --peft`: the logits are PEFT's, the tensors the same."""
+"""Adapters of PEFT in, `expand --tuned`, and out, `export --peft`: the logits are PEFT's, the tensors the same."""
 
 import json
 import shutil
@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.checkpoint import source
-from hf_moe_expand.checkpoint.peft import expand_from_peft, export_peft
+from hf_moe_expand.checkpoint.peft import export_peft
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.checkpoint.stored import StoredModel
+from hf_moe_expand.checkpoint.tuned import expand_tuned
 from hf_moe_expand.core.errors import InputError
 
 IDS = torch.arange(3, 27).view(2, 12)
@@ -82,7 +83,7 @@ def model(base, adapter, tmp_path_factory):
     """Two adapters, of which the second has other ranks, alphas and layers."""
     root = tmp_path_factory.mktemp("models")
     make(root / "lora-hu", base, 2, **KINDS["patterns"][1])
-    expand_from_peft(base, {"el": adapter, "hu,tr": root / "lora-hu"}, root / "both", ["en"])
+    expand_tuned(base, {"el": adapter, "hu,tr": root / "lora-hu"}, root / "both", ["en"])
     return root / "both"
 
 
@@ -123,7 +124,7 @@ def test_a_told_model_has_pefts_logits_and_gives_the_adapter_back(tmp_path, kind
     backbone, options = KINDS[kind]
     save_dense(tmp_path / "base", backbone)
     make(tmp_path / "lora", tmp_path / "base", **options)
-    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
     wanted, home = pefts(tmp_path / "base", tmp_path / "lora"), load(tmp_path / "base")(IDS).logits
     assert (wanted - home).abs().max() > 1e-3
     torch.testing.assert_close(told(tmp_path / "model", "el"), wanted, rtol=1e-5, atol=1e-5)
@@ -145,7 +146,7 @@ def test_without_its_configuration_an_adapter_is_described_anew(tmp_path, kind):
     backbone, options = KINDS[kind]
     save_dense(tmp_path / "base", backbone)
     make(tmp_path / "lora", tmp_path / "base", **options)
-    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
     file = tmp_path / "model" / "config.json"
     fields = json.loads(file.read_text())
     fields["expansions"][0]["stages"] = []
@@ -166,7 +167,7 @@ def test_several_adapters_are_an_expansion_each(base, adapter, model, tmp_path):
     assert torch.equal(told(model, "tr"), told(model, "hu"))
     records = json.loads((model / "config.json").read_text())["expansions"]
     assert [record["new_languages"] for record in records] == [["el"], ["hu", "tr"]]
-    assert records[0]["stages"][0]["settings"]["adapter"] == "lora-el"
+    assert records[0]["stages"][0]["settings"]["model"] == "lora-el"
     assert str(tmp_path.parent) not in json.dumps(records)
 
     said = invoke("export", model, tmp_path / "all", "--peft")
@@ -185,15 +186,15 @@ def test_other_names_of_the_same_maps(base, adapter, tmp_path, given):
         "of a model of images": lambda name: name.replace("model.model.", "model.model.language_model."),
     }[given]
     other = altered(adapter, tmp_path / "other", lambda own: {rename(name): value for name, value in own.items()})
-    expand_from_peft(base, {"el": other}, tmp_path / "model")
+    expand_tuned(base, {"el": other}, tmp_path / "model")
     assert torch.equal(told(tmp_path / "model", "el"), pefts(base, adapter))
 
 
 def test_a_base_of_another_name_or_commit_is_said(base, adapter, tmp_path):
     other = altered(adapter, tmp_path / "other", base_model_name_or_path="me/TINY-llama")
-    assert expand_from_peft(base, {"el": other}, tmp_path / "same").warnings == []
+    assert expand_tuned(base, {"el": other}, tmp_path / "same").warnings == []
     other = altered(adapter, tmp_path / "third", base_model_name_or_path="/home/me/qwen")
-    (line,) = expand_from_peft(base, {"el": other}, tmp_path / "model").warnings
+    (line,) = expand_tuned(base, {"el": other}, tmp_path / "model").warnings
     assert line == "warning: third was trained on qwen, by its name another base than tiny-llama"
     export_peft(tmp_path / "same", tmp_path / "back")
     assert json.loads((tmp_path / "back" / CONFIG).read_text())["base_model_name_or_path"] == "me/TINY-llama"
@@ -227,7 +228,7 @@ OTHERS = {
 def test_what_is_no_lora_of_the_layers_is_refused(base, tmp_path, kind):
     changes, options, words = OTHERS[kind]
     other = save_dense(tmp_path / "other", **{"backbone": "llama", **changes}) if changes else base
-    refused(expand_from_peft, base, {"el": make(tmp_path / "lora", other, **options)}, tmp_path / "out", says=words)
+    refused(expand_tuned, base, {"el": make(tmp_path / "lora", other, **options)}, tmp_path / "out", says=words)
     assert not (tmp_path / "out").exists()
 
 
@@ -248,7 +249,7 @@ TENSORS = {
 def test_fields_and_tensors_that_do_not_fit_are_refused(base, adapter, tmp_path, case):
     change, words = FIELDS.get(case) or TENSORS[case]
     lora = altered(adapter, tmp_path / "lora", **(change if case in FIELDS else {"tensors": change}))
-    refused(expand_from_peft, base, {"el": lora}, tmp_path / "out", says=words)
+    refused(expand_tuned, base, {"el": lora}, tmp_path / "out", says=words)
     assert not (tmp_path / "out").exists()
 
 
@@ -283,6 +284,7 @@ def test_a_trained_base_has_no_adapters(model, tmp_path):
     shutil.copytree(model, tmp_path / "grafted")
     fields = json.loads((model / "config.json").read_text())
     fields["expansions"][1]["stages"].append({"stage": "graft"})
+    del fields["expansions"][0]["base_hashes"]
     (tmp_path / "grafted" / "config.json").write_text(json.dumps(fields))
     refused(export_peft, tmp_path / "grafted", tmp_path / "out", says="`graft` changed the weights beside the adapters")
 
@@ -291,27 +293,27 @@ def test_pickled_weights_are_not_read(base, adapter, tmp_path):
     lora = altered(adapter, tmp_path / "lora")
     (lora / WEIGHTS).rename(lora / "adapter_model.bin")
     with pytest.raises(InputError, match=r"has no adapter_model.safetensors: its weights are pickled"):
-        expand_from_peft(base, {"el": lora}, tmp_path / "out")
+        expand_tuned(base, {"el": lora}, tmp_path / "out")
     (lora / "adapter_model.bin").unlink()
     with pytest.raises(InputError, match=r"has no adapter_model.safetensors\."):
-        expand_from_peft(base, {"el": lora}, tmp_path / "out")
+        expand_tuned(base, {"el": lora}, tmp_path / "out")
 
 
 def test_an_adapter_on_the_hub(base, adapter, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(source, "snapshot_download", lambda name, **options: asked.append((name, options)) or adapter)
-    expand_from_peft(base, {"el": "me/lora-el"}, tmp_path / "model")
-    ((name, options),) = asked
+    expand_tuned(base, {"el": "me/lora-el"}, tmp_path / "model")
+    (name, options) = asked[-1]
     assert (name, options["allow_patterns"]) == ("me/lora-el", [CONFIG, WEIGHTS])
     (record,) = json.loads((tmp_path / "model" / "config.json").read_text())["expansions"]
-    assert record["stages"][0]["settings"]["adapter"] == "me/lora-el"
+    assert record["stages"][0]["settings"]["model"] == "me/lora-el"
 
 
 def test_a_table_of_who_knows_the_language(base, adapter, tmp_path):
     texts = {"en": "The cat sat on the mat. ", "el": "abcdefg hij ", "de": "Die Katze liegt auf der Matte. "}
     data = [word for code, text in texts.items() for word in
             ("--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', [text * 2] * 3)}")]  # fmt: skip
-    said = invoke("expand", base, tmp_path / "model", "--adapter", f"el={adapter}", "--old", "en", *data)
+    said = invoke("expand", base, tmp_path / "model", "--tuned", f"el={adapter}", "--old", "en", *data)
     rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in said.splitlines() if line.startswith("│")}
     en, el, de = zip(*([float(cell) for cell in row] for row in rows.values()), strict=True)
     assert list(rows) == ["base", "el alone", "told"]
@@ -326,9 +328,9 @@ def test_adapters_attach_to_maps_whose_weights_are_packed(model):
     for module in loaded.modules():
         if isinstance(module, torch.nn.Linear):  # as bitsandbytes leaves them
             module.weight = torch.nn.Parameter(module.weight.detach().reshape(-1, 1), requires_grad=False)
-    before = [len(module._forward_hooks) for module in loaded.modules()]
+    before = [len(module._forward_pre_hooks) for module in loaded.modules()]
     loaded._attach_parts()
-    assert [len(module._forward_hooks) for module in loaded.modules()] == before
+    assert [len(module._forward_pre_hooks) for module in loaded.modules()] == before
 
 
 def test_an_adapter_of_a_quantised_base(base, tmp_path):
@@ -347,7 +349,7 @@ def test_an_adapter_of_a_quantised_base(base, tmp_path):
         trained(IDS, labels=IDS).loss.backward()
         optimizer.step()
     trained.save_pretrained(tmp_path / "lora")
-    expand_from_peft(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "lora"}, tmp_path / "model", ["en"])
     wanted = PeftModel.from_pretrained(load(tmp_path / "base", **quantised), tmp_path / "lora").eval()(IDS).logits
     ours, home = load(tmp_path / "model", **quantised), load(tmp_path / "base", **quantised)(IDS).logits
     torch.testing.assert_close(ours(IDS, languages="el").logits, wanted, rtol=1e-5, atol=1e-5)

@@ -51,7 +51,7 @@ EL = LanguageText("el", "el.jsonl")
 WRITERS = {
     "adapt_language": {"model": "m", "source": EL},
     "expand_checkpoint": {"base": "m", "plan": PLAN},
-    "expand_from_peft": {"base": "m", "adapters": {"el": "a"}},
+    "expand_tuned": {"base": "m", "tuned": {"el": "a"}},
     "export_peft": {"model": "m"},
     "fit_base_gate": {"base": "m", "texts": TEXTS, "new": ["el"]},
     "graft_delta": {"model": "m", "base": "b", "instruct": "i"},

@@ -49,7 +49,10 @@ class LogitsInPieces:
     @classmethod
     def of(cls, model: Any, autocast: Callable[[], AbstractContextManager] = nullcontext) -> "LogitsInPieces | None":
         """The head of `model`; None for a model whose loss is not the library's, or whose logits are not those of a
-        linear head, scaled or capped: it is run on a few tokens to find out."""
+        linear head, scaled or capped: it is run on a few tokens to find out; or whose languages have heads of their
+        own."""
+        if vars(model).get("language_places"):
+            return None
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if type(head) is not nn.Linear or getattr(model, "loss_function", None) is not ForCausalLMLoss:
             return None

@@ -14,10 +14,10 @@ from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.part_joined import joins_packs
 from .graft import dense_names
-from .kinds import kinds_of
+from .kinds import kind_of, kinds_of
 from .operation_settings import AverageSettings
 from .records import History, StageRecord
-from .stored import BASE_FIELDS, Place, Source, check_alike
+from .stored import BASE_FIELDS, Place, Source, check_alike, own_tensors
 from .table import Copy, Mix, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE
 
@@ -36,7 +36,7 @@ REFUSED = {
     ("random", "average-with-the-base"): "not as copies of an FFN, with which they could be averaged",
 }
 # The last matrices of LoRA experts and of added ones, which start at zero: expert 0 is as if theirs were zero.
-_UPDATES = ("lora_B.weight", "down_proj.weight")
+_UPDATES = ("lora_B.weight", "lora_B.bias", "down_proj.weight")
 
 
 @checked
@@ -77,7 +77,7 @@ def average_checkpoints(
     expanded = [model for model in stored if isinstance(model.config, ExpandedConfig)]
     for model in expanded:
         kind = model.config.expert_kind
-        if what := _OF_FACTORS.get(kind):
+        if (what := _OF_FACTORS.get(kind)) and kind_of(model.config).has_updates:
             raise InputError(
                 f"{model.folder}: has {what[0]}, and {_FACTORS}. Average the dense models that `export {what[1]}` "
                 "writes."
@@ -150,10 +150,14 @@ def average_experts(
     if not 0 <= weight <= 1:
         raise InputError(f"weight is {weight}: must be from 0 to 1.")
     (stored,) = opened([model], out, overwrite)
-    origins = _origins(stored)
+    origins, own = _origins(stored), own_tensors(stored.network)
 
     def rule(place: Place) -> Copy | Mix:
         origin = origins.get((place.layer, place.expert))
+        if origin is not None and place.key in own and own[place.key].factor is None:
+            if origin:
+                return Mix([Copy(place.of_expert(origin)), Copy(place.key)], partial(torch.lerp, weight=weight))
+            return Mix([Copy(own[place.key].dense), Copy(place.key)], partial(torch.lerp, weight=weight))
         if origin is not None and place.dense is not None:
             return Mix([Copy(place.of_expert(origin)), Copy(place.key)], partial(torch.lerp, weight=weight))
         if origin is not None and place.inner.endswith(_UPDATES):
@@ -186,8 +190,10 @@ def _origins(stored: Source) -> dict[tuple[int, int | None], int]:
             f"{stored.folder}: a further expansion copied other experts than expert 0 (copy_from), and of "
             f"{'packs' if joined else 'updates and added experts'} these cannot be told apart any more."
         )
-    return {
+    inside: dict[tuple[int, int | None], int] = {
         (layer, expert): copied.get(layer, 0)
         for layer, ffn in stored.network.expanded_ffns().items()
         for expert in range(1 if joined else ffn.experts_after_expansion[-2], len(ffn.experts))
     }
+    first = 1 if joined else len(history)  # of modules outside the layers, which have the number of their class
+    return inside | {(-1, number): 0 for number in range(first, len(history) + 1)}

@@ -47,8 +47,8 @@ from .source import (
     name_and_commit,
     resolve_checkpoint,
 )
-from .stored import LoadedModel, Place, Source, StoredModel
-from .table import Copy, Given, New, Rows, Rule, opened, rewrite
+from .stored import LoadedModel, Place, Source, StoredModel, network_of, own_tensors
+from .table import Copy, Given, Mix, New, Rows, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
 _FEW = 5
@@ -211,7 +211,7 @@ def expansion_rule(dense: Source, expert_init: str, seed: int, gate: Gate | None
     ffns, network = decoder_ffns(dense.network), dense.network
 
     def rule(place: Place) -> Copy | New | Given:
-        if place.layer < 0:
+        if place.layer < 0 and place.expert is None:
             return Copy(place.key)
         ffn = ffns[place.layer]
         if place.dense is None:
@@ -410,7 +410,7 @@ def grow_checkpoint(
         "parts": {name: settings for name, settings in config.parts.items() if name != "gate"},
     }
     if config.expert_kind == "adapter":
-        changes["parts"]["adapters"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
+        changes["parts"]["languages"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
     return add_experts(
         folder, out, sources, record, config_changes=changes, seed=seed, max_shard_size=max_shard_size,
         overwrite=overwrite,
@@ -522,24 +522,33 @@ def add_experts(
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
     return rewrite(
-        [stored], config, _growth(stored, counts, sources, copy_router_rows, seed), out,
+        [stored], config, _growth(stored, config, counts, sources, copy_router_rows, seed), out,
         record=History([*History.of(config).expansions, record]), title="grow", max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
 
 
 def _growth(
-    stored: StoredModel, counts: Sequence[int], sources: Mapping[int, Sequence[int]], copy_router_rows: bool, seed: int
-) -> Rule:
-    """Of what the tensors of a grown model are made, whose layers had `counts` experts."""
+    stored: StoredModel, config: Any, counts: Sequence[int], sources: Mapping[int, Sequence[int]],
+    copy_router_rows: bool, seed: int,
+) -> Rule:  # fmt: skip
+    """Of what the tensors of a model with this configuration are made, whose layers had `counts` experts."""
+    copied = {expert for experts in sources.values() for expert in experts}
+    outside = copied.pop() if len(copied) == 1 else 0
+    own, classes = own_tensors(network_of(config)), len(config.counts_of_expansions)
 
-    def rule(place: Place) -> Copy | Rows | New | None:
+    def rule(place: Place) -> Copy | Mix | Rows | New | None:
         layer, key = place.layer, place.key
         draw = partial(new_weight, place.inner, place.shape, (seed, layer))
-        if place.expert is not None and place.expert >= counts[layer]:
-            source = sources[layer][place.expert - counts[layer]]
+        is_outside = layer < 0 and place.expert == classes  # of a language, outside the layers
+        if is_outside or (layer >= 0 and place.expert is not None and place.expert >= counts[layer]):
+            source = outside if is_outside else sources[layer][place.expert - counts[layer]]  # type: ignore[operator]
             if source or place.dense is not None:
                 return Copy(place.of_expert(source))
+            if key in own and own[key].factor is None:
+                copied = Copy(own[key].dense)
+                # A mixture that is stored in parts is put together.
+                return Mix([copied], [1.0]) if stored[copied.key].parts else copied
             # A LoRA or added expert that adds zero to expert 0.
             like = next(name for name in stored.tensors if name.startswith(place.beside("experts.")))
             return New(draw, stored[like].dtype)

@@ -27,7 +27,7 @@ from .compare import moved_tensors
 from .kinds import has_ffn
 from .records import StageRecord
 from .source import load_expanded_config, resolve_checkpoint
-from .stored import Place, StoredModel, block_names, network_of
+from .stored import Place, StoredModel, block_names, network_of, own_tensors
 from .table import Copy, New, Rule, rewrite, widened
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
@@ -72,13 +72,13 @@ def export_dense(
     own: dict[str, Any] = {"expert": expert} if language is None else {"language": language}
     if language is None:
         assert expert is not None
-        chosen = _experts_of_number(source, expert)
+        chosen, number = _experts_of_number(source, expert), expert
     else:
-        chosen = experts_of(source, language)
+        chosen, number = experts_of(source, language), class_of(source, language)
     config = dense_config(source.config)
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     rewrite(
-        [source], config, _dense(source, chosen), out, record=StageRecord(stage="export", settings=settings),
+        [source], config, _dense(source, chosen, number), out, record=StageRecord(stage="export", settings=settings),
         title="export", names=_names(config), max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if not any(chosen) and (verdict := moved_tensors(source)).moved:
@@ -86,14 +86,19 @@ def export_dense(
     return config.architectures[0]
 
 
-def experts_of(source: StoredModel, language: str) -> list[int]:
-    """The expert of each layer in the dense model of a language."""
-    config = source.config
+def class_of(source: StoredModel, language: str) -> int:
+    """The class of a language."""
     try:
-        (number,) = classes_of(config, language)
+        (number,) = classes_of(source.config, language)
     except ValueError as error:
         raise InputError(f"{source.folder}: {error}") from None
-    experts = {layer: ffn.expert_of(number or 0) for layer, ffn in source.network.expanded_ffns().items()}
+    return number or 0
+
+
+def experts_of(source: StoredModel, language: str) -> list[int]:
+    """The expert of each layer in the dense model of a language."""
+    config, number = source.config, class_of(source, language)
+    experts = {layer: ffn.expert_of(number) for layer, ffn in source.network.expanded_ffns().items()}
     if mixed := [layer for layer, one in experts.items() if one is None]:
         raise InputError(
             f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}: only exclusive "
@@ -120,20 +125,26 @@ def _names(config: Any) -> Callable[[str], str]:
     return lambda key: rename_source_key(key, reverse, [], reverse=True)[0]
 
 
-def _dense(source: StoredModel, experts: Sequence[int]) -> Rule:
-    """Of what the tensors of the dense model are made that has one expert of every expanded layer as its FFN."""
+def _dense(source: StoredModel, experts: Sequence[int], number: int) -> Rule:
+    """Of what the tensors of the dense model are made that has one expert of every expanded layer as its FFN, and what
+    a class has of its own."""
     if any(experts) and source.config.expert_kind == "added":
         raise InputError(
             f"{source.folder}: {REFUSED['added', 'export-language']}: only expert 0, the base, is written (--expert 0)."
         )
-    updates, keys = lora_updates(source, experts), {}
+    updates, keys = lora_updates(source, experts, number), {}
     for key, place in source.places.items():
         expert = experts[place.layer] if place.layer >= 0 else 0
-        if place.expert in (None, expert if has_ffn(source.config, place.layer, expert) else 0):
+        if place.dense and place.expert in (None, expert if has_ffn(source.config, place.layer, expert) else 0):
             keys[place.dense] = key
+    own = {key: one for key, one in own_tensors(source.network).items() if one.number == number}
+    keys |= {one.dense: key for key, one in own.items() if one.factor is None}
+    biases = {one.dense: (key, one.update.scaling) for key, one in own.items() if one.update and "bias" in key}
 
     def rule(place: Place) -> Copy | New:
         key = keys[place.key]
+        if place.key in biases:
+            return New(lambda: _sum(source, key, *biases[place.key]), source[key].dtype)
         update = updates.get(key)
         return Copy(key) if update is None else New(partial(_merged, source, key, update), source[key].dtype)
 
@@ -160,18 +171,25 @@ class StoredUpdate:
     rank: int
 
 
-def lora_updates(source: StoredModel, experts: Sequence[int]) -> dict[str, StoredUpdate]:
-    """The updates of one expert of each layer, by the names of the weights that they change."""
-    updates = {}
+def lora_updates(source: StoredModel, experts: Sequence[int], number: int) -> dict[str, StoredUpdate]:
+    """The updates of one expert of each layer, or of a class's own maps, by the names of the weights they change."""
+    found: dict[str, tuple[str, LoraUpdate]] = {}
     for layer, block in block_names(source.network).items():
         place = f"{block}.experts.{experts[layer]}"
         for inner, module in source.network.get_submodule(place).named_modules(prefix=place):
-            if isinstance(module, LoraUpdate):
-                owner = f"{block}.experts.0" if isinstance(module, LoraLinear) else block.rpartition(".")[0]
-                updates[f"{owner}.{module.name}.weight"] = StoredUpdate(
-                    f"{inner}.lora_B.weight", f"{inner}.lora_A.weight", module.scaling, len(module.lora_A.weight)
-                )
-    return updates
+            if isinstance(module, LoraLinear):
+                found[f"{block}.experts.0.{module.name}.weight"] = inner, module
+    for key, own in own_tensors(source.network).items():
+        if own.update is not None and own.number == number and key in source and key.endswith(".lora_A.weight"):
+            found[own.dense] = key.removesuffix(".lora_A.weight"), own.update
+    return {
+        weight: StoredUpdate(f"{name}.lora_B.weight", f"{name}.lora_A.weight", one.scaling, len(one.lora_A.weight))
+        for weight, (name, one) in found.items()
+    }
+
+
+def _sum(source: StoredModel, key: str, added: str, scaling: float) -> torch.Tensor:
+    return widened(source[key].load()) + scaling * widened(source[added].load())
 
 
 def _merged(source: StoredModel, key: str, update: StoredUpdate) -> torch.Tensor:

@@ -108,10 +108,15 @@ class Facts:
         return getattr(self.config, "expert_kind", None) == "adapter"
 
     @property
+    def has_updates(self) -> bool:
+        """Whether languages have low-rank updates of modules."""
+        return any(kind.has_updates for kind in self.kinds)
+
+    @property
     def packs(self) -> list[JoinedPack]:
         """The language packs that it joins."""
         sizes: Sequence[int] = getattr(self.config, "packs", None) or []
-        packs = []
+        sizes, packs = sizes if len(sizes) > 1 else [], []  # one is no join
         for size, end in zip(sizes, accumulate(sizes), strict=True):
             own = self.history.expansions[end - size : end]
             codes = list(dict.fromkeys(code for record in own for code in record.new_languages))

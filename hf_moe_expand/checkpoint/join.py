@@ -44,11 +44,13 @@ class Pack:
     """A pack, which is an expanded checkpoint: one expansion, or several that were joined or grown.
 
     Attributes:
-        name: the last part of its folder or hub id.
+        name: the last part of its folder or hub id, or the name that the user gives.
+        is_named: whether the user gives one.
     """
 
     name: str
     stored: StoredModel
+    is_named: bool = False
 
     @property
     def config(self) -> Any:
@@ -68,7 +70,7 @@ class Pack:
     @property
     def names(self) -> list[str]:
         """The name of each of its expansions: that of the pack which brought it, or its own."""
-        return [record.pack or self.name for record in self.history.expansions]
+        return [self.name if self.is_named else record.pack or self.name for record in self.history.expansions]
 
     @property
     def sizes(self) -> list[int]:
@@ -182,12 +184,12 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
             raise InputError(f"{pack}: is a {kind} checkpoint, which is no language pack: {why}.")
         if not stored.config.exclusive_experts:
             raise InputError(f"{pack}: {REFUSED['routed', 'joined']}: expand the base by a plan with `exclusive`.")
-        if stored.config.packs and str(pack) != place:
+        if len(stored.config.packs or []) > 1 and str(pack) != place:
             raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
         # It is published: a local folder's path is not.
         if not name.strip() or len(name) > 200 or not name.isprintable():
             raise InputError(f"{name[:60]!r} is no name of a pack: it must be of 1 to 200 printable characters.")
-        loaded.append(Pack(name, stored))
+        loaded.append(Pack(name, stored, str(pack) != place))
     return loaded
 
 
@@ -289,7 +291,8 @@ def _joined(packs: Sequence[Pack]) -> Rule:
             return New(lambda: _joined_router([pack.added(place.layer) for pack in packs], routers), like.dtype)
         if not place.expert:
             return Copy(base[place.dense]) if place.dense in base else None
-        ends = [*accumulate(pack.added(place.layer) for pack in packs)]
+        # A language's modules outside the layers have the number of its class.
+        ends = [*accumulate(len(pack.history) if place.layer < 0 else pack.added(place.layer) for pack in packs)]
         number = bisect_left(ends, place.expert)
         return Copy(place.of_expert(place.expert - [0, *ends][number]), number)
 

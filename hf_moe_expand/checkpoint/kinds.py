@@ -4,7 +4,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
 from ..modeling.expanded_ffn import copy_ffn
-from ..modeling.part_adapters import maps_of
+from ..modeling.part_languages import maps_of
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,16 @@ class ExpertKind:
         name: `expert_kind`.
         names: arguments of a configuration, one for each field of the kind.
         has_ffn: whether the experts are FFNs of the backbone's own; else they have tensors that no dense model has.
+        has_updates: whether some have low-rank updates, whose factors have no mean.
     """
 
     name: ClassVar[str] = "ffn"
     names: ClassVar[tuple[str, ...]] = ()
     has_ffn: ClassVar[bool] = True
+
+    @property
+    def has_updates(self) -> bool:
+        return False
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -43,6 +48,10 @@ class LoraKind(ExpertKind):
     has_ffn: ClassVar[bool] = False
 
     @property
+    def has_updates(self) -> bool:
+        return True
+
+    @property
     def words(self) -> str:
         return f"expert 0 with updates of rank {self.rank}, alpha {self.alpha:g}"
 
@@ -63,23 +72,39 @@ class AddedKind(ExpertKind):
 
 @dataclass(frozen=True)
 class AdapterKind(ExpertKind):
-    """Low-rank updates of a layer's linear maps, one adapter for each expansion (`modeling/part_adapters.py`)."""
+    """Low-rank updates of a layer's linear maps, one adapter for each expansion (`modeling/part_languages.py`)."""
 
     adapters: list[dict]
     name: ClassVar[str] = "adapter"
     names: ClassVar[tuple[str, ...]] = ("adapters",)
     has_ffn: ClassVar[bool] = False
 
-    def maps(self, expansion: int, layer: int) -> dict[str, list]:
+    def maps(self, expansion: int, layer: int) -> dict[str, list | None]:
         """The updates of a layer by an expansion, which are numbered from 0."""
         return maps_of(self.adapters[expansion], layer)
 
     @property
+    def _all(self) -> dict[str, list[list | None]]:
+        """The updates, and None for whole modules, by the last part of a module's name."""
+        found: dict[str, list[list | None]] = {}
+        for entry in self.adapters:
+            for maps in (entry["maps"], *entry.get("layers", {}).values(), *map(entry.get, ("outside", "head"))):
+                for name, update in (maps or {}).items():
+                    found.setdefault(name.rpartition(".")[2], []).append(update)
+        return found
+
+    @property
+    def has_updates(self) -> bool:
+        return any(update is not None for updates in self._all.values() for update in updates)
+
+    @property
     def words(self) -> str:
-        maps = [maps for one in self.adapters for maps in (one["maps"], *one.get("layers", {}).values())]
-        ranks = sorted({rank for of_layer in maps for rank, _ in of_layer.values()})
-        names = sorted({name.rpartition(".")[2] for of_layer in maps for name in of_layer})
-        return f"updates of rank {', '.join(map(str, ranks))} on {', '.join(names)}"
+        found = self._all
+        updated = sorted(name for name, updates in found.items() if any(updates))
+        whole = sorted(name for name, updates in found.items() if None in updates)
+        ranks = sorted({update[0] for updates in found.values() for update in updates if update})
+        parts = [f"updates of rank {', '.join(map(str, ranks))} on {', '.join(updated)}"] if updated else []
+        return "; ".join([*parts, *([f"own {', '.join(whole)}"] if whole else [])])
 
 
 KINDS: dict[str, type[ExpertKind]] = {kind.name: kind for kind in (ExpertKind, LoraKind, AddedKind, AdapterKind)}
@@ -88,8 +113,8 @@ KINDS: dict[str, type[ExpertKind]] = {kind.name: kind for kind in (ExpertKind, L
 def kind_of(config: Any, first: int = 0, end: int | None = None) -> ExpertKind:
     """The kind of the experts of the expansions from `first` to `end`, which are numbered from 0."""
     parts = config.parts
-    if "adapters" in parts:
-        return AdapterKind(parts["adapters"][first:end])
+    if "languages" in parts:
+        return AdapterKind(parts["languages"][first:end])
     for name, made in (("lora", LoraKind), ("added", AddedKind)):
         settings = parts.get(name, {"each": {first: None}})
         one = settings["each"][first] if "each" in settings else settings
@@ -105,7 +130,7 @@ def kinds_of(config: Any) -> list[ExpertKind]:
 
 def has_ffn(config: Any, layer: int, expert: int) -> bool:
     """Whether an expert is an FFN of the backbone's own."""
-    return expert == 0 or ("adapters" not in config.parts and config.make_expert(layer, expert) is copy_ffn)
+    return expert == 0 or ("languages" not in config.parts and config.make_expert(layer, expert) is copy_ffn)
 
 
 def set_part(config: Any, name: str, settings: Any) -> None:
@@ -116,10 +141,10 @@ def set_part(config: Any, name: str, settings: Any) -> None:
 
 def set_kinds(config: Any, kinds: list[ExpertKind]) -> None:
     """Gives a configuration the kinds of its expansions."""
-    for name in ("lora", "added", "adapters"):
+    for name in ("lora", "added", "languages"):
         set_part(config, name, None)
     if kinds[0].name == "adapter":
-        set_part(config, "adapters", [one for kind in kinds for one in kind.adapters])  # type: ignore[attr-defined]
+        set_part(config, "languages", [one for kind in kinds for one in kind.adapters])  # type: ignore[attr-defined]
         return
     for name, made in (("lora", LoraKind), ("added", AddedKind)):
         each = [vars(kind) if isinstance(kind, made) else None for kind in kinds]

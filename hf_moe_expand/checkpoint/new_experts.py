@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns, layer_names
-from ..modeling.part_adapters import update_name
+from ..modeling.part_languages import own_name
 from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
@@ -28,7 +28,7 @@ from .operation_settings import NewExperts
 from .stored import network_of
 
 ALL_LINEAR = "all-linear"
-Maps = dict[str, list]  # rank and scaling by the name of a map in its layer
+Maps = dict[str, Any]  # rank and scaling by the name of a map in its layer, or None of a whole module
 
 
 def layer_modules(network: Any) -> dict[str, nn.Module]:
@@ -78,21 +78,27 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
                 stacklevel=2,
             )
         lora = _with_targets(lora, known)
-    wrapped = _wrapped(network, lora, where)
     places = list(layer_modules(network))
     layers: list[Maps] = [{} for _ in places]
-    for name, module in wrapped.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
+    for name, update in lora_maps(network, lora, where).items():
         layer = next((number for number, place in enumerate(places) if name.startswith(f"{place}.")), None)
-        if layer is None or not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
+        if layer is None or not isinstance(network.get_submodule(name), nn.Linear | Conv1D):
             raise InputError(
                 f"{where}: updates {name}, which is no linear map of a layer: an adapter of a language updates the "
                 "linear maps of the layers alone."
             )
-        (adapter,) = module.r
-        layers[layer][name.removeprefix(f"{places[layer]}.")] = [module.r[adapter], module.scaling[adapter]]
+        layers[layer][name.removeprefix(f"{places[layer]}.")] = update
     return entry_of(layers)
+
+
+def lora_maps(network: Any, lora: LoraConfig, where: str) -> Maps:
+    """Rank and scaling of each module that a LoRA updates, by its name in the dense model."""
+    found: Maps = {}
+    for name, module in _wrapped(network, lora, where).named_modules():
+        if isinstance(module, LoraLayer):
+            (adapter,) = module.r
+            found[name] = [module.r[adapter], module.scaling[adapter]]
+    return found
 
 
 def _with_targets(lora: LoraConfig, names: list[str]) -> LoraConfig:
@@ -116,7 +122,7 @@ def _wrapped(network: Any, lora: LoraConfig, where: str) -> nn.Module:
 
 def update_of(place: str, map_name: str, expert: int) -> str:
     """The name in an expanded model of an expert's update of a map of the layer `place`."""
-    return f"{place}.adapters.experts.{expert}.{update_name(map_name)}"
+    return f"{place}.adapters.experts.{expert}.{own_name(map_name, [])}"
 
 
 def entry_of(layers: list[Maps]) -> dict[str, Any]:

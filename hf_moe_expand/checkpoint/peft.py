@@ -4,47 +4,40 @@ expansion of adapters is exported in PEFT's format."""
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftConfig, __version__
-from transformers import PreTrainedConfig
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..core.jsonfile import read_json, write_json
-from ..core.languages import check_old_and_new
 from ..core.progress import Bar
 from ..core.schema import checked, shown_value
-from ..modeling.part_adapters import maps_of
-from ..planning.plan import Plan
 from .compare import moved_tensors
-from .expand import expansion_rule, planned_config, planned_record
-from .export import StoredUpdate, dense_config, experts_of, lora_updates
-from .gate import Gate
-from .kinds import AdapterKind, kind_of
-from .new_experts import Maps, adapter_of, entry_of, layer_modules, update_of
-from .promises import check_architecture
-from .reader import StoredTensor, tensors_of_file
-from .records import History, StageRecord, without_folders
+from .export import StoredUpdate, class_of, dense_config, experts_of, lora_updates
+from .kinds import kind_of
+from .new_experts import lora_maps
+from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
+from .records import History, without_folders
 from .source import (
     ADAPTER,
-    load_base_config,
     load_expanded_config,
     own_name,
     resolve_adapter,
     resolve_checkpoint,
 )
-from .stored import StoredModel, network_of, stored_tensors
-from .table import Given, rewrite
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_apart, check_output, new_folder, write_tensors
+from .stored import StoredModel, network_of, own_tensors, stored_tensors
+from .table import given_tensor
+from .writer import OutputTensor, check_apart, check_output, new_folder, write_tensors
 
 WEIGHTS = "adapter_model.safetensors"
-STAGE = "from-peft"  # the step's name in a history
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # The fields of a LoRA's configuration that say where its updates are and how they are scaled, or that its training
 # alone reads. A field that is not here must have PEFT's default.
@@ -57,7 +50,11 @@ _TAKEN = frozenset((
 # First weights for which PEFT changes the base's own.
 _CHANGE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _NO_ADAPTERS = "its experts are no adapters of PEFT"
-REFUSED = {(kind, "export-to-peft"): _NO_ADAPTERS for kind in ("copies", "lora", "added")}
+_WHOLE = "its languages have whole modules of their own"
+REFUSED = {
+    **{(kind, "export-to-peft"): _NO_ADAPTERS for kind in ("copies", "lora", "added")},
+    ("tuned", "export-to-peft"): _WHOLE,
+}
 # The ranks that vLLM's --max-lora-rank takes.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -114,6 +111,22 @@ class PeftAdapter:
             for key, tensor in stored_tensors(SimpleNamespace(tensors=tensors), network).items()  # type: ignore[arg-type]
         }
 
+    def placed(self, network: Any, own: Mapping[str, Any]) -> dict[str, StoredTensor]:
+        """Its tensors by their names in an expanded model, whose language has the tensors `own`; refuses one that is
+        left over or missing."""
+        factors, found = self.factors(network), {}
+        for key, tensor in own.items():
+            factor = f"{tensor.dense.rpartition('.')[0]}.{tensor.factor}"
+            if factor not in factors:
+                raise InputError(f"{self.name}: {WEIGHTS} lacks {factor}, which {ADAPTER} names.")
+            found[key] = factors.pop(factor)
+        for factor in factors:
+            raise InputError(
+                f"{self.name}: updates {factor}, which {ADAPTER} does not name in the base: is it another base's "
+                "adapter?"
+            )
+        return found
+
     def warnings(self, base: str, commit: str | None) -> list[str]:
         """What its configuration says of its base that differs from the base at hand, by name and by commit."""
         own, revision = self.fields.get("base_model_name_or_path"), self.fields.get("revision")
@@ -149,120 +162,6 @@ def _check_fields(read: Mapping[str, Any], name: str | os.PathLike) -> None:
             )
 
 
-@dataclass(frozen=True)
-class FromPeftReport:
-    """Result of `expand_from_peft`: parameters before and after, and what was taken though something speaks against
-    it."""
-
-    out: Path
-    base_parameters: int
-    parameters: int
-    warnings: list[str]
-
-
-@checked
-def expand_from_peft(
-    base: str | os.PathLike,
-    adapters: Mapping[str, Any],
-    out: str | os.PathLike,
-    old_languages: Sequence[str] = (),
-    *,
-    revision: str | None = None,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
-    gate: Gate | None = None,
-) -> FromPeftReport:
-    """Writes the expanded checkpoint of a dense base and adapters of PEFT: each language's tokens take its adapter, all
-    others the base as it was. `export_peft` gives the adapters back, byte for byte.
-
-    Args:
-        base: folder or hub id of the dense checkpoint.
-        adapters: the folder or hub id of each language's adapter; of an adapter of several languages, the codes are
-            joined by commas.
-        out: folder to write; appears whole or not at all.
-        old_languages: the base's own languages, as far as they are known.
-        revision: revision of the base's hub id.
-        max_shard_size: size of the largest weight file.
-        overwrite: replace `out` if it exists.
-        gate: the language gate of this base, for these languages (`gate_from_file`).
-
-    Raises:
-        InputError: an adapter is of another base, or more than low-rank updates of linear maps; the base cannot be
-            expanded; the languages contradict each other; or `out` cannot be written.
-    """
-    rounds = [codes_of(languages) for languages in adapters]
-    if not rounds:
-        raise InputError("adapters is empty: give each language's adapter.")
-    check_old_and_new(old_languages, [code for codes in rounds for code in codes])
-    folder = resolve_checkpoint(base, revision)
-    loaded = [PeftAdapter.load(name) for name in adapters.values()]
-    check_output(out, overwrite, folder, *(adapter.folder for adapter in loaded))
-    dense_config = load_base_config(folder)
-    check_architecture(dense_config, base)
-    if dense_config.is_encoder_decoder:
-        raise InputError(f"{base}: is an encoder-decoder, but adapters become expansions of decoders alone.")
-    dense = StoredModel(base, dense_config, revision)
-    kind = AdapterKind([adapter_of(dense.network, one.lora, one.name) for one in loaded])
-    config, plans = _planned(dense_config, kind, rounds, old_languages, gate)
-    given, begin = _updates(dense, config, loaded), expansion_rule(dense, "copy", 0, gate)
-    base_parameters = sum(dense[key].numel for key in dense.tensors)
-    name, _, commit = dense.name.partition("@")
-    sizes = [sum(tensor.numel for tensor in one.tensors.values()) for one in loaded]
-    records = [
-        planned_record(
-            plan, old_languages=plan.old, base_model=name, base_revision=commit or None,
-            expert_init=STAGE, base_parameters=base_parameters, parameters=base_parameters + sum(sizes[: number + 1]),
-            stages=[StageRecord(stage=STAGE, settings={"adapter": one.name, ADAPTER: without_folders(one.fields)})],
-        )
-        for number, (plan, one) in enumerate(zip(plans, loaded, strict=True))
-    ]  # fmt: skip
-    rewrite(
-        [dense], config, lambda place: Given(given[place.key]) if place.key in given else begin(place), out,
-        record=History(records).with_last(language_gate=config.language_gate), title=STAGE,
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
-    said = [line for one in loaded for line in one.warnings(name, commit or None)]
-    return FromPeftReport(Path(out), base_parameters, History.of(config).last.parameters or 0, said)
-
-
-def codes_of(languages: str) -> list[str]:
-    """The codes of an adapter's languages, which commas join."""
-    return [code.strip() for code in languages.split(",")]
-
-
-def _planned(
-    dense_config: PreTrainedConfig, kind: AdapterKind, rounds: Sequence[Sequence[str]], old: Sequence[str],
-    gate: Gate | None,
-) -> tuple[Any, list[Plan]]:  # fmt: skip
-    """The configuration of a model with an expansion of all layers for each adapter, and the plan of each."""
-    layers = dense_config.get_text_config(decoder=True).num_hidden_layers
-    plans, known = [], list(old)
-    for number, codes in enumerate(rounds, start=2):
-        plans.append(Plan(STAGE, [number] * layers, old=known, new=list(codes), exclusive=True))
-        known = [*known, *codes]
-    earlier = [plan.experts_per_layer for plan in plans[:-1]] or None
-    return planned_config(dense_config, plans[-1], kind, gate, earlier_experts_per_layer=earlier), plans
-
-
-def _updates(dense: StoredModel, config: Any, adapters: Sequence[PeftAdapter]) -> dict[str, StoredTensor]:
-    """The adapters' tensors by their names in the expanded model; refuses one that is left over or missing."""
-    found = {}
-    for number, adapter in enumerate(adapters):
-        factors = adapter.factors(dense.network)
-        for layer, place in enumerate(layer_modules(dense.network)):
-            for map_name in maps_of(config.adapters[number], layer):
-                for factor in ("lora_A.weight", "lora_B.weight"):
-                    if (key := f"{place}.{map_name}.{factor}") not in factors:
-                        raise InputError(f"{adapter.name}: {WEIGHTS} lacks {key}, which {ADAPTER} names.")
-                    found[f"{update_of(place, map_name, number + 1)}.{factor}"] = factors.pop(key)
-        for key in factors:
-            raise InputError(
-                f"{adapter.name}: updates {key}, which {ADAPTER} does not name in {dense.name}: is it an adapter of "
-                "another base?"
-            )
-    return found
-
-
 # --- out ------------------------------------------------------------------------------------------------------------
 
 
@@ -273,13 +172,17 @@ class LanguageAdapter:
     Attributes:
         languages: the codes of the expansion's languages.
         updates: its updates, by the name of the map in the dense model.
+        biases: the key of B's bias, by the map's name, where one has it.
+        whole: the modules that are no updates, norms alone: the key of each tensor, by its name in the dense model.
         network: the dense model, on the meta device.
-        kept: the configuration with which `expand --adapter` took it; None without one.
+        kept: the configuration with which `expand --tuned` took it; None without one.
         base: the dense model's name, and its commit.
     """
 
     languages: list[str]
     updates: Mapping[str, StoredUpdate]
+    biases: Mapping[str, str]
+    whole: Mapping[str, str]
     network: Any
     kept: dict[str, Any] | None
     base: tuple[str | None, str | None]
@@ -291,18 +194,10 @@ class LanguageAdapter:
 
     def fields(self) -> dict[str, Any]:
         """Its adapter_config.json: the kept one where that still says what its updates are, else a new one."""
-        layers: list[Maps] = [
-            {
-                name.removeprefix(f"{place}."): [update.rank, update.scaling]
-                for name, update in self.updates.items()
-                if name.startswith(f"{place}.")
-            }
-            for place in layer_modules(self.network)
-        ]
         fields = self.kept
-        if fields is None or not self._is_said_by(PeftConfig.from_peft_type(**fields), layers):
+        if fields is None or not self._is_said_by(PeftConfig.from_peft_type(**fields)):
             lora = self._lora(sorted({name.rpartition(".")[2] for name in self.updates}))
-            if not self._is_said_by(lora, layers):
+            if not self._is_said_by(lora):
                 lora = self._lora(sorted(self.updates))  # the same name stands in layers that have no update
             fields = {
                 name: sorted(value) if isinstance(value, set) else value for name, value in lora.to_dict().items()
@@ -311,12 +206,28 @@ class LanguageAdapter:
         known = commit is None and fields.get("base_model_name_or_path")
         return {**fields, "base_model_name_or_path": known or name, "revision": commit or fields.get("revision")}
 
-    def _is_said_by(self, lora: LoraConfig, layers: list[Maps]) -> bool:
-        """Whether a configuration of PEFT says these updates of the layers."""
+    def _is_said_by(self, lora: LoraConfig) -> bool:
+        """Whether a configuration of PEFT says these updates."""
+        said = {name: [update.rank, update.scaling] for name, update in self.updates.items()}
         try:
-            return adapter_of(self.network, lora, ADAPTER) == entry_of(layers)
+            return lora_maps(self.network, lora, ADAPTER) == said
         except InputError:  # it names more than maps
             return False
+
+    def tensors(self, source: StoredModel) -> list[OutputTensor]:
+        """What PEFT saves of it."""
+        made = []
+        for name, update in self.updates.items():
+            place, b, a = f"base_model.model.{name}", source[update.lora_B], source[update.lora_A]
+            if isinstance(self.network.get_submodule(name), nn.Embedding):
+                made += [_turned(f"{place}.lora_embedding_A", b), _turned(f"{place}.lora_embedding_B", a)]
+                continue
+            made += [OutputTensor.copy_of(tensor, f"{place}.lora_{x}.weight") for x, tensor in (("A", a), ("B", b))]
+            if name in self.biases:
+                made.append(OutputTensor.copy_of(source[self.biases[name]], f"{place}.lora_B.bias"))
+            elif self.biases:
+                made.append(given_tensor(f"{place}.lora_B.bias", torch.zeros(b.shape[0], dtype=TORCH_DTYPES[b.dtype])))
+        return [*made, *(OutputTensor.copy_of(source[key], f"base_model.model.{n}") for n, key in self.whole.items())]
 
     def _lora(self, targets: list[str]) -> LoraConfig:
         """A configuration for these updates: one rank and one alpha, and patterns for the maps that differ."""
@@ -336,7 +247,14 @@ class LanguageAdapter:
             fan_in_fan_out=any(isinstance(self.network.get_submodule(name), Conv1D) for name in self.updates),
             task_type="CAUSAL_LM",
             inference_mode=True,
+            lora_bias=bool(self.biases),
+            modules_to_save=sorted({name.rpartition(".")[0] for name in self.whole}) or None,
         )
+
+
+def _turned(name: str, tensor: StoredTensor) -> OutputTensor:
+    """A factor of an embedding's update, as PEFT has it."""
+    return given_tensor(name, tensor.load().T.contiguous())
 
 
 def _alpha(rank: int, scaling: float, rslora: bool) -> float:
@@ -382,12 +300,23 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
     for number, record in enumerate(history.expansions, start=1):
         if wanted not in (None, number):
             continue
-        experts = experts_of(source, record.new_languages[0])
-        kept = next((stage.settings for stage in record.stages if stage.stage == STAGE and stage.settings), {})
+        code = record.new_languages[0]
+        kept = next((stage.settings for stage in record.stages if ADAPTER in (stage.settings or {})), None) or {}
+        updates = lora_updates(source, experts_of(source, code), class_of(source, code))
+        own = {key: one for key, one in own_tensors(source.network).items() if one.number == number}
+        whole = {one.dense: key for key, one in own.items() if one.factor is None}
+        if not updates or any(len(source.shapes[key]) > 1 for key in whole.values()):
+            raise InputError(f"{source.folder}: {code}: {_WHOLE}: `export --language` writes its dense model.")
+        biases = {one.dense.rpartition(".")[0]: key for key, one in own.items() if one.factor == "lora_B.bias"}
+        maps = [network.get_submodule(key.removesuffix(".weight")) for key in updates]
+        if biases and any(isinstance(module, nn.Embedding) for module in maps):
+            raise InputError(
+                f"{source.folder}: {code}: its biases changed, and its embedding, which PEFT has not in one adapter: "
+                "`export --language` writes its dense model."
+            )
         yield LanguageAdapter(
-            record.new_languages,
-            {key.removesuffix(".weight"): update for key, update in lora_updates(source, experts).items()},
-            network, kept.get(ADAPTER), (history.first.base_model, history.first.base_revision),
+            record.new_languages, {key.removesuffix(".weight"): update for key, update in updates.items()},
+            biases, whole, network, kept.get(ADAPTER), (history.first.base_model, history.first.base_revision),
         )  # fmt: skip
 
 
@@ -432,11 +361,7 @@ def export_peft(
     for place in folders.values():
         check_output(place, overwrite)
     for one in adapters:
-        tensors = [
-            OutputTensor.copy_of(source[key], f"base_model.model.{name}.{factor}.weight")
-            for name, update in one.updates.items()
-            for factor, key in (("lora_A", update.lora_A), ("lora_B", update.lora_B))
-        ]
+        tensors = one.tensors(source)
         fields = one.fields()
         with new_folder(folders[one.name], overwrite, sum(tensor.nbytes for tensor in tensors)) as partial:
             write_json(partial / ADAPTER, fields)

@@ -95,7 +95,7 @@ def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     raise InputError(
         f"{name}: {kind}: merge it into its base, and give the merged model: with PEFT, "
         "PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER). Or make an "
-        f"expansion of it: hf-moe-expand expand BASE_MODEL OUT --adapter CODE=ADAPTER.{there}"
+        f"expansion of it: hf-moe-expand expand BASE_MODEL OUT --tuned CODE=ADAPTER.{there}"
     )
 
 
@@ -188,6 +188,16 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     )
     refuse_adapter(snapshot, name)
     return snapshot
+
+
+def holds_adapter(name: str | os.PathLike) -> bool:
+    """Whether a folder, or a repository of the hub, holds an adapter of PEFT, or a folder that does, and no model."""
+    folder = Path(name)
+    if not folder.exists():
+        local_checkpoint(name)  # refuses what is no hub id
+        folder = _downloaded(name, None, [ADAPTER])
+    found = (folder / ADAPTER).is_file() or any(folder.glob(f"*/{ADAPTER}"))
+    return found and not (folder / "config.json").is_file()
 
 
 def resolve_adapter(name: str | os.PathLike) -> Path:

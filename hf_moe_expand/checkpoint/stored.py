@@ -19,7 +19,9 @@ from transformers.integrations import deepspeed
 from ..core.errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedLayer
+from ..modeling.part_languages import Choosing, OuterModules
 from ..modeling.part_mixture import mixture_rules
+from ..modeling.updates import LoraUpdate
 from .kinds import has_ffn
 from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor
 from .source import load_base_config, load_config, name_and_commit, resolve_checkpoint
@@ -315,7 +317,7 @@ class Place:
         key: its name in the model.
         dense: its name in the dense model; None for routers, classifiers, gates, updates and added experts.
         shape: its shape.
-        layer: number of its expanded layer; -1 outside the expanded layers.
+        layer: number of its expanded layer; -1 outside the expanded layers, where a language's number is its `expert`.
         expert: number of its expert; None outside the experts.
         inner: its name inside the layer's block: the FFN, or the adapters; of a gate, inside the layer.
     """
@@ -358,11 +360,54 @@ def places(network: Any) -> dict[str, Place]:
                 expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
                 dense = f"{ffns[layer].name}.{rest}" if has_ffn(network.config, layer, expert) else None
             by_key[key] = Place(key, dense, by_key[key].shape, layer, expert, inner)
+    for name, outer in network.named_modules():
+        if isinstance(outer, OuterModules):
+            for inner in outer.state_dict():
+                key = f"{name}.{inner}"
+                by_key[key] = Place(key, None, by_key[key].shape, expert=int(inner.split(".")[1]), inner=inner)
     if (rule := getattr(network.config, "language_gate", None)) is not None:
         for inner in GATE_ROWS:
             key = f"{gate_home(network, rule['layer'])}.{inner}"
             by_key[key] = Place(key, None, by_key[key].shape, rule["layer"], inner=inner)
     return by_key
+
+
+@dataclass(frozen=True)
+class OwnTensor:
+    """A tensor of a module that a language has of its own.
+
+    Attributes:
+        number: the language's class.
+        dense: the tensor of the base in whose place it stands, or which it updates; by its name in the dense model.
+        factor: `lora_A.weight`, `lora_B.weight` or `lora_B.bias`; None of a whole module.
+        update: the low-rank update; None of a whole module.
+    """
+
+    number: int
+    dense: str
+    factor: str | None = None
+    update: LoraUpdate | None = None
+
+
+def own_tensors(network: Any) -> dict[str, OwnTensor]:
+    """The tensors of the modules that languages have of their own, by their names in the model."""
+    found = {}
+    for place, holder in network.named_modules():
+        if not isinstance(holder, Choosing):
+            continue
+        owner = place.removesuffix("adapters")
+        for number in range(1, holder.classes):
+            expert = holder.expert_of(number) or 0
+            for name in holder.own[expert]:
+                own: Any = holder.get(expert, name)
+                for inner in own.state_dict():
+                    key = f"{place}.experts.{expert}.{holder.own[expert][name]}.{inner}"
+                    if isinstance(own, LoraUpdate):
+                        kind = "bias" if inner.endswith("bias") else "weight"
+                        found[key] = OwnTensor(number, f"{owner}{name}.{kind}", inner, own)
+                    else:
+                        found[key] = OwnTensor(number, f"{owner}{name}.{inner}")
+    return found
 
 
 def gate_home(network: Any, layer: int) -> str:

@@ -170,7 +170,7 @@ def _tensors(
     if isinstance(entry, Given):
         given = entry.tensor
         if isinstance(given, torch.Tensor):
-            return [_computed(name, DTYPE_NAMES[given.dtype], tuple(given.shape), lambda: [given])]
+            return [given_tensor(name, given)]
         if given.dtype not in TORCH_DTYPES:
             raise InputError(f"{given.file}: tensor {given.name!r} is stored as {given.dtype}: give it unquantised.")
         return [_checked(OutputTensor.copy_of(given, name), place, given)]
@@ -194,6 +194,11 @@ def _tensors(
         shape = first.shape if entry.rest is None else sources[entry.rest.source][entry.rest.key].shape
         made = _computed(name, first.dtype, shape, lambda: _mixed(entry, sources))
     return [_checked(made, place, first)]
+
+
+def given_tensor(name: str, tensor: torch.Tensor) -> OutputTensor:
+    """A tensor at hand, to write."""
+    return _computed(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), lambda: [tensor])
 
 
 def _checked(tensor: OutputTensor, place: Place, stored: StoredTensor) -> OutputTensor:
@@ -298,7 +303,9 @@ def filled(model: Any, like: PreTrainedModel, state: Mapping[str, torch.Tensor])
     for name, _ in list(model.named_buffers()):
         if name not in held:
             module, _, buffer = name.rpartition(".")
-            own = buffers[name if name in buffers else re.sub(r"\.experts\.\d+\.", ".", name)]
-            model.get_submodule(module).register_buffer(buffer, own.clone(), persistent=False)
+            own = buffers.get(name, buffers.get(re.sub(r"\.experts\.\d+\.", ".", name)))
+            if own is not None:
+                model.get_submodule(module).register_buffer(buffer, own.clone(), persistent=False)
+    getattr(model, "share_buffers", lambda: None)()  # of languages' own modules
     model.generation_config = copy.deepcopy(like.generation_config)
     return model.train(like.training)

@@ -163,6 +163,7 @@ def write_checkpoint(
             if "tokenizer_config.json" in patterns:
                 keep_tokenizer(folder, partial)
         for name, content in (files or {}).items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
         _write_weights(partial, ordered, stem, what, max_shard_size)
     return Path(out)

@@ -45,7 +45,7 @@ _GONE = {
     "evaluate-translation": "evaluate MODEL... --pairs all --data LANGUAGE=FILE --out FILE, or with --pairs en-el",
     "expand-branches": "expand BRANCH OUT --branches BRANCH2 --plan FILE",
     "expand-depth": "expand BASE OUT --blocks N",
-    "from-peft": "expand BASE OUT --adapter LANGUAGE=ADAPTER",
+    "from-peft": "expand BASE OUT --tuned LANGUAGE=ADAPTER",
     "generate": "chat MODEL --prompt TEXT, or with --plain",
 }
 

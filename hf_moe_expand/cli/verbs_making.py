@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ..analysis.settings import AnalysisSettings, GateSettings
 from ..checkpoint.arguments import (
@@ -35,7 +35,10 @@ def expand(
     plan: PlanFile | None = None,
     settings: Annotated[ExpandSettings, Keys(without=("copy_from",))],
     gate: Path | None = None,
-    adapter: Sequence[str] = (),
+    tuned: Sequence[str] = (),
+    rank: int | None = None,
+    weight: float = 1.0,
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
     old: OldCodes = (),
     data: Texts | None = None,
     scores: Annotated[EvaluationSettings, Keys(without=("questions",))],
@@ -49,17 +52,18 @@ def expand(
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
     memory, whatever the model's size.
 
-    With --adapter, the experts are adapters of PEFT, for text that is told its language or, after `gates`, recognised;
-    --data then prints bits per byte of the base, of each adapter alone, of text that is told its language, and, with
-    --gate, of text that nobody told. With --branches, dense models are the experts, and all other weights are averaged
-    (Branch-Train-Mix); then `train joint`. With --blocks, the model stays dense: copied blocks are inserted that at
+    With --tuned, fine-tunes of the base, whole models or adapters of PEFT, become its languages, without a plan or any
+    training, for text that is told its language or, after `gates`, recognised; --data then prints bits per byte of the
+    base, of each language alone, of text that is told its language, and, with --gate, of text that nobody told. With
+    --branches, dense models are the experts, and all other weights are averaged (Branch-Train-Mix); then `train joint`.
+    With --blocks, the model stays dense: copied blocks are inserted that at
     first have no effect (LLaMA-Pro); then `train dense --only-new-blocks`.
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
 
     Example: hf-moe-expand expand Qwen/Qwen3-30B-A3B moe-el --plan plan.json --expert-kind added --expert-width 512
 
-    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el-hu --adapter el=me/qwen-el-lora --adapter hu=lora-hu
+    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el-hu --tuned el=me/qwen-el --tuned hu=lora-hu
 
     Example: hf-moe-expand expand qwen-el qwen-mix --branches qwen-tr --plan plan.json
 
@@ -67,18 +71,26 @@ def expand(
 
     Args:
         plan: plan.json of `plan`; with --branches, of `plan dmoe`.
-        gate: file of `gates BASE`: the language gate, for the plan's or the adapters' languages.
-        adapter: LANGUAGE=ADAPTER, a folder or hub id of a LoRA in PEFT's format that was trained on BASE; several
+        gate: file of `gates BASE`: the language gate, for the plan's or the fine-tunes' languages.
+        tuned: LANGUAGE=MODEL, a folder or hub id of a fine-tune of BASE, a whole model or a LoRA of PEFT; several
             languages of one by comma; repeat.
-        old: with --adapter: codes of the old languages, e.g. en,es,zh.
-        data: with --adapter: LANGUAGE=FILE of any language, to score; repeat.
+        rank: with --tuned: keep the best low-rank update of each map's difference; by default all is kept.
+        weight: with --tuned: times the difference; 0.5 is the mean with the base.
+        dtype: with --tuned: the base's type, to which a fine-tune in another one is converted.
+        old: with --tuned: codes of the old languages, e.g. en,es,zh.
+        data: with --tuned: LANGUAGE=FILE of any language, to score; repeat.
         branches: dense model beside BASE, a fine-tune of the same base for the next group of languages; repeat.
         blocks: number of blocks to insert.
     """
     _check_mode(given, plan)
     written: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite}
-    if adapter:
-        _expand_from_adapters(base, out, adapter, old, data or {}, scores, gate, revision, settings, overwrite)
+    if tuned:
+        models = _by_language(tuned)
+        classes = {code.strip(): number for number, codes in enumerate(models, 1) for code in codes.split(",")}
+        _expand_tuned(
+            base, models, out, old, data or {}, scores, rank=rank, weight=weight, dtype=dtype, revision=revision,
+            gate=_gate(gate, base, classes, revision), **written,
+        )  # fmt: skip
     elif blocks is not None:
         from ..baselines.depth import expand_depth
 
@@ -90,17 +102,16 @@ def expand(
 
 def _check_mode(given: Given, plan: Any) -> None:
     """Refuses options of `expand` that have no effect beside others."""
-    beside = {
-        "adapter": ("gate", "revision", "old", "data", *_SCORES), "blocks": (), "branches": ("plan", "seed"),
-    }  # fmt: skip
-    chosen = [mode for mode in ("adapter", "branches", "blocks") if mode in given]
+    ways = ("gate", "revision", "old", "data", "rank", "weight", "dtype", *_SCORES)
+    beside = {"tuned": ways, "blocks": (), "branches": ("plan", "seed")}
+    chosen = [mode for mode in ("tuned", "branches", "blocks") if mode in given]
     if len(chosen) > 1:
         raise InputError(f"--{chosen[0]} and --{chosen[1]}: give only one of them.")
     belongs(given, "data", *_SCORES)
-    if chosen != ["adapter"]:
-        belongs(given, "adapter", "old", "data")
-    if plan is None and chosen not in (["adapter"], ["blocks"]):
-        raise InputError("Give --plan (plan.json of `plan`), --adapter or --blocks: what the model gets.")
+    if chosen != ["tuned"]:
+        belongs(given, "tuned", "old", "data", "rank", "weight", "dtype")
+    if plan is None and chosen not in (["tuned"], ["blocks"]):
+        raise InputError("Give --plan (plan.json of `plan`), --tuned or --blocks: what the model gets.")
     for mode in chosen:
         without_effect(given, f"--{mode}", mode, *_LIKE_BASE, *beside[mode])
 
@@ -141,52 +152,46 @@ def _gate(file: Path | None, base: str, languages: Any, revision: str | None) ->
     return gate
 
 
-def _expand_from_adapters(
-    base: str,
-    out: Path,
-    arguments: Sequence[str],
-    old: Any,
-    data: dict[str, Any],
-    scores: EvaluationSettings,
-    gate: Path | None,
-    revision: str | None,
-    settings: ExpandSettings,
-    overwrite: bool,
-) -> None:
-    adapters: dict[str, str] = {}
+def _by_language(arguments: Sequence[str]) -> dict[str, str]:
+    """The fine-tune of each language, or of several that commas join."""
+    models: dict[str, str] = {}
     for argument in arguments:
         languages, _, place = argument.partition("=")
         if not place or not languages:
-            raise InputError(f"--adapter {argument}: give LANGUAGE=ADAPTER, as in --adapter el=lora-el.")
-        if languages in adapters:
-            raise InputError(f"--adapter {languages} has two adapters ({adapters[languages]}, {place}): give one.")
-        if place in adapters.values():
-            raise InputError(f"--adapter {argument}: {place} has a language already; join its languages by commas.")
-        adapters[languages] = place
-    from ..checkpoint.peft import codes_of, expand_from_peft
+            raise InputError(f"--tuned {argument}: give LANGUAGE=MODEL, as in --tuned el=qwen-el.")
+        if languages in models:
+            raise InputError(f"--tuned {languages} has two models ({models[languages]}, {place}): give one.")
+        if place in models.values():
+            raise InputError(f"--tuned {argument}: {place} has a language already; join its languages by commas.")
+        models[languages] = place
+    return models
 
-    classes = {code: number for number, codes in enumerate(adapters, 1) for code in codes_of(codes)}
-    report = expand_from_peft(
-        base, adapters, out, old, revision=revision, max_shard_size=settings.max_shard_size, overwrite=overwrite,
-        gate=_gate(gate, base, classes, revision),
-    )  # fmt: skip
+
+def _expand_tuned(
+    base: str, models: dict[str, str], out: Path, old: Any, data: dict[str, Any], scores: Any, **others: Any
+) -> None:
+    """Writes and scores the model of fine-tunes."""
+    from ..checkpoint.tuned import expand_tuned
+
+    report = expand_tuned(base, models, out, old, **others)
     print("\n".join([*report.warnings, f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters"]))
     if data:
         from ..evaluation.ways import score_ways
 
         print("bits per byte")
         print_table(*score_ways(out, data, scores).rows())
-    if gate is None:
-        print(
-            f"no gate            text that is told no language gets the newest adapter, until you run `gates {out} OUT`"
-        )
+    if others.get("gate") is None:
+        print(f"no gate            text that is told no language gets the base, until you run `gates {out} OUT`")
 
 
 def grow(
     model: Expanded,
     out: NewFolder,
     *,
-    plan: PlanFile,
+    plan: PlanFile | None = None,
+    tuned: Sequence[str] = (),
+    rank: int | None = None,
+    weight: float = 1.0,
     settings: AnalysisSettings,
     copy_from: str = "0",
     data: Texts | None = None,
@@ -197,7 +202,8 @@ def grow(
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
 
-    With --copy-from nearest, --tokens of each language are measured, in blocks of --block-size.
+    With --copy-from nearest, --tokens of each language are measured, in blocks of --block-size. With --tuned,
+    fine-tunes of the base become further languages of a model that `expand --tuned` made; nothing trains.
 
     Experts and router rows that exist stay byte for byte. Classifiers follow the plan: a layer that it names keeps its
     classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
@@ -205,11 +211,24 @@ def grow(
 
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json
 
+    Example: hf-moe-expand grow qwen-el qwen-el-hu --tuned hu=me/qwen-hu
+
     Args:
         plan: plan.json of `plan ... --from MODEL`.
+        tuned: LANGUAGE=MODEL, a fine-tune of the model's dense base; several languages of one by comma; repeat.
+        rank: with --tuned: keep the best low-rank update of each map's difference; by default all is kept.
+        weight: with --tuned: times the difference; 0.5 is the mean with the base.
         copy_from: expert that new experts copy: a number, or nearest: the one that --data uses most.
         data: LANGUAGE=FILE of a new language, for nearest; repeat.
     """
+    if tuned:
+        without_effect(given, "--tuned", "tuned", "model", "out", "rank", "weight", "max_shard_size", "overwrite")
+        written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+        _expand_tuned(model, _by_language(tuned), out, (), {}, None, rank=rank, weight=weight, **written)
+        return
+    belongs(given, "tuned", "rank", "weight")
+    if plan is None:
+        raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
     from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
     from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output

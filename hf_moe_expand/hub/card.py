@@ -101,7 +101,8 @@ def _metadata(
     """The card's head, which the hub reads."""
     old, new = _languages(facts.history)
     licensed: dict[str, Any] = {"license": license} if license else _base_license(base)
-    kind = ["lora"] if facts.has_adapters else ["mixture-of-experts", _method(facts).tag]
+    updates = ["lora"] if facts.has_updates else []
+    kind = updates if facts.has_adapters else ["mixture-of-experts", _method(facts).tag]
     return ModelCardData(
         language=list(dict.fromkeys(filter(None, (langcodes.Language.get(code).language for code in [*old, *new])))),
         **licensed,
@@ -130,6 +131,7 @@ def _contents(folder: Path, facts: Facts) -> dict[str, Any]:
         "inspection": inspection,
         "moved": verdict.names or ("the weights beside the adapters" if trained and not verdict.checked else ""),
         "words": method.words if method else "",
+        "stays_home": config.declares("stays_home"),
         "grafted": any(stage.stage == "graft" for stage in history.stages),
         "regularised": config.declares("shares_expert_0") or any(map(_is_regularised, settings)),
         "groups": facts.groups,

@@ -24,7 +24,8 @@ from ..core.scratch import leftovers
 from ..modeling import count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.language_gate import TEMPLATE, GateRule
-from ..modeling.part_adapters import AdaptedLayer
+from ..modeling.part_languages import Choosing, OuterModules
+from ..modeling.updates import LoraUpdate
 from ..planning.plan import Plan
 from ..stages import training_stages
 from ..trainers.freezing import freeze
@@ -125,6 +126,7 @@ def inspect_config(config: Any) -> Inspection:
     for index, ffn in network.expanded_ffns().items():
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size_of(ffn))
         added += _size_of(ffn) - _size_of(ffn.experts[0])
+    added += sum(_size_of(outer) for outer in network.modules() if isinstance(outer, OuterModules)) - _tied(network)
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
     if facts.exclusive:  # they have no routing to review
         stages = [stage for stage in stages if stage.trains.experts != "none"]
@@ -166,9 +168,31 @@ def _size_of(module: Any) -> int:
 def _idle_weights(network: Any) -> int:
     """Weights that a token does not use; of a mixture of the backbone's own, none where the configuration does not say
     how many experts a token takes."""
-    blocks: Any = getattr(network, "expanded_ffns", dict)().values()
-    adapters = [sorted(map(_size_of, block.experts)) for block in blocks if isinstance(block, AdaptedLayer)]
-    return _idle_in_ffns(network) + sum(size for sizes in adapters for size in sizes[:-1])
+    own: dict[
+        int, dict[int, int]
+    ] = {}  # of each class the size of each of its tensors, less those it takes the place of
+    for name, holder in network.named_modules():
+        for number in range(1, holder.classes) if isinstance(holder, Choosing) else ():
+            expert = holder.expert_of(number) or 0
+            for place in holder.own[expert]:
+                module: Any = holder.get(expert, place)
+                for parameter in module.parameters():
+                    own.setdefault(number, {})[id(parameter)] = parameter.numel()
+                for parameter in () if isinstance(module, LoraUpdate) else _base(network, name, place).parameters():
+                    own.setdefault(number, {})[id(parameter)] = -parameter.numel()
+    used = max([0, *(sum(sizes.values()) for sizes in own.values())])
+    return _idle_in_ffns(network) + sum(size for sizes in own.values() for size in sizes.values() if size > 0) - used
+
+
+def _base(network: Any, holder: str, place: str) -> Any:
+    return network.get_submodule(f"{holder.removesuffix('adapters')}{place}")
+
+
+def _tied(network: Any) -> int:
+    """The size of the tensors outside the layers that two modules of a language share."""
+    outer = [module for module in network.modules() if isinstance(module, OuterModules)]
+    sizes = [(id(one), one.numel()) for module in outer for one in module.parameters()]
+    return sum(size for _, size in sizes) - sum(dict(sizes).values())
 
 
 def _idle_in_ffns(network: Any) -> int:

@@ -22,6 +22,7 @@ WORDS = {
     "masking": "masking", "mixture": "a mixture as base", "random": "`expert_init: random`", "review": "a review",
     "routed": "experts that are not exclusive",
     "several": "several experts of one language", "sft-on-top": "`MoESFTTrainer`", "told": "a told language",
+    "tuned": "a fine-tune",
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ from hf_moe_expand import (
     LanguageText,
     Plan,
     expand_checkpoint,
+    expand_model,
+    expand_tuned,
     fit_gates,
     grow_checkpoint,
     join_expansions,
@@ -86,13 +88,15 @@ PARTS: dict[str, Part] = {
     "lora": Part(make={"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0}),
     "added": Part(make={"expert_kind": "added", "expert_width": 16}),
     "adapters": Part(plan={"exclusive": True}, make={"expert_kind": "adapter", "lora_rank": 4, "lora_alpha": 6.0}),
+    "tuned": Part(plan={"exclusive": True}),
     "dmoe": Part(plan={"groups": True}),
     "joined": Part(plan={"exclusive": True}, then=lambda form, before, out: form.join(before, out)),
     "grown": Part(then=lambda form, before, out: form.grow(before, out)),
     "gated": Part(then=lambda form, before, out: form.gate(before, out)),
     "expansion-only": Part(),
 }
-_KINDS = ("copies", "lora", "added", "adapters")
+_KINDS = ("copies", "lora", "added", "adapters", "tuned")
+_PLANNED = {"encoder-decoder", "uneven", "classifiers", "conditional", "random", "dmoe"}  # a fine-tune has no plan
 _MAKES = {"grow": "grown", "join": "joined"}  # operations, and the feature of what they make
 # The recommended model, and what else it may be.
 RECOMMENDED = ("exclusive", "gated")
@@ -108,6 +112,7 @@ def all_forms() -> list[tuple[str, ...]]:
         for parts in dict.fromkeys(found)
         if not any(len({*parts} & {*several}) > 1 for several in apart)
         and ("copies" not in parts or parts == ("mixture", "copies"))
+        and not ("tuned" in parts and _PLANNED & {*parts})
     ]
 
 
@@ -118,13 +123,13 @@ def name_of(parts: tuple[str, ...]) -> str:
 def facts_of(parts: tuple[str, ...]) -> set[str]:
     """The features by which the tables of refusals know a form."""
     facts = {"expanded", *parts}
-    facts |= {"exclusive"} if facts & {"adapters", "joined"} else set()
+    facts |= {"exclusive"} if facts & {"adapters", "joined", "tuned"} else set()
     facts |= {"added"} if "mixture" in facts and not facts & {*_KINDS} else set()
     if not facts & {"exclusive", "dmoe"}:
         facts.add("routed")
     if "routed" in facts or ("uneven" in facts and "adapters" not in facts):
         facts.add("several")  # experts of one language, among which a router chooses
-    if not facts & {"lora", "added", "adapters"}:
+    if not facts & {"lora", "added", "adapters", "tuned"}:
         facts.add("copies")
     return facts
 
@@ -200,7 +205,26 @@ class Form:
 
     def expand(self, out: Path, new: str = NEW[0], seed: int = 3) -> Path:
         """Its first expansion, or a pack beside it."""
+        if "tuned" in self:
+            expand_tuned(self.base, {new: self.fine_tune(new, seed)}, out, ["en"])
+            return out
         expand_checkpoint(self.base, out, self.plan(new), seed=seed, **self.made)
+        return out
+
+    def in_memory(self) -> Any:
+        """Its first expansion of the loaded base."""
+        if "tuned" in self:
+            return expand_tuned(self.copy_of_base(), {NEW[0]: load(self.fine_tune(NEW[0]))}, None, ["en"])
+        return expand_model(self.copy_of_base(), self.plan(), seed=3, **self.made)
+
+    def fine_tune(self, new: str, seed: int = 3) -> Path:
+        """A fine-tune of its base."""
+        out = self.root / f"fine-tune-{new}"
+        if not out.exists():
+            model, generator = self.copy_of_base(), torch.Generator().manual_seed(seed)
+            for weight in model.parameters():
+                weight.data += 0.1 * weight.std().clamp(min=0.02) * torch.randn(weight.shape, generator=generator)
+            model.save_pretrained(out)
         return out
 
     def pack(self, new: str, seed: int = 5) -> Path:
@@ -226,6 +250,10 @@ class Form:
         )  # fmt: skip
 
     def grow(self, before: Path, out: Path) -> None:
+        if "tuned" in self:
+            new = NEW[self.expansions - 1]
+            expand_tuned(before, {new: self.fine_tune(new)}, out)
+            return
         grow_checkpoint(before, out, self.growth(before, NEW[self.expansions - 1]))
 
     def gate(self, before: Path, out: Path) -> None:

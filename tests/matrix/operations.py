@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModel
 
 from hf_moe_expand import (
     evaluate_model,
-    expand_model,
     freeze,
 )
 from hf_moe_expand.data.pairs import SentencePair
@@ -159,9 +158,9 @@ def of_last_expansion(form: Form) -> set[str]:
 @operation
 def starts_as_the_base(form: Form) -> None:
     """P1: right after it was made it computes what the base does, whatever routers and classifiers say. Random experts
-    do not, but expert 0 does."""
+    and fine-tunes do not, but expert 0 does."""
     model, expected = load(form.fresh), logits(form.dense, form)
-    if "random" in form:
+    if {"random", "tuned"} & form.facts:
         with model.use_expert(0):
             assert torch.equal(logits(model, form), expected)
         return
@@ -464,7 +463,7 @@ def int8(form: Form) -> None:
 def in_memory(form: Form) -> None:
     """Expanded in memory it is the model of the checkpoint, and saved it has the same bytes."""
     stored = form.fresh and form.root / "expanded"
-    model = expand_model(form.copy_of_base(), form.plan(), seed=3, **form.made)
+    model = form.in_memory()
     expected = load(stored)
     assert type(model) is type(expected)
     assert list(model.state_dict()) == list(expected.state_dict())

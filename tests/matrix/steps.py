@@ -105,9 +105,12 @@ def sft(form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], d
         for n, code in enumerate(codes)
     ]
     rows = Dataset.from_dict({"text": texts, "language": codes})
+    # TRL reads the head's weight itself, and a fine-tune has its own.
+    size, steps = (1, 3) if "tuned" in form else (3, 1)
+    batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
     arguments = SFTConfig(
         output_dir=str(form.root / "sft"), max_steps=1, learning_rate=1.0, optim="sgd", max_grad_norm=0.0,
-        lr_scheduler_type="constant", per_device_train_batch_size=3, train_sampling_strategy="sequential",
+        lr_scheduler_type="constant", train_sampling_strategy="sequential", **batches,
         max_length=64, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
         **checkpointed(False),
     )  # fmt: skip

@@ -214,7 +214,8 @@ def inspect(form: Form) -> None:
         assert found.trainable["post-pretrain"] == sum(sizes[name] for name in chosen)
     said = "\n".join(found.lines())
     assert f"{found.total:,}" in said
-    assert len(found.packs) == (2 if "joined" in form else 0)
+    joins = "joined" in form or {"tuned", "grown"} <= form.facts  # the languages of fine-tunes are packs
+    assert len(found.packs) == (form.expansions if joins and "joined" not in form else 2 if joins else 0)
 
 
 @operation
@@ -225,7 +226,7 @@ def card(form: Form) -> None:
     assert all(f"{size_of(model):,}" in text for model in (form.model, form.dense)), text
     assert all(code in text for code in form.languages)
     assert str(form.root) not in text
-    assert ("mixture-of-experts" in text) == ("adapters" not in form)
+    assert ("mixture-of-experts" in text) == (not {"adapters", "tuned"} & form.facts)
 
 
 @operation
@@ -325,7 +326,7 @@ def peft_on_top(form: Form) -> None:
     asked = told_each(form)
     trains = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad]
     assert not any(part in name for name in trains for part in (".router.", ".classifier.", ".language_gate."))
-    assert not any(".adapters." in name for name in trains)
+    assert not any("_update." in name for name in trains)
     with wrapped.disable_adapter():
         for more in asked:
             assert torch.equal(logits(wrapped, form, **more), logits(form.model, form, **more))

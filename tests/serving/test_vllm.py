@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.gate import Gate
-from hf_moe_expand.checkpoint.peft import expand_from_peft, export_peft
+from hf_moe_expand.checkpoint.peft import export_peft
+from hf_moe_expand.checkpoint.tuned import expand_tuned
 from hf_moe_expand.modeling.language_gate import GateRule
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.
@@ -152,7 +153,7 @@ def test_adapters_of_several_languages_are_served_request_by_request(tmp_path, b
         "el": make(tmp_path / "lora-el", tmp_path / "base", 1),
         "hu": make(tmp_path / "lora-hu", tmp_path / "base", 2, use_rslora=True, rank_pattern={"q_proj": 7}),
     }
-    expand_from_peft(tmp_path / "base", adapters, tmp_path / "model", ["en"])
+    expand_tuned(tmp_path / "base", adapters, tmp_path / "model", ["en"])
     lines = export_peft(tmp_path / "model", tmp_path / "back").lines()
     assert "--max-loras 3 --max-lora-rank 8 " in lines[-1]
     languages = ["el", "hu", "en", "hu"]

@@ -1,0 +1,496 @@
+"""Fine-tunes of one base become languages of one model: what a fine-tune changed are modules of its language's own,
+whole or as low-rank updates, and all other text gets the base as it was. Nothing trains."""
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import ModelCard
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..core.errors import InputError, first_line
+from ..core.jsonfile import read_json
+from ..core.languages import check_old_and_new
+from ..core.progress import Bar
+from ..core.schema import checked
+from ..modeling import ExpandedConfig, LayerMoEConfig, decoder_ffns
+from ..modeling.backbone import takes_hidden_states_alone
+from ..modeling.part_languages import decoder_of
+from ..planning.plan import Plan
+from .compare import base_hashes
+from .expand import base_of, expansion_rule, planned_config, planned_record
+from .export import dense_config
+from .gate import Gate
+from .kinds import AdapterKind, kind_of, set_part
+from .new_experts import Maps, adapter_of, entry_of, layer_modules
+from .peft import PeftAdapter
+from .promises import check_architecture
+from .reader import StoredTensor
+from .records import ExpansionRecord, History, StageRecord, without_folders
+from .source import ADAPTER, differences, holds_adapter, load_base_config, name_and_commit, resolve_checkpoint
+from .stored import LoadedModel, OwnTensor, Place, Source, StoredModel, load_any_config, network_of, own_tensors
+from .table import Copy, Given, Mix, New, Rule, check_place, rewrite
+from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES
+
+STAGE = "tuned"  # the step's name in a history
+# Fields of a configuration that its computation does not read: a fine-tune's may differ.
+_MAY_DIFFER = (
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+    "tie_word_embeddings", "history", "task_specific_params", "id2label", "label2id", "problem_type",
+    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "attention_probs_dropout_prob", "hidden_dropout_prob", "router_aux_loss_coef", "output_router_logits",
+    "unsloth_version", "unsloth_fixed", "pretraining_tp", "max_position_embeddings_of_training",
+)  # fmt: skip
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+_OF_LIBRARY = ("transformers_version", "_from_model_config")
+_UNRELATED = 1.0  # the relative change of weights that have nothing to do with the base's is at least this
+
+
+@dataclass(frozen=True)
+class TunedReport:
+    """Result of `expand_tuned`: parameters before and after, and what a user should know."""
+
+    out: Path
+    base_parameters: int
+    parameters: int
+    warnings: list[str]
+
+
+@dataclass
+class FineTune:
+    """A fine-tune of the base, whole.
+
+    Attributes:
+        name: what the user gave, without this machine's folders.
+        home: the base.
+        number: of `source` in the operation.
+        rank: of the updates; None keeps all whole.
+        weight: times the difference.
+        keys: the base's stored name of each of its tensors, by its name in the dense model.
+    """
+
+    name: str
+    commit: str | None
+    source: Source
+    home: Source
+    keys: Mapping[str, str]
+    number: int
+    rank: int | None
+    weight: float
+    dtype: str | None
+    _factors: tuple[str, Any] = ("", None)
+
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return self.source.folder
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """The tensors that differ from the base's, by their names in the dense model.
+
+        Raises:
+            InputError: one is of another type, or they have nothing to do with the base's.
+        """
+        found, changes = [], []
+        for dense, key in Bar(self.keys.items(), desc=f"compare {self.name}", unit="tensor", leave=False):
+            ours, theirs = self.home[key], self.source[dense]
+            if ours.dtype != theirs.dtype and self.dtype != ours.dtype:
+                raise InputError(
+                    f"{self.name}: tensor {dense!r} is {theirs.dtype}, but {ours.dtype} in {self.home.name}: give "
+                    f"--dtype {_torch_name(ours.dtype)} (dtype=) to convert it."
+                )
+            if ours.dtype == theirs.dtype and ours.same_bytes(theirs):
+                continue
+            pairs = zip(ours.pieces(), theirs.pieces(), strict=True)
+            sums = [
+                (float((b.double() - a.double()).square().sum()), float(a.double().square().sum())) for a, b in pairs
+            ]
+            change, size = (sum(column) for column in zip(*sums, strict=True))
+            if change:
+                found.append(dense)
+                if len(ours.shape) > 1 and size:
+                    changes.append((change / size) ** 0.5)
+        if not found:
+            raise InputError(f"{self.name}: is {self.home.name} itself: none of its tensors differs.")
+        if changes and (middle := sorted(changes)[len(changes) // 2]) >= _UNRELATED:
+            raise InputError(
+                f"{self.name}: is no fine-tune of {self.home.name}: its matrices differ from it by {middle:.0%} "
+                "of their size (the median)."
+            )
+        return found
+
+    def entry(self, network: Any) -> dict[str, Any]:
+        """The entry of `languages` in a configuration: each changed tensor's smallest module."""
+        ties = dict(getattr(network, "all_tied_weights_keys", None) or {})
+        owned: dict[str, set[str]] = {}
+        mixtures = [ffn.place for ffn in decoder_ffns(network) if ffn.is_mixture]  # which stay whole
+        for dense in self.changed:
+            for key in (dense, *(target for target, source in ties.items() if source == dense)):
+                name, _, tensor = key.rpartition(".")
+                name = next((place for place in mixtures if key.startswith(f"{place}.")), name)
+                owned.setdefault(name, set()).add(tensor)
+        places, decoder = list(layer_modules(network)), decoder_of(network)
+        layers: list[Maps] = [{} for _ in places]
+        others: dict[str, Maps] = {"outside": {}, "head": {}}
+        widths: list[tuple[int, str]] = []
+        for name in [name for name in owned if not any(name.startswith(f"{other}.") for other in owned)]:
+            if name in ("", decoder, *places):
+                tensor = ".".join(filter(None, (name, sorted(owned[name])[0])))
+                raise InputError(
+                    f"{self.name}: {tensor} belongs to no module inside a layer, so that no language has it."
+                )
+            if (update := self._update(network, name, owned[name])) is not None:
+                widths.append((min(network.get_submodule(name).weight.shape), name))
+            layer = next((number for number, place in enumerate(places) if name.startswith(f"{place}.")), None)
+            if layer is not None:
+                layers[layer][name.removeprefix(f"{places[layer]}.")] = update
+            elif decoder and name.startswith(f"{decoder}."):
+                others["outside"][name.removeprefix(f"{decoder}.")] = update
+            else:
+                others["head"][name] = update
+        width, name = min(widths, default=(self.rank or 0, ""))
+        if (self.rank or 0) > width:
+            raise InputError(f"rank is {self.rank}: must be at most {width}, the narrowest side of {name}.")
+        return {**entry_of(layers), **{where: maps for where, maps in others.items() if maps}}
+
+    def _update(self, network: Any, name: str, tensors: set[str]) -> list | None:
+        """How a language has a module of its own: rank, scaling and whether its bias changed; None if whole."""
+        module = network.get_submodule(name)
+        is_map = isinstance(module, nn.Linear | Conv1D | nn.Embedding) and takes_hidden_states_alone(type(module))  # type: ignore[arg-type]
+        if self.rank is None or not is_map or "weight" not in tensors:
+            return None
+        return [self.rank, 1.0, *([True] if "bias" in tensors else [])]
+
+    def made(self, own: OwnTensor, network: Any) -> Any:
+        """Of what a tensor of its language's is made."""
+        here = Copy(own.dense, self.number)
+        base = Copy(self.keys.get(own.dense, own.dense))
+        if own.factor is None:
+            is_tied = own.dense not in self.source
+            if is_tied or (self.weight == 1 and self._is_as_the_base(own.dense, base.key)):
+                return here
+            return Mix([base, here], [1 - self.weight, self.weight])  # puts a mixture's parts together, too
+        if own.dense not in self.keys:  # tied to another's
+            return None
+        dtype = self.home[base.key].dtype
+        if own.factor == "lora_B.bias":
+            return New(lambda: self._difference(own.dense), dtype)
+        is_conv = isinstance(network.get_submodule(own.dense.rpartition(".")[0]), Conv1D)
+        return New(partial(self._factor, own.dense, own.factor[:6], is_conv), dtype)
+
+    def _is_as_the_base(self, dense: str, key: str) -> bool:
+        """Whether a tensor is stored in one piece, and in the base's type."""
+        stored = self.source[dense]
+        return stored.dtype == self.home[key].dtype and not stored.parts
+
+    def _difference(self, dense: str) -> torch.Tensor:
+        ours, theirs = (tensor.load().double() for tensor in (self.home[self.keys[dense]], self.source[dense]))
+        return self.weight * (theirs - ours)
+
+    def _factor(self, dense: str, which: str, is_conv: bool) -> torch.Tensor:
+        """A or B of the truncated SVD of a difference `[out, in]`."""
+        if self._factors[0] != dense:  # both are written one after the other
+            difference = self._difference(dense)
+            U, S, V = torch.linalg.svd(difference.T if is_conv else difference, full_matrices=False)
+            root = S[: self.rank].sqrt()
+            self._factors = dense, {"lora_A": root[:, None] * V[: self.rank], "lora_B": U[:, : self.rank] * root}
+        return self._factors[1][which]
+
+
+def _torch_name(dtype: str) -> str:
+    return next((str(own).removeprefix("torch.") for own, name in DTYPE_NAMES.items() if name == dtype), dtype)
+
+
+@checked
+def expand_tuned(
+    base: Any,
+    tuned: Mapping[str, Any],
+    out: str | os.PathLike | None = None,
+    old_languages: Sequence[str] = (),
+    *,
+    rank: int | None = None,
+    weight: float = 1.0,
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    revision: str | None = None,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    gate: Gate | None = None,
+) -> Any:
+    """Writes the model of a base and fine-tunes of it: each language's texts get its fine-tune, all others the base as
+    it was. Nothing trains; text whose language nobody tells, and no gate judges, is the base's.
+
+    Args:
+        base: folder or hub id of the dense base, or of a model that was made so, which gets further languages; or a
+            loaded one, which then shares its tensors with the new model.
+        tuned: by language the folder or hub id of a fine-tune, a full model of the base's shape or a LoRA of PEFT; of
+            one for several languages the codes are joined by commas. Loaded models if `base` is one.
+        out: folder to write; None for loaded models.
+        old_languages: the base's own languages, as far as they are known.
+        rank: keeps of each map's difference, and of embedding and head, the best update of this rank (its truncated
+            singular value decomposition, in float64); norms and biases stay whole. None keeps all whole.
+        weight: times the difference: 1 is the fine-tune, 0.5 its mean with the base.
+        dtype: the base's type, to which a fine-tune in another one is converted.
+        revision: revision of the base's hub id.
+        gate: the language gate of this base, for these languages (`gate_from_file`).
+
+    Returns:
+        A `TunedReport`, or the loaded model.
+
+    Raises:
+        InputError: a fine-tune is of another base, architecture, shape, vocabulary or type, or its configuration
+            computes otherwise (the message names what differs); the languages contradict each other; or `out` cannot
+            be written.
+    """
+    rounds = [codes_of(languages) for languages in tuned]
+    if not rounds:
+        raise InputError("tuned is empty: give each language's fine-tune.")
+    if rank is not None and rank < 1:
+        raise InputError(f"rank is {rank}: must be at least 1.")
+    if not 0 < weight <= 2:
+        raise InputError(f"weight is {weight}: must be above 0 and at most 2; 1 is the fine-tune as it is.")
+    home = _home(base, revision)
+    history = History.of(home.config)
+    known = history.first.old_languages if len(history) else list(old_languages)
+    if len(history) and old_languages:
+        raise InputError(f"old_languages: {home.name} says its own already ({', '.join(known) or 'none'}).")
+    check_old_and_new([*dict.fromkeys([*known, *history.languages])], [code for codes in rounds for code in codes])
+    # Of a model of languages, its base's.
+    keys = {p.dense: key for key, p in home.places.items() if p.dense is not None and key in home}
+    network = home.network if not len(history) else network_of(dense_config(home.config))
+    stored_type = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
+    loaded: list[Any] = []
+    for one in tuned.values():
+        number = 1 + sum(isinstance(other, FineTune) for other in loaded)
+        loaded.append(_loaded(home, keys, one, number, rank, weight, stored_type))
+    folders = [one.folder for one in loaded]
+    check_place(base, out, overwrite, *([] if isinstance(base, PreTrainedModel) else [home.folder, *folders]))
+    entries = [
+        adapter_of(network, one.lora, one.name) if isinstance(one, PeftAdapter) else one.entry(network)
+        for one in loaded
+    ]
+    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    if not isinstance(base, PreTrainedModel):
+        written["files"] = _settings_of(home.folder, rounds, folders, entries)
+    config, plans = _planned(home, entries, rounds, known, gate)
+    records = _records(home, base, plans, loaded, history)
+    made = rewrite(
+        [home, *(one.source for one in loaded if isinstance(one, FineTune))],
+        config, _rule(home, config, loaded, len(history), network, gate), out,
+        record=History([*history.expansions, *records]).with_last(language_gate=config.language_gate), title=STAGE,
+        **written,
+    )  # fmt: skip
+    if isinstance(base, PreTrainedModel):
+        return made
+    name, commit = records[0].base_model or "", records[0].base_revision
+    said = [line for one in loaded if isinstance(one, PeftAdapter) for line in one.warnings(name, commit)]
+    first, last = History.of(config).first, History.of(config).last
+    return TunedReport(Path(out or ""), first.base_parameters or 0, last.parameters or 0, said)
+
+
+def codes_of(languages: str) -> list[str]:
+    """The codes of a fine-tune's languages, which commas join."""
+    return [code.strip() for code in languages.split(",")]
+
+
+def _home(base: Any, revision: str | None) -> Source:
+    """The base, or the model of languages that gets more."""
+    if isinstance(base, PreTrainedModel):
+        source: Source = LoadedModel(base)
+    else:
+        folder = resolve_checkpoint(base, revision)
+        source = StoredModel(base, load_any_config(folder), revision)
+    config, name = source.config, source.name
+    if not isinstance(config, ExpandedConfig):
+        check_architecture(config, name)
+        if config.is_encoder_decoder:
+            raise InputError(f"{name}: is an encoder-decoder, but fine-tunes become languages of decoders alone.")
+    elif "languages" not in (config.parts or {}) or not isinstance(config, LayerMoEConfig):
+        raise InputError(
+            f"{name}: its experts are {kind_of(config).words}: a fine-tune joins a model whose languages have modules "
+            "of their own (`expand BASE OUT --tuned`), or its dense base."
+        )
+    elif (stage := History.of(config).trained_base) is not None:
+        raise InputError(f"{name}: `{stage}` trained the base inside, of which no other model is a fine-tune.")
+    return source
+
+
+def _loaded(
+    home: Source, keys: Mapping[str, str], tuned: Any, number: int, rank: int | None, weight: float, dtype: str | None
+) -> Any:
+    """A fine-tune, checked against the base's configuration, shapes and vocabulary; or an adapter of PEFT."""
+    if isinstance(tuned, PreTrainedModel) != isinstance(home, LoadedModel):
+        raise InputError("tuned: give loaded models for a loaded base, and folders or hub ids for a checkpoint.")
+    if isinstance(tuned, PreTrainedModel):
+        source: Source = LoadedModel(tuned)
+        name, commit = base_of(tuned)
+    else:
+        if holds_adapter(tuned):
+            if rank is not None or weight != 1:
+                raise InputError(f"{tuned}: is an adapter of PEFT, which joins as it is: leave rank and weight out.")
+            return PeftAdapter.load(tuned)
+        folder = resolve_checkpoint(tuned)
+        source = StoredModel(tuned, load_base_config(folder))
+        name, commit = name_and_commit(tuned, folder)
+    base = home.config if not isinstance(home.config, ExpandedConfig) else dense_config(home.config)
+    if base.model_type != source.config.model_type:
+        raise InputError(f"{name}: is a {source.config.model_type} model, but {home.name} is a {base.model_type}.")
+    longer = f": a model with other tokens is no fine-tune of {home.name}"
+    for what, ours, theirs in differences(base, source.config, _MAY_DIFFER):
+        more = longer if what == "vocab_size" else ", so that it computes otherwise with the same weights"
+        raise InputError(f"{name}: {what} is {theirs!r}, but {ours!r} in {home.name}{more}.")
+    if base.tie_word_embeddings and not source.config.tie_word_embeddings:
+        raise InputError(f"{name}: its head is not its embedding, as that of {home.name} is.")
+    for dense, key in keys.items():
+        ours, there = home.shapes[key], source.shapes.get(dense)
+        if ours != there:
+            has = "no such tensor" if there is None else f"shape {list(there)}"
+            raise InputError(f"{name}: tensor {dense!r} has shape {list(ours)} in {home.name}, but {has} here.")
+    if isinstance(source, StoredModel):
+        _check_vocabulary(home, source)
+    return FineTune(name, commit, source, home, keys, number, rank, weight, dtype)
+
+
+def _check_vocabulary(home: Source, source: Source) -> None:
+    """Refuses other tokens, where both have a tokenizer in one file."""
+    files = [one.folder / "tokenizer.json" for one in (home, source)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    try:
+        ours, theirs = (
+            {number: token for token, number in Tokenizer.from_file(str(file)).get_vocab().items()} for file in files
+        )
+    except Exception as error:  # of the library, in one type
+        raise InputError(f"{source.name}: its tokenizer.json cannot be read ({first_line(error)}).") from None
+    for number in sorted({*ours, *theirs}):
+        if ours.get(number) != theirs.get(number):
+            raise InputError(
+                f"{source.name}: token {number} is {theirs.get(number)!r}, but {ours.get(number)!r} in {home.name}: a "
+                "model with other tokens is no fine-tune of it."
+            )
+
+
+def _settings_of(
+    home: Path, rounds: Sequence[Sequence[str]], folders: Sequence[Path], entries: Sequence[dict]
+) -> dict[str, bytes]:
+    """The files of the fine-tunes' own chat templates, by name; their generation settings that differ from the base's
+    are written into their entries."""
+    files: dict[str, bytes] = {}
+    base = _json(home / GENERATION)
+    template = home / TEMPLATE
+    for codes, folder, entry in zip(rounds, folders, entries, strict=True):
+        own = folder / TEMPLATE
+        if own.is_file() and not (template.is_file() and template.read_bytes() == own.read_bytes()):
+            files |= {f"additional_chat_templates/{code}.jinja": own.read_bytes() for code in codes}
+        theirs = _json(folder / GENERATION)
+        differ = {name: value for name, value in theirs.items() if value != base.get(name) and name not in _OF_LIBRARY}
+        if differ:
+            entry["generation"] = differ
+    return files
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return read_json(file, "a generation configuration") if file.is_file() else {}
+
+
+def _planned(
+    home: Source, entries: Sequence[dict], rounds: Sequence[Sequence[str]], old: Sequence[str], gate: Gate | None
+) -> tuple[Any, list[Plan]]:
+    """The configuration of a model with an expansion of all layers for each fine-tune, and the plan of each."""
+    config, history = home.config, History.of(home.config)
+    is_dense = not isinstance(config, ExpandedConfig)
+    layers = len(layer_modules(home.network))
+    counts = [1] * layers if is_dense else list(config.num_experts_per_layer)
+    earlier = [] if is_dense else [*(config.earlier_experts_per_layer or []), counts]
+    plans, known = [], list(dict.fromkeys([*old, *history.languages]))
+    for number, codes in enumerate(rounds, start=1):
+        plans.append(Plan(STAGE, [count + number for count in counts], old=known, new=list(codes), exclusive=True))
+        known = [*known, *codes]
+    earlier = [*earlier, *(plan.experts_per_layer for plan in plans[:-1])]
+    if is_dense:
+        config = planned_config(
+            config, plans[-1], AdapterKind(list(entries)), gate, earlier_experts_per_layer=earlier or None
+        )
+    else:
+        if gate is not None:
+            raise InputError("gate: a gate of the base knows only the new languages: fit one to the model (`gates`).")
+        config = copy.deepcopy(config)
+        config.num_experts_per_layer, config.earlier_experts_per_layer = plans[-1].experts_per_layer, earlier
+        set_part(config, "languages", [*config.parts["languages"], *entries])
+        set_part(config, "gate", None)  # it knows nothing of the new languages
+    sizes = list((config.parts or {}).get("joined") or [])
+    grown = len(history) - sum(sizes)
+    set_part(config, "joined", [*sizes, *([grown] if grown else []), *[1] * len(rounds)])
+    return config, plans
+
+
+def _records(
+    home: Source, base: Any, plans: Sequence[Plan], loaded: Sequence[Any], history: History
+) -> list[ExpansionRecord]:
+    """The record of each fine-tune."""
+    if len(history):
+        first = history.first
+        facts: dict[str, Any] = {"base_model": first.base_model, "base_revision": first.base_revision}
+    else:
+        name, commit = base_of(base) if isinstance(base, PreTrainedModel) else name_and_commit(base, home.folder)
+        size = sum(home[key].numel for key in home.tensors)
+        facts = {"base_model": name, "base_revision": commit, "base_parameters": size}
+    records = []
+    for number, (plan, one) in enumerate(zip(plans, loaded, strict=True)):
+        own = {"base_hashes": base_hashes(home)} if not len(history) and not number else {}
+        records.append(
+            planned_record(
+                plan, old_languages=plan.old, expert_init=STAGE, pack="-".join(plan.new), **facts, **own,
+                stages=[StageRecord(stage=STAGE, settings=_facts_of(one))],
+            )
+        )  # fmt: skip
+    return records
+
+
+def _facts_of(one: Any) -> dict[str, Any]:
+    """What a history says of a fine-tune."""
+    if isinstance(one, PeftAdapter):
+        return {"model": one.name, "license": _license(one.folder), ADAPTER: without_folders(one.fields)}
+    converted = {"dtype": _torch_name(one.dtype)} if one.dtype else {}
+    how = {"rank": one.rank, "weight": one.weight, **converted}
+    return {"model": one.name, "revision": one.commit, "license": _license(one.source.folder), **how}
+
+
+def _license(folder: Path) -> str | None:
+    """The licence that a model's card names."""
+    try:
+        value = ModelCard.load(folder / "README.md").data.get("license") if (folder / "README.md").is_file() else None
+    except Exception:  # a card that is none
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _rule(home: Source, config: Any, loaded: Sequence[Any], expansions: int, network: Any, gate: Gate | None) -> Rule:
+    """Of what the tensors of the new model are made: of the base's, the earlier languages', and each fine-tune's."""
+    own = own_tensors(network_of(config))
+    begin = (lambda place: Copy(place.key)) if expansions else expansion_rule(home, "copy", 0, gate)
+    given: dict[str, StoredTensor] = {}
+    for number, one in enumerate(loaded, start=expansions + 1):
+        if isinstance(one, PeftAdapter):
+            given |= one.placed(network, {key: tensor for key, tensor in own.items() if tensor.number == number})
+
+    def rule(place: Place) -> Any:
+        tensor = own.get(place.key)
+        if tensor is None or tensor.number <= expansions:
+            return begin(place)
+        return (
+            Given(given[place.key])
+            if place.key in given
+            else loaded[tensor.number - expansions - 1].made(tensor, network)
+        )
+
+    return rule

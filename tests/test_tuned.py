@@ -1,0 +1,343 @@
+"""Languages as modules of their own: fine-tunes of one base in one model, against each fine-tune and the base alone."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from conftest import byte_tokenizer, load, refused, tiny_dense
+from gated_models import GREEDY, tokens
+from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_moe_expand import Plan, expand_tuned, export_peft, grow_checkpoint, join_expansions
+from hf_moe_expand.checkpoint.export import export_dense
+from hf_moe_expand.checkpoint.promises import tiny_twin
+from hf_moe_expand.modeling.routing import TokenClasses
+
+IDS = tokens(2, 12)
+# Tied; tied with positions, biases and Conv1D; untied; positions that are no token's; scaled embeddings; buffers that
+# the backbone computes; maps in lists, and a bias of the head.
+BACKBONES = ("qwen2", "gpt2", "gpt_neox", "opt", "gemma", "falcon_h1", "ctrl")
+MIXTURES = ("mixtral", "qwen3_moe")
+ALONE = ("falcon_h1",)  # whose blocks with a state take texts of one language at a time
+
+
+def fine_tune(base, seed, size=0.1):
+    """A model of which every parameter differs from the base's."""
+    tuned, draw = copy.deepcopy(base), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in tuned.parameters():
+            weight += size * weight.std().nan_to_num(0.1).clamp(min=0.02) * torch.randn(weight.shape, generator=draw)
+    return tuned.eval()
+
+
+@torch.no_grad()
+def logits(model, **more):
+    return model(IDS, **more).logits
+
+
+def close(ours, theirs, size=1e-5):
+    assert (ours - theirs).abs().max() <= size * theirs.abs().max()
+
+
+def stored(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A base, and a fine-tune of it for each of two languages."""
+    home = tmp_path_factory.mktemp("languages")
+    base = tiny_dense("llama").eval()
+    for name, model in (("base", base), ("el", fine_tune(base, 1)), ("hu", fine_tune(base, 2))):
+        model.save_pretrained(home / name)
+    expand_tuned(home / "base", {"el": home / "el", "hu": home / "hu"}, home / "both", ["en"])
+    return home
+
+
+@pytest.mark.parametrize("name", BACKBONES + MIXTURES)
+def test_told_it_is_each_fine_tune_and_else_the_base(name, tmp_path):
+    base = (tiny_twin(CONFIG_MAPPING[name]()) if name in ("falcon_h1", "ctrl", "opt") else tiny_dense(name)).eval()
+    tuned = {code: fine_tune(base, seed) for seed, code in enumerate(("el", "hu"))}
+    for code, model in (("base", base), *tuned.items()):
+        model.save_pretrained(tmp_path / code)
+    expand_tuned(tmp_path / "base", {code: tmp_path / code for code in tuned}, tmp_path / "model", ["en"])
+    model = load(tmp_path / "model")
+    assert torch.equal(logits(model), logits(base))
+    assert torch.equal(logits(model, languages="en"), logits(base))
+    for code, one in tuned.items():
+        close(logits(model, languages=code), logits(one))
+        export_dense(tmp_path / "model", tmp_path / f"{code}-again", language=code)
+        if name not in MIXTURES:  # whose parts come out as one tensor
+            again, first = stored(tmp_path / f"{code}-again"), stored(tmp_path / code)
+            assert again.keys() == first.keys()
+            assert all(torch.equal(again[key], first[key]) for key in first)
+        close(logits(load(tmp_path / f"{code}-again")), logits(one))
+    if name in ALONE:
+        with pytest.raises(ValueError, match="is no map of single tokens"):
+            logits(model, languages=["en", "hu"])
+        return
+    mixed = logits(model, languages=["en", "hu"])
+    if name not in MIXTURES:  # which run an expert's tokens together: their number changes the rounding
+        assert torch.equal(mixed[0], logits(base)[0])
+    close(mixed[0], logits(base)[0])
+    close(mixed[1], logits(tuned["hu"])[1])
+    answers = model.generate(IDS, languages=["en", "hu"], **GREEDY)
+    for row, one in enumerate((base, tuned["hu"])):
+        assert torch.equal(answers[row], one.generate(IDS, **GREEDY)[row])
+
+
+def test_a_text_that_nobody_tells_is_the_bases_and_that_is_said_once(home, caplog):
+    model = load(home / "both")
+    from hf_moe_expand.modeling import routing_control
+
+    routing_control.logger.warning_once.cache_clear()
+    routing_control.logger.propagate = True
+    for _ in range(2):
+        assert torch.equal(logits(model), logits(load(home / "base")))
+    routing_control.logger.propagate = False
+    assert sum("Nobody tells the language" in record.message for record in caplog.records) == 1
+    with model.use_expert(2):
+        assert torch.equal(logits(model), logits(load(home / "hu")))
+    with model.use_expansion(1), pytest.raises(ValueError, match="no expert"), model.use_expert(9):
+        logits(model)
+
+
+def test_only_what_changed_is_stored_and_held(home, tmp_path):
+    tuned = load(home / "base")
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight += 0.01
+        tuned.model.norm.weight += 0.1
+    tuned.save_pretrained(tmp_path / "tuned")
+    expand_tuned(home / "base", {"el": tmp_path / "tuned"}, tmp_path / "model")
+    own = stored(tmp_path / "model").keys() - stored(home / "base").keys()
+    assert own == {
+        "model.adapters.experts.1.norm_own.weight", "model.layers.1.adapters.experts.1.mlp_up_proj_own.weight"
+    }  # fmt: skip
+    model = load(tmp_path / "model")
+    close(logits(model, languages="el"), logits(tuned))
+    extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in tuned.parameters())
+    assert extra == tuned.model.layers[1].mlp.up_proj.weight.numel() + tuned.model.norm.weight.numel()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_rank_keeps_the_best_update_and_a_weight_scales_the_difference(name, tmp_path):
+    base = tiny_dense(name).eval()
+    tuned = fine_tune(base, 3)
+    for code, model in (("base", base), ("el", tuned)):
+        model.save_pretrained(tmp_path / code)
+    expected = copy.deepcopy(tuned)
+    maps = {id(module.weight) for module in base.modules() if getattr(module, "weight", None) is not None
+            and module.weight.dim() == 2 and not (name == "gpt2" and module is base.transformer.wpe)}  # fmt: skip
+    with torch.no_grad():
+        for ours, theirs in zip(base.parameters(), expected.parameters(), strict=True):
+            change = 0.6 * (theirs - ours).double()
+            if id(ours) in maps:
+                U, S, V = torch.linalg.svd(change, full_matrices=False)
+                change = U[:, :3] * S[:3] @ V[:3]
+            theirs.copy_(ours + change)
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "model", rank=3, weight=0.6)
+    found = load(tmp_path / "model")
+    if name == "llama":
+        close(logits(found, languages="el"), logits(expected), 1e-4)
+    close(logits(found, languages=["el", "el"]), logits(found, languages="el"))
+    export_dense(tmp_path / "model", tmp_path / "again", language="el")
+    close(logits(load(tmp_path / "again")), logits(found, languages="el"), 1e-4)
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "half", weight=0.5)
+    half = load(tmp_path / "half")
+    export_dense(tmp_path / "half", tmp_path / "mean", language="el")
+    for key, value in stored(tmp_path / "mean").items():
+        torch.testing.assert_close(value, (stored(tmp_path / "base")[key] + stored(tmp_path / "el")[key]) / 2)
+    close(logits(half, languages="el"), logits(load(tmp_path / "mean")))
+
+
+def test_a_low_rank_language_leaves_as_an_adapter_of_peft(home, tmp_path):
+    from peft import PeftModel
+
+    expand_tuned(home / "base", {"el": home / "el"}, tmp_path / "model", rank=4)
+    export_peft(tmp_path / "model", tmp_path / "lora")
+    adapted = PeftModel.from_pretrained(load(home / "base"), tmp_path / "lora").eval()
+    close(logits(adapted), logits(load(tmp_path / "model"), languages="el"))
+    refused(export_peft, home / "both", tmp_path / "out", says="whole modules of their own")
+
+
+def test_joined_and_grown_they_are_the_same_model(home, tmp_path):
+    for code in ("el", "hu"):
+        expand_tuned(home / "base", {code: home / code}, tmp_path / code, ["en"])
+    join_expansions([tmp_path / "el", tmp_path / "hu"], tmp_path / "joined")
+    expand_tuned(tmp_path / "el", {"hu": home / "hu"}, tmp_path / "grown")
+    for name in ("joined", "grown"):
+        found, both = stored(tmp_path / name), stored(home / "both")
+        assert found.keys() == both.keys()
+        assert all(torch.equal(found[key], both[key]) for key in both)
+    made = expand_tuned(load(home / "base"), {"el": load(home / "el"), "hu": load(home / "hu")}, None, ["en"])
+    made.save_pretrained(tmp_path / "memory")
+    assert all(torch.equal(value, both[key]) for key, value in stored(tmp_path / "memory").items())
+    # A further language that trains: it begins as the base, with the modules of the last.
+    plan = Plan("moe-lpr", [4] * 3, old=["en", "el", "hu"], new=["tr"], grows_from=[3] * 3, exclusive=True)
+    grow_checkpoint(home / "both", tmp_path / "more", plan)
+    more = load(tmp_path / "more")
+    assert torch.equal(logits(more, languages="tr"), logits(load(home / "base")))
+    assert torch.equal(logits(more, languages="hu"), logits(load(home / "hu")))
+
+
+def test_a_copy_and_a_pickle_have_modules_of_their_own(home):
+    model = load(home / "both")
+    copied = copy.deepcopy(model)
+    for again in (copied, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(again, languages="hu"), logits(model, languages="hu"))
+    with torch.no_grad():
+        for name, weight in copied.named_parameters():
+            if ".adapters." in name:
+                weight += 1
+    assert torch.equal(logits(model, languages="hu"), logits(load(home / "hu")))
+    assert not torch.equal(logits(copied, languages="hu"), logits(model, languages="hu"))
+    compiled = torch.compile(model, backend="aot_eager")
+    for codes in ("hu", ["en", "hu"]):
+        close(logits(compiled, languages=codes), logits(model, languages=codes))
+
+
+def test_embeddings_are_the_classs_inside(home):
+    model = load(home / "both")
+    own = load(home / "hu")
+    with model.use_languages("hu"):
+        assert torch.equal(model.get_input_embeddings().weight, own.get_input_embeddings().weight)
+        assert torch.equal(model.get_output_embeddings().weight, own.get_output_embeddings().weight)
+    assert torch.equal(model.get_input_embeddings().weight, load(home / "base").get_input_embeddings().weight)
+    with model.use_languages(["en", "hu"]), pytest.raises(ValueError, match=r"what reads lm_head\.weight itself"):
+        _ = model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_dora=True),
+        LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["up_proj"]),
+        IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False),
+        OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj", "down_proj"], init_weights=False),
+    ],
+    ids=["lora", "dora", "modules_to_save", "ia3", "oft"],
+)
+@pytest.mark.parametrize("rank", [None, 4])
+def test_what_peft_wraps_around_a_map_is_the_bases_and_merging_keeps_it(config, rank, home, tmp_path):
+    expand_tuned(home / "base", {"el": home / "el"}, tmp_path / "model", ["en"], rank=rank)
+    torch.manual_seed(0)
+    model = get_peft_model(load(tmp_path / "model"), copy.deepcopy(config)).eval()
+    for name, weight in model.named_parameters():
+        if "modules_to_save" in name:
+            weight.data += 0.1
+    found = [logits(model, languages=code) for code in ("el", "en")]
+    assert not torch.allclose(found[1], logits(load(home / "base")), atol=1e-3)
+    if rank is None:
+        assert torch.equal(found[0], logits(load(home / "el")))
+    merged = model.merge_and_unload()
+    for one, asked in zip(found, ({"languages": "el"}, {"languages": "en"}), strict=True):
+        close(logits(merged, **asked), one, 1e-4)
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_gradients_of_several_classes_are_those_of_each(rank, home, tmp_path):
+    expand_tuned(home / "base", {"el": home / "el", "hu": home / "hu"}, tmp_path / "model", rank=rank)
+
+    def gradients(classes):
+        model = load(tmp_path / "model").train()
+        rows = TokenClasses(torch.tensor(classes).repeat_interleave(12), sorted({*classes}))
+        with model.routing_control.asking(token_classes=rows):
+            model(IDS[: len(classes)], labels=IDS[: len(classes)]).loss.backward()
+        assert all(p.grad is not None for name, p in model.named_parameters() if ".adapters." in name)
+        return {name: p.grad for name, p in model.named_parameters() if ".adapters." in name}
+
+    mixed = gradients([1, 2])
+    for number in (1, 2):
+        alone = gradients([number] * 2)
+        theirs = {name for name in alone if f".adapters.experts.{number}." in f".{name}"}
+        assert not any(alone[name].any() for name in alone.keys() - theirs)
+        assert any(mixed[name].any() for name in theirs)
+
+
+def test_tensor_parallelism_splits_whole_modules_as_theirs(home, tmp_path):
+    plan = load(home / "both")._tp_plan
+    own = {rule: style for rule, style in plan.items() if "adapters" in rule}
+    assert own["model.layers.*.adapters.experts.*.self_attn_q_proj_own"] == plan["model.layers.*.self_attn.q_proj"]
+    assert own["model.layers.*.adapters.experts.*.mlp_down_proj_own"] == plan["model.layers.*.mlp.down_proj"]
+    expand_tuned(home / "base", {"el": home / "el"}, tmp_path / "model", rank=2)
+    assert load(tmp_path / "model")._tp_plan == {}
+
+
+def test_the_history_names_each_source(home, tmp_path):
+    (tmp_path / "tuned").mkdir()
+    load(home / "el").save_pretrained(tmp_path / "tuned")
+    (tmp_path / "tuned" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
+    expand_tuned(home / "base", {"el": tmp_path / "tuned"}, tmp_path / "model", weight=0.5)
+    (record,) = json.loads((tmp_path / "model" / "config.json").read_text())["expansions"]
+    (stage,) = record["stages"]
+    assert stage["settings"] == {
+        "model": "tuned", "revision": None, "license": "apache-2.0", "rank": None, "weight": 0.5
+    }  # fmt: skip
+
+
+def changed(home, tmp_path, **fields):
+    """A fine-tune with other fields in its configuration."""
+    load(home / "el").save_pretrained(tmp_path / "tuned")
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps({**config, **fields}))
+    return tmp_path / "tuned"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_parameters is .*computes otherwise",
+        ),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, but 1e-06 in base"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but 'silu' in base"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the weights are quantised"),
+    ],
+)
+def test_a_fine_tune_that_computes_otherwise_is_refused(fields, said, home, tmp_path):
+    refused(expand_tuned, home / "base", {"el": changed(home, tmp_path, **fields)}, tmp_path / "out", says=said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_fine_tune_of_the_base_is_refused(home, tmp_path):
+    def no(says, tuned, **more):
+        refused(expand_tuned, home / "base", {"el": tuned}, tmp_path / "out", says=says, **more)
+        assert not (tmp_path / "out").exists()
+
+    no("is base itself: none of its tensors differs", home / "base")
+    torch.manual_seed(9)
+    tiny_dense("llama", seed=9).save_pretrained(tmp_path / "other")
+    no(r"is no fine-tune of base: its matrices differ from it by 1\d\d% of their size", tmp_path / "other")
+    tiny_dense("qwen2").save_pretrained(tmp_path / "qwen2")
+    no("is a qwen2 model, but base is a llama", tmp_path / "qwen2")
+    load(home / "el").to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    no(r"is BF16, but F32 in base: give --dtype float32 \(dtype=\)", tmp_path / "half")
+    expand_tuned(home / "base", {"el": tmp_path / "half"}, tmp_path / "converted", dtype="float32")
+    close(logits(load(tmp_path / "converted"), languages="el"), logits(load(tmp_path / "half").float()))
+    no("rank is 99: must be at most 16, the narrowest side of model.layers.0.self_attn.k_proj", home / "el", rank=99)
+    no("weight is 3.0: must be above 0", home / "el", weight=3.0)
+    refused(expand_tuned, home / "both", {"el": home / "el"}, tmp_path / "out", says="given as an old and as a new")
+    refused(expand_tuned, home / "base", {}, tmp_path / "out", says="tuned is empty")
+    model = load(home / "both")
+    refused(expand_tuned, model, {"tr": home / "el"}, says="give loaded models for a loaded base")
+
+
+def test_another_vocabulary_is_refused_by_the_first_token_that_differs(home, tmp_path):
+    for name in ("base", "el"):
+        load(home / name).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    file = tmp_path / "el" / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    vocabulary = fields["model"]["vocab"]
+    token = next(token for token, number in vocabulary.items() if number == 40)
+    vocabulary["other"] = vocabulary.pop(token)
+    file.write_text(json.dumps(fields))
+    refused(
+        expand_tuned, tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "out", says="token 40 is 'other', but "
+    )  # fmt: skip
