@@ -39,13 +39,14 @@ def layer_modules(network: Any) -> dict[str, nn.Module]:
 
 def all_linear(network: Any) -> list[str]:
     """The linear maps of all layers: of a mixture of experts its shared parts, and not its router; not those of
-    state-space blocks, whose kernels read the weights themselves."""
+    state-space blocks and of Gemma 3n's `altup`, which read the weights themselves."""
     mixtures = tuple(f"{ffn.place}." for ffn in decoder_ffns(network) if ffn.is_mixture)
     found = []
     for place, layer in layer_modules(network).items():
         for inner, module in layer.named_modules():
             name = f"{place}.{inner}"
-            if not isinstance(module, nn.Linear | Conv1D) or hasattr(_parent(layer, inner), "A_log"):
+            reads_weights = hasattr(_parent(layer, inner), "A_log") or inner.startswith("altup.")
+            if not isinstance(module, nn.Linear | Conv1D) or reads_weights:
                 continue
             is_shared = "shared" in inner and min(module.weight.shape) > 1
             if not name.startswith(mixtures) or is_shared:
