@@ -176,7 +176,7 @@ def test_no_token_and_no_password_reaches_a_message(monkeypatch):
         ("tokenizer.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "tokenizer.json: holds an access token"),
         ("config.json", '{"key": "sk-abcdefghijklmnopqrstuvwx"}', "an access token"),
         ("recipe.yaml", "a: [", "recipe.yaml: not YAML: line 1"),
-        ("config.json", '{"a": ' + "[" * 100_000, "config.json: cannot be read .nested too deep|it is nested too deep"),
+        ("config.json", '{"a": ' + "[" * 100_000, "config.json: cannot be read .*recursion depth"),
         ("x.py", "t = 'github_pat_11ABCDEFGHIJKLMNOPQRST_abcdefghijkl'", "an access token .github"),
         ("README.md", "xoxb-123456789012-abcdefghijklmnop", "an access token .xoxb-1"),
         ("README.md", "glpat-abcdefghijklmnopqrst", "an access token"),

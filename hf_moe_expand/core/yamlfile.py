@@ -69,9 +69,7 @@ def parse_yaml(text: str, where: str | Path) -> Any:
         value = _yaml().load(text)
         _measure(value, {})
         return value
-    except RecursionError:
-        problem = "it is nested too deep"
-    except (YAMLError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (YAMLError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = (
             mark.line + 1 if mark else text.count("\n", 0, error.position) + 1 if isinstance(error, ReaderError) else 0
