@@ -27,8 +27,7 @@ from .encoder_decoder import (
     without_rows,
 )
 from .evaluation import EvaluationMixin
-from .freezing import check_is_expanded, freeze_fitted
-from .log_table import LogTable, took_away_usual
+from .freezing import check_expanded, freeze_fitted
 from .losses import (
     LOGGED,
     OLD,
@@ -40,6 +39,7 @@ from .losses import (
     checked_losses,
     expert_selections,
 )
+from .progress import LogTable, took_away_usual
 from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
 from .watching import WatchingMixin, check_full_evaluation
@@ -146,7 +146,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             raise self._without_languages()
         self._check_classes([] if self._language_classes is None else self._language_classes.tolist())
         if self.router_losses:
-            check_is_expanded(self.accelerator.unwrap_model(self.model))
+            check_expanded(self.accelerator.unwrap_model(self.model))
         _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
 
     def _check_classes(self, classes: Iterable[int]) -> None:

@@ -14,7 +14,7 @@ from ..checkpoint.promises import check_architecture
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, pack_and_name, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
-from ..checkpoint.writer import check_apart, check_writable
+from ..checkpoint.writer import check_apart, check_place
 from ..core.disk import StepOutput, check_room, free_bytes, peak, readable_size
 from ..core.errors import InputError, errors_at, goes_on
 from ..core.jsonfile import write_json, write_text
@@ -35,13 +35,13 @@ from ..stages.outlook import Outlook, StepResult
 from .recipe import Recipe
 from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
+from .steps.base import ExpansionRun, Step
 from .steps.base_gate import FitBaseGate, changes_base, fits_base
 from .steps.evaluate import Evaluate
-from .steps.expanding import Expand
-from .steps.joining import JoinPacks
-from .steps.planning import MakePlan
+from .steps.expand import Expand
+from .steps.join import JoinPacks
+from .steps.plan import MakePlan
 from .steps.stage import StageStep, TrainStep
-from .steps.step import ExpansionRun, Step
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 
@@ -146,7 +146,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
     lines += [*token_line(lost), *lost_lines(lost)]
     check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
-        check_writable(Path(recipe.output) / RECIPE)
+        check_place(Path(recipe.output) / RECIPE)
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
     packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
@@ -226,7 +226,7 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     steps, final = steps_of(recipe)
     base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
     start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}  # the inputs of every step
-    record = _StepRecord(root, steps, start, state.is_main_process)
+    record = _Record(root, steps, start, state.is_main_process)
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
     if state.is_main_process:
@@ -262,7 +262,7 @@ def _what_follows(root: Path, final: Path) -> list[str]:
     return [shlex.join(["hf-moe-expand", *command]) for command in commands]
 
 
-def _run_steps(steps: list[Step], record: "_StepRecord", state: Any, say: Callable[[str], None]) -> None:
+def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]) -> None:
     """Runs the steps that are not done."""
     for number, step in enumerate(steps, start=1):
         label = f"[{number}/{len(steps)}] {step.name}"
@@ -287,7 +287,7 @@ def _run_steps(steps: list[Step], record: "_StepRecord", state: Any, say: Callab
             say(f"{label}: {done.summary} ({seconds:.0f} s)")
 
 
-class _StepRecord:
+class _Record:
     """`steps.json`: the finished steps with hashes of their inputs, and the running step; one rank `writes` it."""
 
     def __init__(self, root: Path, steps: list[Step], start: dict[str, Any], writes: bool) -> None:

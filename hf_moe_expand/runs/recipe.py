@@ -9,20 +9,20 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings, GateSettings
-from ..checkpoint.operation_settings import ExpandSettings, JoinSettings, NewExperts
+from ..checkpoint.settings import ExpandSettings, JoinSettings, NewExperts
 from ..core.errors import InputError
 from ..core.jsonfile import read_text
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
-from ..core.recipe_paths import Located
+from ..core.recipe_paths import Place
 from ..core.schema import Flag, Schema, Text, Whole, changed, checked, json_schema, loosened, read
 from ..data.sources import LanguageText, check_languages
-from ..evaluation.scoring_settings import EvaluationSettings
+from ..evaluation.settings import EvaluationSettings
 from ..planning.methods import AnyPlan, LayerPlan, PlanSettings
 from ..stages import recipe_stages, stages_for
-from ..stages.kind import Stage
+from ..stages.base import Stage
 from .recipes import INHERITS, WholeRecipe
 
-Sources = dict[LanguageCode, Located]
+Sources = dict[LanguageCode, Place]
 # Keys beside which `join` has no meaning: it makes no new experts.
 _NOT_WITH_JOIN = (
     "plan",
@@ -135,8 +135,8 @@ class Recipe(Expansion):
     inherits: Text | None = Field(
         None, description="path or name of a recipe, in a file: its keys hold where this recipe does not set them"
     )
-    base: Located = Field(description="folder or hub id of the dense checkpoint")
-    output: Located = Field(description="folder for everything that `run` makes")
+    base: Place = Field(description="folder or hub id of the dense checkpoint")
+    output: Place = Field(description="folder for everything that `run` makes")
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
     old: Sources = Field({}, description="language: training text, of languages that the base is good at")
     test: Sources = Field(

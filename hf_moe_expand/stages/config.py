@@ -26,7 +26,7 @@ from ..checkpoint.facts import Facts
 from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
-from ..core.recipe_paths import Located
+from ..core.recipe_paths import Place
 from ..core.schema import (
     MOST,
     Coefficient,
@@ -53,6 +53,7 @@ from ..trainers.losses import RouterLoss
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 from ..trainers.samplers import LanguageMix
 from ..trainers.watching import check_full_evaluation
+from .base import Stage
 from .distributed import SHARDING
 from .keywords import (
     BOUNDED,
@@ -69,7 +70,6 @@ from .keywords import (
     setting,
     strict,
 )
-from .kind import Stage
 
 # Bytes of text, as the files have them, from which a stage streams: to pack so much takes 20 s (docs/distributed.md).
 STREAMED = 32 << 20
@@ -91,7 +91,7 @@ _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_p
 class ValidationSettings(Schema):
     """Held-out text that is scored during a stage."""
 
-    texts: dict[Text, Located] = Field(default_factory=dict, description="language: held-out text")
+    texts: dict[Text, Place] = Field(default_factory=dict, description="language: held-out text")
     every: Count = Field(50, description="steps between two scores; the model is scored at the end too")
     max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
         20_000, description="maximum of tokens to score of each language"

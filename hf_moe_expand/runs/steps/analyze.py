@@ -12,7 +12,7 @@ from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
 from ...stages.outlook import Found, Outlook, StepResult
-from .step import ExpansionRun, RunStep
+from .base import ExpansionRun, RunStep
 
 
 class AnalyzeSimilarity(RunStep):

@@ -6,7 +6,7 @@ from typing import Any
 from ...analysis.gating import fit_base_gate
 from ...stages.kinds.gates import FitGates, gate_result
 from ...stages.outlook import Found, Outlook, StepResult
-from .step import ExpansionRun, RunStep
+from .base import ExpansionRun, RunStep
 
 GATE_FILE = "gate.safetensors"
 

@@ -18,7 +18,7 @@ from ...evaluation.perplexity import stream_for
 from ...evaluation.report import in_percent, score_models
 from ...stages.outlook import Found, Outlook, StepResult
 from ..recipe import Recipe
-from .step import Step
+from .base import Step
 
 _PAIRS = 1000  # of a held-out text, of which one must fit the model
 

@@ -15,14 +15,14 @@ from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
 from ...evaluation.validation import validation_sources
 from ...inference.memory import least_memory, memory_of_all, training_disk
+from ...stages.base import Stage
 from ...stages.config import StageConfig
-from ...stages.kind import Stage
 from ...stages.outlook import Found, Outlook, StepResult
 from ...stages.prepare import prepare
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
 from ...trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
-from .step import RunStep, digest_of
+from .base import RunStep, digest_of
 
 
 @dataclass

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.average import average_experts
-from ...checkpoint.operation_settings import AverageSettings
+from ...checkpoint.settings import AverageSettings
 from ...core.errors import InputError
-from ..kind import Stage
+from ..base import Stage
 from ..outlook import Outlook, StepResult
 
 

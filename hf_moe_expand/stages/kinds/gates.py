@@ -9,12 +9,12 @@ from typing import Any
 
 from ...analysis.gate_fit import GateReport
 from ...analysis.gate_text import LEAST, gate_examples
-from ...analysis.gating import anchors_for, check_layer, fit_gates
+from ...analysis.gating import check_languages, check_layer, fit_gates
 from ...analysis.settings import GateSettings
 from ...core.errors import errors_at
 from ...data.sources import LanguageText, contents
 from ...modeling import count_layers
-from ..kind import Stage
+from ..base import Stage
 from ..outlook import Outlook, StepResult
 
 
@@ -44,7 +44,7 @@ class FitGates(Stage):
             anchors = run.recipe.anchor_sources or None
             check_layer(settings, count_layers(outlook.config))
             with errors_at("gates"):
-                anchors_for(run.history.classes, [*run.old, *run.new], anchors)
+                check_languages(run.history.classes, [*run.old, *run.new], anchors)
             check_text({code: run.sources[code] for code in (*run.old, *run.new)}, settings.tokens, outlook)
             check_text(anchors or {}, settings.anchor_tokens, outlook)
         share = f"{100 * settings.unseen_share:g} % of the texts of a language that the gate has not seen"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.graft import check_fine_tune, graft_delta
-from ...checkpoint.operation_settings import GraftSettings
-from ..kind import Stage
+from ...checkpoint.settings import GraftSettings
+from ..base import Stage
 from ..outlook import Outlook, StepResult
 
 

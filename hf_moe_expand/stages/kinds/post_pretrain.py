@@ -60,9 +60,9 @@ class PostPretrainConfig(MixedConfig):
 
     def check_settings(self, model: Any) -> None:
         self.check_exclusive(model, "language_prior_coef")
-        given = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
-        if given and not getattr(model, "conditional_routing", False):
-            raise InputError(f"{given[0]}: is for conditional routing, which the model does not have: leave it out.")
+        gates = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
+        if gates and not getattr(model, "conditional_routing", False):
+            raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
         if self.replay_share is not None and self.temperature != 1:
             raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...analysis.gating import gate_from_file
-from ...analysis.routers import nearest_experts
+from ...analysis.routing import nearest_experts
 from ...checkpoint.expand import check_dense_plan, expand_checkpoint, grow_checkpoint, planned_config
 from ...checkpoint.new_experts import chosen_kind
 from ...checkpoint.stored import network_of
@@ -15,8 +15,8 @@ from ...inference.models import load_for_inference
 from ...planning.plan import Plan
 from ...stages.outlook import Found, Outlook, StepResult
 from .analyze import check_tokens
+from .base import RunStep
 from .base_gate import gate_file
-from .step import RunStep
 
 
 class Expand(RunStep):

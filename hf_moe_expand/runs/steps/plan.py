@@ -11,7 +11,7 @@ from ...modeling import count_layers
 from ...planning.make import make_plan
 from ...planning.results import DeviationResult, SimilarityResult
 from ...stages.outlook import Found, Outlook, StepResult
-from .step import RunStep, digest_of
+from .base import RunStep, digest_of
 
 
 class MakePlan(RunStep):

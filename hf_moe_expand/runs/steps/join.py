@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...analysis.gating import anchors_for
+from ...analysis.gating import check_languages
 from ...checkpoint.facts import Facts
 from ...checkpoint.join import Pack, check_packs, join_expansions, joined_config, load_packs
-from ...checkpoint.operation_settings import JoinSettings
 from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.settings import JoinSettings
 from ...checkpoint.source import pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel, network_of
 from ...checkpoint.writer import check_shard_size
@@ -17,7 +17,7 @@ from ...core.disk import StepOutput
 from ...core.errors import InputError, errors_at
 from ...modeling.part_expansion_only import RECORD
 from ...stages.outlook import Found, Outlook, StepResult
-from .step import RunStep
+from .base import RunStep
 
 
 @dataclass
@@ -70,7 +70,7 @@ class JoinPacks(RunStep):
                     f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
                 )
         if run.expansion.has("gates"):
-            anchors_for(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
+            check_languages(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
 
     def work(self) -> StepResult:
         settings = self.settings
