@@ -17,7 +17,7 @@ from hf_moe_expand import cli
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.data import files
-from hf_moe_expand.data.files import count_lines, kind_of, read_rows, text_files
+from hf_moe_expand.data.files import count_lines, format_of, read_rows, text_files
 from hf_moe_expand.data.sources import LanguageText
 
 TEXTS = ["ένα", "δύο", "τρία"]
@@ -83,7 +83,7 @@ def test_an_archive_of_one_file_is_read_and_one_of_several_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_a_kind_is_told_by_the_name(name, kind):
-    assert kind_of(name) == kind
+    assert format_of(name) == kind
 
 
 def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):

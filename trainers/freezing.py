@@ -39,7 +39,7 @@ class Trained:
 EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
 
 
-def check_expanded(model: Any) -> None:
+def check_is_expanded(model: Any) -> None:
     """Refuses what is no expanded model: a dense one, or the name of one."""
     if getattr(model, "expanded_ffns", dict)():
         return
@@ -89,7 +89,7 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
             "The model has a PEFT adapter, which sets the trained parameters and saves only these: use MoESFTTrainer "
             "or `class MyTrainer(RouterLossMixin, Trainer)`, which do not freeze, or merge the adapter first."
         )
-    check_expanded(model)
+    check_is_expanded(model)
     model.requires_grad_(trained.everything)
     freeze_fitted(model)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)

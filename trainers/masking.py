@@ -16,7 +16,7 @@ from ..core.errors import InputError
 from ..core.schema import Probability, Schema, checked
 from ..modeling.routing import Choice
 from ..modeling.updates import LoraUpdate
-from .freezing import check_expanded
+from .freezing import check_is_expanded
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
@@ -86,7 +86,7 @@ def mask_routing(model: nn.Module, masking: Masking | None) -> AbstractContextMa
     """
     if masking is None or masking == Masking():
         return nullcontext()
-    check_expanded(model)
+    check_is_expanded(model)
     expanded: Any = model
     check_masking(masking, expanded.config)
     asking = expanded.routing_control.asking(change_choice=_MaskedChoice(masking, min(expanded.expanded_ffns())))

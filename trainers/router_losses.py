@@ -27,7 +27,7 @@ from .encoder_decoder import (
     without_rows,
 )
 from .evaluation import EvaluationMixin
-from .freezing import check_expanded, freeze_fitted
+from .freezing import check_is_expanded, freeze_fitted
 from .losses import (
     LOGGED,
     OLD,
@@ -146,7 +146,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             raise self._without_languages()
         self._check_classes([] if self._language_classes is None else self._language_classes.tolist())
         if self.router_losses:
-            check_expanded(self.accelerator.unwrap_model(self.model))
+            check_is_expanded(self.accelerator.unwrap_model(self.model))
         _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
 
     def _check_classes(self, classes: Iterable[int]) -> None:

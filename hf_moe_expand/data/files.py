@@ -20,7 +20,7 @@ from pyarrow.parquet import ParquetFile
 
 from ..core.errors import InputError, first_line, is_unicode
 from ..core.saying import say_once
-from .places import BUFFER, opened
+from .places import BUFFER, opened_file
 
 KINDS = (".jsonl", ".txt", ".parquet")
 # Each kind of compression and what opens it. Parquet compresses by itself.
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     read: float
 
 
-def kind_of(path: str | os.PathLike) -> str | None:
+def format_of(path: str | os.PathLike) -> str | None:
     """The kind of a file by its name, `.jsonl` of `a.jsonl.gz` too; None for one that holds no text for us."""
     name = Path(path).name.lower()
     stem = name.removesuffix(_compression(name))
@@ -105,13 +105,13 @@ def _left_out(path: Path) -> str | None:
         return "hidden"  # which belongs to an editor, a notebook or a file manager
     if why := no_text_file(path):
         return why
-    about = kind_of(path) == ".txt" and _ABOUT.fullmatch(path.name.lower().partition(".txt")[0])
+    about = format_of(path) == ".txt" and _ABOUT.fullmatch(path.name.lower().partition(".txt")[0])
     return "about the data, by its name" if about else None
 
 
 def no_text_file(path: Path) -> str | None:
     """Why a file is none of text; None for one that is."""
-    if kind_of(path) is None:
+    if format_of(path) is None:
         return "of another kind"
     if not is_unicode(path.name):
         return "with a name that is not Unicode"
@@ -124,14 +124,14 @@ def read_rows(path: str | os.PathLike, after: int = 0) -> Iterator[Row]:
     """The rows of a file, as they are there.
 
     Args:
-        path: a file of this machine, or an address (`places.opened`).
+        path: a file of this machine, or an address (`places.opened_file`).
         after: the number of the row after which to begin.
 
     Raises:
         InputError: the file is damaged or not UTF-8, a row has no text, or the place does not answer.
     """
     path = str(path)
-    for row in _parquet_rows(path, after) if kind_of(path) == ".parquet" else _lines(path, after):
+    for row in _parquet_rows(path, after) if format_of(path) == ".parquet" else _lines(path, after):
         check_row(row.content, f"{path}:{row.number}")
         yield row
 
@@ -164,7 +164,7 @@ def is_translation(row: Mapping[str, Any]) -> bool:
 
 
 def _lines(path: str, after: int) -> Iterator[Row]:
-    is_json = kind_of(path) == ".jsonl"
+    is_json = format_of(path) == ".jsonl"
     for number, line, read in islice(_raw_lines(path), after, None):
         text = line.lstrip("\ufeff")  # byte-order marks: of the file, or of files that were put together
         if text.strip():
@@ -182,14 +182,14 @@ def _lines(path: str, after: int) -> Iterator[Row]:
 
 def count_lines(path: Path) -> int:
     """The number of a file's lines, blank ones too; 0 for Parquet."""
-    return 0 if kind_of(path) == ".parquet" else sum(1 for _ in _raw_lines(str(path)))
+    return 0 if format_of(path) == ".parquet" else sum(1 for _ in _raw_lines(str(path)))
 
 
 def _raw_lines(path: str) -> Iterator[tuple[int, str, float]]:
     """Number and text of each line, and the share of the file that is read."""
     number = 0
     try:
-        with opened(path) as (raw, size), _OPENS[_compression(path.lower())](raw) as stream:
+        with opened_file(path) as (raw, size), _OPENS[_compression(path.lower())](raw) as stream:
             # A line that is not UTF-8 is found where it stands: a strict decoder reads ahead.
             for number, line in enumerate(TextIOWrapper(stream, "utf-8", "surrogateescape"), start=1):
                 yield number, line, min(raw.tell() / max(size, 1), 1.0)
@@ -216,7 +216,7 @@ def _json_row(path: str, number: int, line: str) -> Any:
 def _parquet_rows(path: str, after: int) -> Iterator[Row]:
     try:
         # Without a buffer, the whole column of a row group is read at once.
-        with opened(path) as (raw, _), ParquetFile(raw, buffer_size=BUFFER) as file:
+        with opened_file(path) as (raw, _), ParquetFile(raw, buffer_size=BUFFER) as file:
             columns = [name for name in file.schema_arrow.names if name in ("text", "translation", "language")]
             if twice := [name for name in columns if columns.count(name) > 1]:  # one of which would be read
                 raise InputError(f"{path}: two columns are named `{twice[0]}`; keep one.")

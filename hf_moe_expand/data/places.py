@@ -78,7 +78,7 @@ def _listed(source: str) -> dict[str, int | None]:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[BinaryIO, int]]:
+def opened_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
     """An open file, here or elsewhere, and its size in bytes.
 
     Raises:

@@ -25,7 +25,7 @@ from ..core.languages import check_old_and_new, is_language_code, names_language
 from ..core.private import in_one_line
 from ..core.saying import say_once
 from ..core.schema import checked
-from .files import KNOWN, Row, check_row, is_translation, kind_of, no_text_file, read_rows, text_files, version
+from .files import KNOWN, Row, check_row, format_of, is_translation, no_text_file, read_rows, text_files, version
 from .places import UnreachableError, check_address, files_elsewhere, is_elsewhere
 
 Pair = tuple[str, str]
@@ -221,7 +221,7 @@ class LanguageText:
     def _elsewhere(self) -> dict[str, int | None]:
         """The files of an address that are of a known kind, and their sizes; says which are not."""
         found = files_elsewhere(self.source)
-        known = {path: size for path, size in found.items() if kind_of(path) is not None}
+        known = {path: size for path, size in found.items() if format_of(path) is not None}
         if not known:
             raise InputError(f"{self.source}: holds no file of a known kind; known: {KNOWN}.")
         if not any(size != 0 for size in known.values()):
@@ -305,7 +305,7 @@ class LanguageText:
             files, why = text_files(path)[0], "the folder holds no file of a known kind"
         elif has_magic(self.source) and not path.exists():
             found = map(Path, sorted(glob(str(path), recursive=True)))
-            files = [file for file in found if kind_of(file) and file.is_file() and file.stat().st_size]
+            files = [file for file in found if format_of(file) and file.is_file() and file.stat().st_size]
             why = "no file of a known kind has such a name"
         elif not path.exists():
             raise InputError(f"{path}: no such file (text for language {self.language!r}).")

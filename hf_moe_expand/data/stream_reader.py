@@ -30,7 +30,7 @@ _NAMED = 8  # bad shards in a line
 
 
 @dataclass
-class Place:
+class Bookmark:
     """Where a reader is.
 
     Attributes:
@@ -89,7 +89,7 @@ class Reader:
         self._units = units_of(shards, dealt_to)
         self.units = len(self._units)  # of a pass
         self._order: tuple[int, list[int]] = -1, []  # of the units, in the pass at hand
-        self.open, self.next = [Place(*place) for place in state["open"]], state["next"]
+        self.open, self.next = [Bookmark(*place) for place in state["open"]], state["next"]
         self.counts = {name: Counter(state["counts"].get(name, {})) for name in COUNTS}
         frame = [token for side in document_frame(tokenizer) for token in side]
         self._special = {at: (name, frame.count(at)) for at, name in special_tokens(tokenizer).items()}
@@ -144,10 +144,10 @@ class Reader:
     def _open_next(self) -> None:
         if self.says and self.next - self.readers < self.units <= self.next:
             say(f"{self.language}: all of its text was read once; it is read again")
-        self.open.append(Place(self.next))
+        self.open.append(Bookmark(self.next))
         self.next += self.readers
 
-    def _close(self, place: Place) -> None:
+    def _close(self, place: Bookmark) -> None:
         """Ends a unit; refuses text of which no unit has a document."""
         if self._has_text:
             self._empty.clear()
@@ -159,7 +159,7 @@ class Reader:
         self.open.pop(0)
         self._texts, self._has_text = None, bool(self.open)
 
-    def _unit_of(self, place: Place) -> tuple[int, int]:
+    def _unit_of(self, place: Bookmark) -> tuple[int, int]:
         """The pass, and the number of the unit. Readers take units in turn; those that follow one another are of like
         sizes."""
         turn, number = divmod(place.unit, self.units)
@@ -170,7 +170,7 @@ class Reader:
             self._order = turn, np.concatenate([rounds[at] for at in numbers.permutation(len(rounds))]).tolist()
         return turn, self._order[1][number]
 
-    def _read(self, place: Place) -> list[str]:
+    def _read(self, place: Bookmark) -> list[str]:
         """The documents of the window at a place, in their order."""
         turn, unit = self._unit_of(place)
         at, part, parts = self._units[unit]

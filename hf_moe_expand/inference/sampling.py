@@ -15,7 +15,7 @@ from ..checkpoint.source import name_and_commit, resolve_checkpoint
 from ..core.errors import InputError
 from ..core.jsonfile import write_text
 from ..core.progress import Bar
-from ..data.files import kind_of, read_rows
+from ..data.files import format_of, read_rows
 from ..data.sources import LanguageText
 from ..data.tokens import begin_tokens, prompt_tokens
 from ..modeling import ExpandedConfig
@@ -30,7 +30,7 @@ def writer_of(text: LanguageText) -> str | None:
     """The model that wrote all of a local text, as each row says; None for text from elsewhere."""
     writers: set[str] = set()
     for path in text.files():
-        for row in read_rows(path) if kind_of(path) == ".jsonl" else [None]:
+        for row in read_rows(path) if format_of(path) == ".jsonl" else [None]:
             writer = None if row is None else row.content.get(WRITTEN_BY)
             if not isinstance(writer, str) or writers - {writer}:
                 return None

@@ -11,7 +11,7 @@ import torch
 
 from ...core.errors import InputError
 from ...core.schema import checked
-from .base import LayerLoss, LossBatch, where_counted
+from .layer_loss import LayerLoss, LossBatch, where_counted
 
 BalanceCounts = Literal["top-k", "top-1"]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ...core.schema import checked
 from ...modeling import LayerRouting
-from .base import LayerLoss, LossBatch
+from .layer_loss import LayerLoss, LossBatch
 
 _IGNORED = -100
 

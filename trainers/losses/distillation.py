@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ...core.schema import checked
 from ..freezing import evaluating
-from .base import LossBatch, RouterLoss
+from .layer_loss import LossBatch, RouterLoss
 
 
 def distillation_loss(

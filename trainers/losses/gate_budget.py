@@ -10,7 +10,7 @@ import torch
 from ...core.errors import InputError
 from ...core.schema import checked
 from ...modeling import LayerRouting
-from .base import LayerLoss, LossBatch, where_counted
+from .layer_loss import LayerLoss, LossBatch, where_counted
 
 
 def gate_budget_loss(

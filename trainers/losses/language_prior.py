@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core.schema import checked
-from .base import LayerLoss, LossBatch, where_counted
+from .layer_loss import LayerLoss, LossBatch, where_counted
 
 
 def language_prior_routing_loss(
