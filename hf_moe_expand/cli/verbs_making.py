@@ -237,14 +237,19 @@ def grow(
         check_output(out, overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, plan)
         origin = _nearest_experts(model, plan.new, data or {}, seed, settings)
-    elif idle := sorted(given & {"data", *AnalysisSettings.model_fields}):
-        raise InputError(f"--{idle[0].replace('_', '-')} belongs to --copy-from nearest, which is not given.")
-    elif not copy_from.isdecimal():
-        raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
     else:
-        origin = dict.fromkeys(range(len(plan.experts_per_layer)), int(copy_from))
+        origin = dict.fromkeys(range(len(plan.experts_per_layer)), _number(copy_from, given))
     grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
     print(*classifier_changes(model, plan), f"wrote {out}", sep="\n")
+
+
+def _number(copy_from: str, given: Given) -> int:
+    """The expert that new ones copy; refuses options that are for the nearest one."""
+    if idle := sorted(given & {"data", *AnalysisSettings.model_fields}):
+        raise InputError(f"--{idle[0].replace('_', '-')} belongs to --copy-from nearest, which is not given.")
+    if not copy_from.isdecimal():
+        raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
+    return int(copy_from)
 
 
 def _nearest_experts(
