@@ -181,17 +181,9 @@ def _home(source: Any) -> Iterator[tuple[str, StoredTensor]]:
     network = source.network
     # Marian's positions are computed, and not stored.
     ignored = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
-    held = set(source.tensors)
-    names = {
-        place.dense: key
-        for key, place in source.places.items()
-        if key in held and place.dense is not None and place.expert in (None, 0)
-        and not any(re.search(pattern, place.dense) for pattern in ignored)
-    }  # fmt: skip
-    for name in sorted(names):
-        tensor = source[names[name]]
-        if tensor.dtype in TORCH_DTYPES:
-            yield name, tensor
+    for name, key in sorted(source.base.items()):
+        if source[key].dtype in TORCH_DTYPES and not any(re.search(pattern, name) for pattern in ignored):
+            yield name, source[key]
 
 
 def _hash(dtype: str, shape: Iterable[int], chunks: Iterable[Bytes]) -> str:

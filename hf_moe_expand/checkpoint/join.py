@@ -86,15 +86,6 @@ class Pack:
         return [kind_of(self.config, end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
     @cached_property
-    def base(self) -> dict[str, str]:
-        """The key in `stored` of each stored tensor of the base, by its name there."""
-        return {
-            place.dense: key
-            for key, place in self.stored.places.items()
-            if place.dense is not None and place.expert in (None, 0) and key in self.stored
-        }
-
-    @cached_property
     def routed(self) -> set[int]:
         """The layers that have a router."""
         return {place.layer for place in self.stored.places.values() if place.inner == "router.weight"}
@@ -238,7 +229,7 @@ def _check_config(first: Pack, pack: Pack) -> None:
 
 def _check_base(first: Pack, pack: Pack) -> None:
     """Refuses a pack whose base has other bytes."""
-    ours, theirs = first.base, pack.base
+    ours, theirs = first.stored.base, pack.stored.base
     for dense in sorted(set(ours) | set(theirs)):
         both = dense in ours and dense in theirs
         if not both or not first.stored[ours[dense]].same_bytes(pack.stored[theirs[dense]]):
@@ -282,7 +273,7 @@ def joined_config(packs: Sequence[Pack]) -> Any:
 
 def _joined(packs: Sequence[Pack]) -> Rule:
     """Of what the tensors of a joined model are made: of the first pack's base, and of the experts of each."""
-    base = packs[0].base
+    base = packs[0].stored.base
 
     def rule(place: Place) -> Copy | New | None:
         if place.is_routing:

@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns, layer_names
-from ..modeling.part_languages import own_name
 from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
@@ -119,11 +118,6 @@ def _wrapped(network: Any, lora: LoraConfig, where: str) -> nn.Module:
         raise InputError(
             f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
         ) from None
-
-
-def update_of(place: str, map_name: str, expert: int) -> str:
-    """The name in an expanded model of an expert's update of a map of the layer `place`."""
-    return f"{place}.adapters.experts.{expert}.{own_name(map_name, [])}"
 
 
 def entry_of(layers: list[Maps]) -> dict[str, Any]:

@@ -67,6 +67,15 @@ class Source:
         """The place of each tensor in the model."""
         return places(self.network)
 
+    @cached_property
+    def base(self) -> dict[str, str]:
+        """The name of each tensor that it holds of the base, which expert 0 is, by its name in the base."""
+        return {
+            place.dense: key
+            for key, place in self.places.items()
+            if place.dense is not None and not place.expert and key in self
+        }
+
     def __contains__(self, key: str) -> bool:
         """Whether it holds a tensor itself; of tied tensors, it may hold one alone."""
         return key in self._stored

@@ -75,14 +75,12 @@ class FineTune:
         number: of `source` in the operation.
         rank: of the updates; None keeps all whole.
         weight: times the difference.
-        keys: the base's stored name of each of its tensors, by its name in the dense model.
     """
 
     name: str
     commit: str | None
     source: Source
     home: Source
-    keys: Mapping[str, str]
     number: int
     rank: int | None
     weight: float
@@ -102,7 +100,7 @@ class FineTune:
             InputError: one is of another type, or they have nothing to do with the base's.
         """
         found, changes = [], []
-        for dense, key in Bar(self.keys.items(), desc=f"compare {self.name}", unit="tensor", leave=False):
+        for dense, key in Bar(self.home.base.items(), desc=f"compare {self.name}", unit="tensor", leave=False):
             ours, theirs = self.home[key], self.source[dense]
             if ours.dtype != theirs.dtype and self.dtype != ours.dtype:
                 raise InputError(
@@ -174,13 +172,13 @@ class FineTune:
     def made(self, own: OwnTensor, network: Any) -> Any:
         """Of what a tensor of its language's is made."""
         here = Copy(own.dense, self.number)
-        base = Copy(self.keys.get(own.dense, own.dense))
+        base = Copy(self.home.base.get(own.dense, own.dense))
         if own.factor is None:
             is_tied = own.dense not in self.source
             if is_tied or (self.weight == 1 and self._is_as_the_base(own.dense, base.key)):
                 return here
             return Mix([base, here], [1 - self.weight, self.weight])  # puts a mixture's parts together, too
-        if own.dense not in self.keys:  # tied to another's
+        if own.dense not in self.home.base:  # tied to another's
             return None
         dtype = self.home[base.key].dtype
         if own.factor == "lora_B.bias":
@@ -194,7 +192,7 @@ class FineTune:
         return stored.dtype == self.home[key].dtype and not stored.parts
 
     def _difference(self, dense: str) -> torch.Tensor:
-        ours, theirs = (tensor.load().double() for tensor in (self.home[self.keys[dense]], self.source[dense]))
+        ours, theirs = (tensor.load().double() for tensor in (self.home[self.home.base[dense]], self.source[dense]))
         return self.weight * (theirs - ours)
 
     def _factor(self, dense: str, which: str, is_conv: bool) -> torch.Tensor:
@@ -264,14 +262,12 @@ def expand_tuned(
     if len(history) and old_languages:
         raise InputError(f"old_languages: {home.name} says its own already ({', '.join(known) or 'none'}).")
     check_old_and_new([*dict.fromkeys([*known, *history.languages])], [code for codes in rounds for code in codes])
-    # Of a model of languages, its base's.
-    keys = {p.dense: key for key, p in home.places.items() if p.dense is not None and key in home}
     network = home.network if not len(history) else network_of(dense_config(home.config))
     stored_type = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
     loaded: list[Any] = []
     for one in tuned.values():
         number = 1 + sum(isinstance(other, FineTune) for other in loaded)
-        loaded.append(_loaded(home, keys, one, number, rank, weight, stored_type))
+        loaded.append(_loaded(home, one, number, rank, weight, stored_type))
     folders = [one.folder for one in loaded]
     check_place(base, out, overwrite, *([] if isinstance(base, PreTrainedModel) else [home.folder, *folders]))
     entries = [
@@ -324,9 +320,7 @@ def _home(base: Any, revision: str | None) -> Source:
     return source
 
 
-def _loaded(
-    home: Source, keys: Mapping[str, str], tuned: Any, number: int, rank: int | None, weight: float, dtype: str | None
-) -> Any:
+def _loaded(home: Source, tuned: Any, number: int, rank: int | None, weight: float, dtype: str | None) -> Any:
     """A fine-tune, checked against the base's configuration, shapes and vocabulary; or an adapter of PEFT."""
     if isinstance(tuned, PreTrainedModel) != isinstance(home, LoadedModel):
         raise InputError("tuned: give loaded models for a loaded base, and folders or hub ids for a checkpoint.")
@@ -350,14 +344,14 @@ def _loaded(
         raise InputError(f"{name}: {what} is {theirs!r}, but {ours!r} in {home.name}{more}.")
     if base.tie_word_embeddings and not source.config.tie_word_embeddings:
         raise InputError(f"{name}: its head is not its embedding, as that of {home.name} is.")
-    for dense, key in keys.items():
+    for dense, key in home.base.items():
         ours, there = home.shapes[key], source.shapes.get(dense)
         if ours != there:
             has = "no such tensor" if there is None else f"shape {list(there)}"
             raise InputError(f"{name}: tensor {dense!r} has shape {list(ours)} in {home.name}, but {has} here.")
     if isinstance(source, StoredModel):
         _check_vocabulary(home, source)
-    return FineTune(name, commit, source, home, keys, number, rank, weight, dtype)
+    return FineTune(name, commit, source, home, number, rank, weight, dtype)
 
 
 def _check_vocabulary(home: Source, source: Source) -> None:

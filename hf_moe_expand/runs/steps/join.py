@@ -55,7 +55,7 @@ class JoinPacks(RunStep):
             return
         recipe = self.run.recipe
         base = StoredModel(recipe.base, revision=recipe.revision)
-        for dense, key in sorted(pack.base.items()):
+        for dense, key in sorted(pack.stored.base.items()):
             same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
             if not same or (contents and not base[dense].same_bytes(pack.stored[key])):
                 raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
