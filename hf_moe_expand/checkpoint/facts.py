@@ -113,6 +113,13 @@ class Facts:
         return any(kind.has_updates for kind in self.kinds)
 
     @property
+    def sizes(self) -> list[int]:
+        """Number of expansions of each pack that it joins, and of the growth since; of all where it joins none."""
+        joined = list(getattr(self.config, "packs", None) or [])
+        grown = len(self.history) - sum(joined)
+        return [*joined, grown] if grown else joined
+
+    @property
     def packs(self) -> list[JoinedPack]:
         """The language packs that it joins."""
         sizes: Sequence[int] = getattr(self.config, "packs", None) or []

@@ -17,6 +17,7 @@ from ..core.errors import InputError
 from ..core.languages import same_language
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
+from .facts import Facts
 from .kinds import ExpertKind, kind_of, kinds_of, set_kinds, set_part
 from .reader import StoredTensor
 from .records import History
@@ -74,16 +75,13 @@ class Pack:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of expansions of each pack that it joins, and of the growth since; of all where it joins none."""
-        joined = self.config.packs or []
-        grown = len(self.history) - sum(joined)
-        return [*joined, grown] if grown else joined
+        """Number of expansions of each pack that it counts as."""
+        return Facts(self.config).sizes
 
     @property
-    def kinds(self) -> list[ExpertKind]:
-        """The kind of the experts of each of these."""
-        ends = list(accumulate(self.sizes))
-        return [kind_of(self.config, end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+    def kind(self) -> ExpertKind:
+        """The kind of the experts of the first of these."""
+        return kind_of(self.config, 0, self.sizes[0])
 
     @cached_property
     def routed(self) -> set[int]:
@@ -214,10 +212,10 @@ def check_packs(packs: Sequence[Pack], bytes_too: bool = True) -> None:
 
 def _check_config(first: Pack, pack: Pack) -> None:
     apart = {"added": "added experts", "adapter": "adapters"}
-    if kinds := [kind for kind in apart if (first.kinds[0].name == kind) != (pack.kinds[0].name == kind)]:
-        own, another = (first, pack) if first.kinds[0].name == kinds[0] else (pack, first)
+    if kinds := [kind for kind in apart if (first.kind.name == kind) != (pack.kind.name == kind)]:
+        own, another = (first, pack) if first.kind.name == kinds[0] else (pack, first)
         raise InputError(
-            f"{own.name}: has {apart[kinds[0]]}, but the experts of {another.name} are {another.kinds[0].words}: "
+            f"{own.name}: has {apart[kinds[0]]}, but the experts of {another.name} are {another.kind.words}: "
             f"{apart[kinds[0]]} are joined with {apart[kinds[0]]} alone."
         )
     for field, ours, theirs in differences(first.config, pack.config, _MAY_DIFFER):

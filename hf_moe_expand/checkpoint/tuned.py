@@ -28,6 +28,7 @@ from ..planning.plan import Plan
 from .compare import base_hashes
 from .expand import base_of, expansion_rule, planned_config, planned_record
 from .export import dense_config
+from .facts import Facts
 from .gate import Gate
 from .kinds import AdapterKind, kind_of, set_part
 from .new_experts import Maps, adapter_of, entry_of, layer_modules
@@ -402,9 +403,8 @@ def _planned(
     """The configuration of a model with an expansion of all layers for each fine-tune, and the plan of each."""
     config, history = home.config, History.of(home.config)
     is_dense = not isinstance(config, ExpandedConfig)
-    layers = len(layer_modules(home.network))
-    counts = [1] * layers if is_dense else list(config.num_experts_per_layer)
-    earlier = [] if is_dense else [*(config.earlier_experts_per_layer or []), counts]
+    counts = Facts(config).counts
+    earlier = [] if is_dense else config.counts_of_expansions
     plans, known = [], list(dict.fromkeys([*old, *history.languages]))
     for number, codes in enumerate(rounds, start=1):
         plans.append(Plan(STAGE, [count + number for count in counts], old=known, new=list(codes), exclusive=True))
@@ -421,9 +421,7 @@ def _planned(
         config.num_experts_per_layer, config.earlier_experts_per_layer = plans[-1].experts_per_layer, earlier
         set_part(config, "languages", [*config.parts["languages"], *entries])
         set_part(config, "gate", None)  # it knows nothing of the new languages
-    sizes = list((config.parts or {}).get("joined") or [])
-    grown = len(history) - sum(sizes)
-    set_part(config, "joined", [*sizes, *([grown] if grown else []), *[1] * len(rounds)])
+    set_part(config, "joined", [*Facts(home.config).sizes, *[1] * len(rounds)])
     return config, plans
 
 
