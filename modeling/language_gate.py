@@ -34,7 +34,7 @@ from .routing import Scores
 UNIT = 1024  # of evidence in a nat
 READ = 128  # tokens of a text's end
 TEMPLATE = "zxx"  # of no language: the first row, where a chat template's own words have one
-_FIELDS = ("layer", "languages", "bound", "window", "begin", "home")
+_FIELDS = ("layer", "languages", "bound", "window", "begin", "home", "leave")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class GateRule:
         window: tokens whose evidence counts, at most 128.
         begin: the id that the tokenizer puts before a text; None if it puts none.
         home: nats below which an answer's own tokens send it home.
+        leave: nats for each of an answer's tokens that count, above which they take it from home.
 
     Raises:
         ValueError: a value has another type or is out of range, or a language stands twice.
@@ -59,18 +60,20 @@ class GateRule:
     window: int = 64
     begin: int | None = None
     home: float = -40.0
+    leave: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = [("layer", int), ("window", int), ("bound", int | float), ("home", int | float)]
+        numbers = [("layer", int), ("window", int), *((name, int | float) for name in ("bound", "home", "leave"))]
         for name, kind in [*numbers, *([] if self.begin is None else [("begin", int)])]:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind):
                 raise ValueError(f"language_gate: {name} is {value!r}: must be a number.")
-        if self.layer < 0 or not 1 <= self.window <= READ or not 0 < self.bound <= UNIT or self.home > 0:
+        of_answers = self.home <= 0 <= self.leave <= self.bound
+        if self.layer < 0 or not 1 <= self.window <= READ or not 0 < self.bound <= UNIT or not of_answers:
             raise ValueError(
-                f"language_gate: layer is {self.layer}, window {self.window}, bound {self.bound:g} and home "
-                f"{self.home:g}: layer must be at least 0, window 1 to {READ}, bound above 0 and at most {UNIT} nats, "
-                "and home at most 0."
+                f"language_gate: layer is {self.layer}, window {self.window}, bound {self.bound:g}, home {self.home:g} "
+                f"and leave {self.leave:g}: layer must be at least 0, window 1 to {READ}, bound above 0 and at most "
+                f"{UNIT} nats, home at most 0, and leave from 0 to bound."
             )
         codes = [code for of_class in self.languages for code in of_class]
         if len(self.languages) < 2 or not all(self.languages) or len(set(codes)) < len(codes) or not all(codes):
@@ -134,17 +137,21 @@ def last_sums(evidence_MLE: torch.Tensor, lengths_M: torch.Tensor, window: int) 
     return evidence_MLE.long().masked_fill(~counted_ML.unsqueeze(-1), 0).sum(1)
 
 
-def classes_of_sums(sums_ME: torch.Tensor, before_M: torch.Tensor | None = None, home: float = 0.0) -> torch.Tensor:
+def classes_of_sums(
+    sums_ME: torch.Tensor, before_M: torch.Tensor | None = None, home: float = 0.0, leave: float = 0.0
+) -> torch.Tensor:
     """`[..., E] -> [...]`, the class with the largest sum if it is above 0 (of equals the first), else 0.
 
     Args:
         before_M: the classes that answers had, which they keep where the largest sum is 0 or less, but not below `home`
-            nats.
+            nats; those that were at home stay there up to `leave` nats.
     """
     E = sums_ME.shape[-1]
     best_M, most_M = (sums_ME * E - torch.arange(E, device=sums_ME.device)).argmax(-1), sums_ME.amax(-1)
-    otherwise = 0 if before_M is None else before_M.masked_fill(most_M < UNIT * home, 0)
-    return torch.where(most_M > 0, best_M + 1, otherwise)
+    if before_M is None:
+        return torch.where(most_M > 0, best_M + 1, 0)
+    is_new_M = most_M > UNIT * leave * (before_M == 0)
+    return torch.where(is_new_M, best_M + 1, before_M.masked_fill(most_M < UNIT * home, 0))
 
 
 def counted_tokens(inputs: torch.Tensor, mask: Any, pad: int | None) -> torch.Tensor:

@@ -53,6 +53,9 @@ def test_a_class_is_the_largest_sum_or_the_one_before_between_the_thresholds():
     assert classes_of_sums(sums).tolist() == [0, 0, 1, 2, 2, 1, 0, 0]
     before = torch.tensor([2, 1, 2, 1, 1, 0, 2, 2])
     assert classes_of_sums(sums, before, -2.0).tolist() == [2, 1, 1, 2, 2, 1, 0, 2]
+    # What went home leaves it above a number alone, and what left it does not care.
+    before, nats = torch.tensor([0, 0, 2, 0]), torch.tensor([[1024, 0], [1025, 0], [7, 0], [0, 2048]])
+    assert classes_of_sums(nats, before, -2.0, 1.0).tolist() == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def test_without_a_gate_and_in_training_nothing_is_judged():
         ({"bound": math.inf}, "bound inf"),
         ({"bound": "2"}, "bound is '2': must be a number"),
         ({"begin": "<s>"}, "begin is '<s>': must be a number"),
-        ({"home": 1}, "home 1: .*home at most 0"),
+        ({"home": 1}, "home 1 and .*home at most 0"),
         ({"languages": [["en"]]}, "must name the languages of class 0 and of each"),
         ({"languages": [["en"], []]}, "must name the languages"),
         ({"languages": [["en"], ["el", "en"]]}, "each language once"),

@@ -244,7 +244,7 @@ def gate_of(gate: FittedGate, classes: Mapping[str, int], report: GateReport, se
     codes = iter(gate.codes[row] for row in order.tolist())
     languages = [[next(codes) for _ in range(size)] for size in sizes]
     is_new = torch.arange(len(order)) >= sizes[0]
-    rule = GateRule(gate.layer, languages, settings.bound, settings.window, gate.begin, report.home)
+    rule = GateRule(gate.layer, languages, settings.bound, settings.window, gate.begin, report.home, report.leave)
     return Gate(rule, gate.weight_Rh[order], gate.bias_R[order] - report.bias * is_new)
 
 
