@@ -9,6 +9,7 @@ quantiser puts in its place is found.
 Shape suffixes as in `routing.py`.
 """
 
+import copy
 import copyreg
 import re
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from .backbone import decoder_ffns, takes_hidden_states_alone
 from .expanded_ffn import ExpandedLayer, copy_ffn
@@ -362,6 +364,27 @@ class ModelOfLanguages:
 
     routing_control: RoutingControl
 
+    def generate(
+        self, inputs: Any = None, generation_config: Any = None, *args: Any, languages: Any = None, **kwargs: Any
+    ) -> Any:
+        """As the backbone's `generate`. An answer ends at its language's own end token, where the fine-tune that the
+        language came from has another one, and nothing else is given."""
+        if languages is not None:
+            with self.use_languages(languages):  # type: ignore[attr-defined]
+                return self.generate(inputs, generation_config, *args, **kwargs)
+        rows, config = self.routing_control.request.classes, copy.deepcopy(self.generation_config)  # type: ignore[attr-defined]
+        own = [entry.get("generation", {}).get("eos_token_id") for entry in self.config.parts["languages"]]  # type: ignore[attr-defined]
+        if rows is not None and any(own) and generation_config is None and "eos_token_id" not in kwargs:
+            ends = [_listed(config.eos_token_id), *(_listed(one or config.eos_token_id) for one in own)]
+            here = [{*ends[number or 0]} for number in {*rows.numbers}]
+            config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else next(iter(ends[0]), None)
+            config.eos_token_id = sorted(set.intersection(*here)) or None
+            if len(here) > 1:
+                stops = [*(kwargs.pop("stopping_criteria", None) or []), _Ends(self.routing_control, ends)]
+                kwargs["stopping_criteria"] = StoppingCriteriaList(stops)
+            generation_config = config
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]
         self.share_buffers()
@@ -423,6 +446,24 @@ class ModelOfLanguages:
                         if rule == f"{owner}{name}" or rule.startswith(f"{owner}{name}."):
                             rules[f"{owner}adapters.experts.*.{inner}{rule.removeprefix(owner + name)}"] = style
         self._tp_plan = rules
+
+
+class _Ends(StoppingCriteria):
+    """Ends each row at an end token of its class."""
+
+    def __init__(self, control: RoutingControl, ends: list[list[int]]) -> None:
+        self.control, self.ends, self.eos_token_id = control, ends, None  # the field by which rows are known to end
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        numbers = self.control.request.classes.numbers  # type: ignore[union-attr]
+        each = len(input_ids) // len(numbers)  # beams, and several answers
+        last = input_ids[:, -1].tolist()
+        done = [token in self.ends[numbers[row // each] or 0] for row, token in enumerate(last)]
+        return torch.tensor(done, device=input_ids.device)
+
+
+def _listed(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _begin(control: RoutingControl, *_: Any) -> None:

@@ -10,11 +10,13 @@ from conftest import byte_tokenizer, load, refused, tiny_dense
 from gated_models import GREEDY, tokens
 from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_moe_expand import Plan, expand_tuned, export_peft, grow_checkpoint, join_expansions
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.promises import tiny_twin
+from hf_moe_expand.inference.asking import ChatModel
 from hf_moe_expand.modeling.routing import TokenClasses
 
 IDS = tokens(2, 12)
@@ -278,6 +280,50 @@ def test_the_history_names_each_source(home, tmp_path):
     assert stage["settings"] == {
         "model": "tuned", "revision": None, "license": "apache-2.0", "rank": None, "weight": 0.5
     }  # fmt: skip
+
+
+def test_each_language_ends_at_its_own_token_and_has_its_own_template(home, tmp_path):
+    base, own = load(home / "base"), load(home / "el")
+    own.generation_config.eos_token_id, own.generation_config.pad_token_id = 7, 0
+    base.generation_config.eos_token_id, base.generation_config.pad_token_id = 8, 0
+    for name, model in (("base", base), ("el", own)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = f"{name}: {{{{ messages[0].content }}}}"
+        tokenizer.save_pretrained(tmp_path / name)
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "model", ["en"])
+    model = load(tmp_path / "model")
+
+    def ends(one, **more):
+        """The tokens that a model writes, each the likelier the later, where 7 and 8 are likeliest at last."""
+        one = copy.deepcopy(one)
+
+        def rising(ids, scores):
+            scores[:, 7:9] = -1e9
+            if ids.shape[1] >= 15:
+                scores[:, 7] = 1e9
+            if ids.shape[1] >= 16:
+                scores[:, 8] = 2e9
+            return scores
+
+        with torch.no_grad():
+            return one.generate(IDS, do_sample=False, max_new_tokens=8, logits_processor=[rising], **more)
+
+    told = ends(model, languages=["en", "el"])
+    assert (told[0] == 8).sum() == 1
+    assert (told[0, 12:] == 7).sum() == 1  # which ends no English text
+    assert told[1, 15] == 7
+    assert not told[1, 16:].any()
+    assert torch.equal(ends(model, languages="el"), ends(own))
+    assert torch.equal(ends(model, languages="en"), ends(base))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    talk = [{"role": "user", "content": "a"}]
+    chat = ChatModel(model, tokenizer, "model")
+    for code, said in (("el", "el: a"), (None, "base: a"), ("en", "base: a")):
+        assert tokenizer.apply_chat_template(talk, tokenize=False, **chat._template(code)) == said
+    export_dense(tmp_path / "model", tmp_path / "again", language="el")
+    assert GenerationConfig.from_pretrained(tmp_path / "again").eos_token_id == 7
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == "el: {{ messages[0].content }}"
 
 
 def changed(home, tmp_path, **fields):

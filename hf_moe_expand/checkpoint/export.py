@@ -1,6 +1,7 @@
 """Exports a language or an expert of an expanded checkpoint as a dense model; streamed."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError
+from ..core.jsonfile import read_json
 from ..modeling import layer_names
 from ..modeling.configuration_dmoe import DMoEConfig
 from ..modeling.part_lora import LoraLinear
@@ -26,7 +28,7 @@ from ..modeling.updates import LoraUpdate
 from .compare import moved_tensors
 from .kinds import has_ffn
 from .records import StageRecord
-from .source import load_expanded_config, resolve_checkpoint
+from .source import GENERATION, TEMPLATE, load_expanded_config, resolve_checkpoint
 from .stored import Place, StoredModel, block_names, network_of, own_tensors
 from .table import Copy, New, Rule, rewrite, widened
 from .writer import DEFAULT_SHARD_SIZE, check_output
@@ -79,11 +81,26 @@ def export_dense(
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     rewrite(
         [source], config, _dense(source, chosen, number), out, record=StageRecord(stage="export", settings=settings),
-        title="export", names=_names(config), max_shard_size=max_shard_size, overwrite=overwrite,
+        files=_own_files(source, language, number), title="export",
+        names=_names(config), max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if not any(chosen) and (verdict := moved_tensors(source)).moved:
         print(f"{out}: is not the base that was expanded: {verdict.names} moved since")
     return config.architectures[0]
+
+
+def _own_files(source: StoredModel, language: str | None, number: int) -> dict[str, bytes]:
+    """The generation settings and the chat template of the fine-tune that a language came from, if it has its own."""
+    entries = (source.config.parts or {}).get("languages") or []
+    if language is None or not number or not entries:
+        return {}
+    files, own = {}, entries[number - 1].get("generation")
+    if own:
+        file = source.folder / GENERATION
+        fields = read_json(file, "a generation configuration") if file.is_file() else {}
+        files[GENERATION] = json.dumps({**fields, **own}, indent=2, sort_keys=True).encode()
+    template = source.folder / "additional_chat_templates" / f"{language}.jinja"
+    return {**files, TEMPLATE: template.read_bytes()} if template.is_file() else files
 
 
 def class_of(source: StoredModel, language: str) -> int:

@@ -30,6 +30,7 @@ TOKENIZER_FILES: tuple[str, ...] = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "generation_config.json",
 )  # fmt: skip
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 # The fields of gates that an earlier version fitted in all layers.
 OLD_GATES = ("prefix_gate", "gate_languages")
 # The code that travels inside an expanded checkpoint, by file name.

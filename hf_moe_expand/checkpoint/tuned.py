@@ -36,7 +36,16 @@ from .peft import PeftAdapter
 from .promises import check_architecture
 from .reader import StoredTensor
 from .records import ExpansionRecord, History, StageRecord, without_folders
-from .source import ADAPTER, differences, holds_adapter, load_base_config, name_and_commit, resolve_checkpoint
+from .source import (
+    ADAPTER,
+    GENERATION,
+    TEMPLATE,
+    differences,
+    holds_adapter,
+    load_base_config,
+    name_and_commit,
+    resolve_checkpoint,
+)
 from .stored import LoadedModel, OwnTensor, Place, Source, StoredModel, load_any_config, network_of, own_tensors
 from .table import Copy, Given, Mix, New, Rule, check_place, rewrite
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES
@@ -51,7 +60,6 @@ _MAY_DIFFER = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "router_aux_loss_coef", "output_router_logits",
     "unsloth_version", "unsloth_fixed", "pretraining_tp", "max_position_embeddings_of_training",
 )  # fmt: skip
-GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 _OF_LIBRARY = ("transformers_version", "_from_model_config")
 _UNRELATED = 1.0  # the relative change of weights that have nothing to do with the base's is at least this
 

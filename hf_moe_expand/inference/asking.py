@@ -83,13 +83,18 @@ class ChatModel:
         try:
             inputs, newest = (
                 self.tokenizer.apply_chat_template(
-                    talk, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                    talk, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self._template(language)
                 )
                 for talk in ([*system, *messages], messages[-1:])
             )
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
         return self._write(inputs, how, language, streamer, newest["input_ids"])
+
+    def _template(self, language: str | None) -> dict[str, Any]:
+        """The chat template of the fine-tune that a language came from, where it has its own."""
+        known = self.tokenizer.chat_template
+        return {"chat_template": known[language]} if isinstance(known, dict) and language in known else {}
 
     def _write(
         self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, judge: torch.Tensor | None = None
