@@ -284,7 +284,7 @@ def on_this_machine():
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda self, *rest: ("gloo", DistributedType.MULTI_GPU)
     # Without an accelerator a stage sets `use_cpu`, and accelerate then shards nothing.
-    stage_config.torch = SimpleNamespace(accelerator=SimpleNamespace(is_available=lambda: True))
+    stage_config.torch = SimpleNamespace(accelerator=SimpleNamespace(is_available=lambda: True), device=torch.device)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 

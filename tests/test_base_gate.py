@@ -117,7 +117,7 @@ def test_experts_may_stand_below_the_gate_and_need_not_stand_beside_it(base, tmp
         expand_checkpoint(base, out, Plan("moe-lpr", counts, old=["en"], new=NEW), gate=gate)
         assert the_gate(out).rule == gate.rule
     beyond = SETTINGS.model_copy(update={"layer": 3})
-    said = r"gates: layer is 3, but the model has the layers 0\.\.2"
+    said = r"layer is 3, but the model has the layers 0\.\.2"
     refused(fit_base_gate, base, tmp_path / "no", TEXTS, NEW, ANCHORS, beyond, overwrite=True, says=said)
 
 

@@ -53,15 +53,15 @@ def test_a_small_base_takes_it_where_the_device_has_it(able, monkeypatch, tmp_pa
 def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "has_bfloat16", lambda: False)
     with pytest.warns(UserWarning, match="no instructions for bfloat16.*leave `bf16: true` out"):
-        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True)
+        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True).begun()
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # by emulation
     with pytest.warns(UserWarning, match="or give `fp16: true` on a GPU"):
-        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=False)
+        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=False).begun()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        PostPretrainConfig(str(tmp_path), use_cpu=True)
+        PostPretrainConfig(str(tmp_path), use_cpu=True).begun()
         monkeypatch.setattr(config, "has_bfloat16", lambda: True)
-        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True)
+        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True).begun()
 
 
 def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):

@@ -172,7 +172,7 @@ def test_the_distributed_guide(workplace):
         asked = launch_command_parser().parse_args([*shlex.split(options), "script"])
         assert asked.config_file is None or (ROOT / "hf_moe_expand/accelerate_configs" / asked.config_file).is_file()
     for text in blocks("distributed.md", "yaml"):
-        assert keywords(PostPretrainConfig, **parsed(text).get("post_pretrain", parsed(text))).given
+        assert keywords(PostPretrainConfig, **parsed(text).get("post_pretrain", parsed(text))).changes()
     said = run("distributed.md")
     assert "final checkpoint: runs/qwen-el/average" in said["run recipe.yaml"]
 

@@ -296,7 +296,7 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
     for name, message in (("plain", "holds `text`, but the model is an encoder"), ("hi", "has no code for 'hi'")):
         held_out = {"block_size": 32, "validation": {"texts": {"el": str(tmp_path / f"{name}.jsonl")}}}
         (tmp_path / "hi.jsonl").write_text('{"translation": {"el": "x", "hi": "y"}}')
-        with pytest.raises(InputError, match=rf"post_pretrain\.validation\.texts\.el: .*{message}"):
+        with pytest.raises(InputError, match=rf"post_pretrain: validation\.texts\.el: .*{message}"):
             validate_recipe(recipe(new=el, post_pretrain=held_out))
     smooth = {"block_size": 32, "label_smoothing_factor": 0.1}
     assert validate_recipe(recipe(new=el, post_pretrain=smooth))

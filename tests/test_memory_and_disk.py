@@ -149,7 +149,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     run_recipe(recipe, said.append)
     assert [line for line in said if line.startswith("warning: post_pretrain: fewer than 50 steps")] == said[:1]
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
-    of_stage = of_the_stage(tmp_path / "run" / "expanded", recipe.post_pretrain.built(tmp_path, 0))
+    of_stage = of_the_stage(tmp_path / "run" / "expanded", recipe.post_pretrain)
     assert needed == max(kept["expanded"] + of_stage, sum(kept.values()))
     shutil.rmtree(tmp_path / "run" / "review")
     assert most() == kept["review"]
@@ -216,7 +216,7 @@ def test_steps_and_passes(root, monkeypatch, stage, settings, said, warned):
     monkeypatch.setattr(prepare, "tokens_at_hand", lambda text, tokenizer: counts[text.language])
     texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
     model = load_config(root / ("base" if stage is DenseConfig else "expanded"))
-    found, *warnings = prepare.prepare(stage(**settings, **QUICK), model, texts).length("x", byte_tokenizer())
+    found, *warnings = prepare.length(stage(**settings, **QUICK), model, texts, "x", byte_tokenizer())
     assert re.search(said, found), found
     assert found.endswith("tokens at hand, about: en 600, el 1,000")
     of = {"f": "warning: x: fewer than 50 steps", "m": "warning: x: after more than 4 passes"}

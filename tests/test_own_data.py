@@ -35,7 +35,6 @@ from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.curriculum import Curriculum
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.trainers.losses import BalanceLoss, GroupLoss
 from hf_moe_expand.trainers.samplers import LanguageMix
 
@@ -379,7 +378,8 @@ def test_evaluation_of_a_row_without_a_target_is_a_number(tmp_path):
 def test_evaluation_that_rounds_the_weights_is_refused(tmp_path, name):
     for make in (post, chat_trainer):
         refused(make, tmp_path, model_of("review"), in_greek(), **{name: True}, says=f"{name}: it rounds the weights")
-    refused(stage_config.read, PostPretrainConfig, {name: True}, says=f"{name}: it rounds")
+    config = PostPretrainConfig(**{name: True, "use_cpu": True})
+    refused(config.check, model_of("review").config, None, says=f"{name}: it rounds")
 
 
 @pytest.mark.parametrize("saves", [{"save_steps": 4}, {"save_steps": 100}, {"save_steps": 1, "save_total_limit": 1}])

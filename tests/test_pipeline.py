@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -133,7 +134,7 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, capsys):
     assert stopped.value.__notes__ == ["from step 4", f"with step {number} of {len(steps)}, post_pretrain"]
     assert (root / "broken" / "post_pretrain.training" / "checkpoint-4").is_dir()
     assert not (root / "broken" / "post_pretrain").exists()
-    other = changed(broken, post_pretrain=broken.post_pretrain.but(balance_coef=0.5))
+    other = changed(broken, post_pretrain=replace(broken.post_pretrain, balance_coef=0.5))
     with pytest.raises(InputError, match=r"an interrupted run with other balance_coef \(then 0.01, now 0.5\)"):
         run_recipe(other, lambda line: None)
     capsys.readouterr()
@@ -156,7 +157,7 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
             run_recipe(recipe)
     kept = weights(root / "died" / "post_pretrain")
     with pytest.raises(InputError, match="changed after step `post_pretrain` had run"):
-        run_recipe(changed(recipe, post_pretrain=recipe.post_pretrain.but(balance_coef=0.5)))
+        run_recipe(changed(recipe, post_pretrain=replace(recipe.post_pretrain, balance_coef=0.5)))
     said = []
     run_recipe(recipe, said.append)
     assert any("post_pretrain: 6 steps; " in line and "byte-identical" in line for line in said)

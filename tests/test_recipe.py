@@ -57,7 +57,8 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     loaded = recipe(root)
     assert loaded.post_pretrain.learning_rate == 5e-5
     assert loaded.review == ReviewSettings(block_size=32, max_steps=2)
-    assert any("7 experts, 1 classifier, placed after stage 1" in line for line in validate_recipe(loaded))
+    said = next(line for line in validate_recipe(loaded) if "7 experts, 1 classifier, placed after stage 1" in line)
+    assert said.endswith("; the analysis says in which layers, and these are the most")
     assert recipe(root, a=("review: {block_size: 32, max_steps: 2}", "review: null")).review is None
 
 
@@ -122,7 +123,20 @@ def test_what_trainingarguments_takes_is_not_refused(root):
         assert loaded.model_dump() == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
-    assert "skipped: post_pretrain: deepspeed: /far/away.json is not on this machine" in found
+    assert "post_pretrain: skipped: deepspeed: /far/away.json is not on this machine" in found
+
+
+def test_a_stage_sees_what_the_stages_before_it_leave(root):
+    """Which `validate` does not write to the output, nor leaves elsewhere."""
+    trained = ("post_pretrain: {", "post_pretrain: {everything: true, ")
+    distilled = ("review: {", "review: {distillation_coef: 1, ")
+    assert validate_recipe(recipe(root, a=distilled))
+    before = sorted(root.rglob("*"))
+    refused(
+        validate_recipe, recipe(root, a=distilled, b=trained),
+        says=r"^review: distillation_coef: expert 0 of this model is not the base any more, since `everything` trained",
+    )  # fmt: skip
+    assert sorted(root.rglob("*")) == before
 
 
 def test_a_growth_in_some_layers_leaves_out_others(root):
@@ -189,7 +203,7 @@ def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
     monkeypatch.setattr("hf_moe_expand.checkpoint.source.snapshot_download", None)
     loaded = Recipe.load(root / "recipe.yaml", unset_ok=True)
     found = validate_recipe(loaded, offline=True)
-    assert "skipped: architecture, plans and block sizes: org/base is not on this machine" in found
+    assert "skipped: architecture, plans, stages and disk: org/base is not on this machine" in found
     assert "skipped: new.el: $NOT_SET/el.jsonl: $NOT_SET is not set" in found
     assert f"old.en: {root}/en.jsonl, 1 file(s)" in found
     # What needs neither is checked.
@@ -221,18 +235,10 @@ def test_variables_are_filled_in_and_the_text_is_the_files(root, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
-def test_checkpointing_by_either_name(tmp_path, name):
+def test_checkpointing_by_either_name(name):
     settings = PostPretrainSettings(**{name: True, f"{name}_kwargs": {"use_reentrant": False}})
-    arguments = settings.built(tmp_path, 0)
-    assert getattr(arguments, CHECKPOINTING) is True
-    assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}
-
-
-def test_distillation_without_old_text_is_refused_in_a_further_expansion_too():
-    keys = {"new": {"el": "el.jsonl"}, "plan": {"method": "moe-lpr", "experts": 2}, "review": None}
-    later = {"new": {"hu": "hu.jsonl"}, "plan": {"method": "moe-lpr", "experts": 1}, "review": {"distillation_coef": 1}}
-    with pytest.raises(InputError, match=r"review\.distillation_coef: keeps the base's predictions"):
-        Recipe(base="b", output="o", expansions=[keys, later])
+    assert getattr(settings, CHECKPOINTING) is True
+    assert getattr(settings, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}
 
 
 ROOT = Path(__file__).resolve().parents[1]

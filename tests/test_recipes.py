@@ -82,8 +82,8 @@ def found_at(recipe, key):
     if key == "languages":
         return len(first.new)
     if key.startswith("sequences."):
-        stage = getattr(first, key.partition(".")[2]).given
-        return stage["per_device_train_batch_size"] * stage["gradient_accumulation_steps"] * 8
+        stage = getattr(first, key.partition(".")[2])
+        return stage.per_device_train_batch_size * stage.gradient_accumulation_steps * 8
     value = first
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -227,8 +227,8 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     sources = [LanguageText(code, str(texts[code])) for code in ("hu", "tr")]
     tokens = sum(len(document.encode()) + 1 for source in sources for document in source.documents())  # bytes, an end
     assert f"about {max(tokens // 512, 1)} steps, of {tokens:,} tokens" in text
-    assert recipe.post_pretrain.given["num_train_epochs"] == 1
-    assert recipe.post_pretrain.given["per_device_train_batch_size"] == 1
+    assert recipe.post_pretrain.num_train_epochs == 1
+    assert recipe.post_pretrain.per_device_train_batch_size == 1
     assert re.search(r"post_pretrain: about \d+ steps.* text: 1; tokens at hand, about: hu [\d,]+", said)
     assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
 
@@ -236,14 +236,14 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
 def test_a_schedule_for_a_number_of_tokens(base, texts, tmp_path):
     recipe, said, _ = written(base, texts, tmp_path, "--tokens", "819200")
     training = recipe.post_pretrain
-    assert training.given["tokens"] == 819_200
-    assert "num_train_epochs" not in training.given
-    rows = training.given["per_device_train_batch_size"] * training.given["gradient_accumulation_steps"]
-    assert (rows, training.given["learning_rate"]) == (16, 2e-3)
+    assert training.tokens == 819_200
+    assert "num_train_epochs" not in training.changes()
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    assert (rows, training.learning_rate) == (16, 2e-3)
     assert "post_pretrain: about 100 steps of 8,192 tokens" in said
     assert "warning: post_pretrain: after more than 4 passes" in said
     few, *_ = written(base, texts, tmp_path, "--tokens", "51200", "--overwrite")
-    assert few.post_pretrain.given["learning_rate"] == 1e-3  # steps of 512 tokens
+    assert few.post_pretrain.learning_rate == 1e-3  # steps of 512 tokens
     refused(new_recipe, str(base), {}, {"hu": str(texts["hu"])}, {}, tokens=0, says="--tokens is 0: must be at least 1")
 
 
@@ -290,10 +290,10 @@ def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
     monkeypatch.setattr(recommended, "has_bfloat16", lambda: True)
     monkeypatch.setattr(recommended, "device_memory", lambda: 10**12)
     text = new_recipe(str(base), {}, {"hu": "hub:some/text"}, {}, gpu=gpu)
-    given = Recipe.of_text(text, "x").post_pretrain.given
-    assert (given.get("bf16", False), given.get("use_cpu", False)) == (half, cpu)
+    made = Recipe.of_text(text, "x").post_pretrain
+    assert (bool(made.bf16), "use_cpu: true" in text) == (half, cpu)
     elsewhere = gpu and not here
-    assert given["per_device_train_batch_size"] == (1 if elsewhere else 16)
+    assert made.per_device_train_batch_size == (1 if elsewhere else 16)
     assert ("a GPU that this machine does not know" in text) == bool(elsewhere)
 
 
@@ -302,9 +302,9 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
     sizes = []
     for memory in (10**12, 1):
         monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
-        training = Recipe.of_text(new_recipe(str(base), *given), "x").post_pretrain.given
-        assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] == 16
-        sizes.append((training["per_device_train_batch_size"], any("checkpointing" in name for name in training)))
+        training = Recipe.of_text(text := new_recipe(str(base), *given), "x").post_pretrain
+        assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 16
+        sizes.append((training.per_device_train_batch_size, "checkpointing: true" in text))
     assert sizes == [(16, False), (1, True)]
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -76,6 +77,18 @@ def test_changed_text_and_a_replaced_base_are_noticed_and_named(recipe, tmp_path
     refused(run_recipe, recipe, says="run: base: changed after step `plan` had run with it")
 
 
+def test_a_run_of_another_version_stays_as_it_is(recipe, tmp_path):
+    run_recipe(changed(recipe, test={}), lambda line: None)
+    record = tmp_path / "run" / "steps.json"
+    steps = json.loads(record.read_text())
+    for made_from in (step["made_from"] for step in steps.values()):
+        del made_from["form"]  # as the first versions wrote it
+    record.write_text(json.dumps(steps))
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    refused(run_recipe, recipe, says=r"steps.json: was written by another version of this package: give another `outp")
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+
+
 def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
     run_recipe(changed(recipe, test={}))
     one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain, "review": recipe.review}
@@ -102,7 +115,7 @@ def test_changed_settings_are_noticed_by_the_first_step_that_has_them(recipe):
     for changes, message in [
         ({"seed": 1}, "seed: changed after step `plan`"),
         ({"expand": changed(recipe.expand, expert_init="random")}, "expand: expand: changed after step `expand`"),
-        ({"review": recipe.review.but(balance_coef=0.5)}, "review: review: changed after step `review`"),
+        ({"review": replace(recipe.review, balance_coef=0.5)}, "review: review: changed after step `review`"),
     ]:
         with pytest.raises(InputError, match=message):
             run_recipe(changed(recipe, **changes))
@@ -121,7 +134,7 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
     # A step is made from all that the steps before it were.
     made = [set(record[name]["made_from"].items()) for name in names]
     assert all(one < next_one for one, next_one in pairwise(made))
-    assert set(record["plan"]["made_from"]) == {"base", "seed", "plan: plan", "plan: old", "plan: new"}
+    assert set(record["plan"]["made_from"]) == {"form", "base", "seed", "plan: plan", "plan: old", "plan: new"}
     assert "evaluate: test" in record["evaluate"]["made_from"]
     assert str(tmp_path) not in (run / "steps.json").read_text()
 
@@ -142,7 +155,7 @@ def test_a_gate_is_fitted_once_more_on_a_base_that_a_stage_changed(recipe, tmp_p
         "gate", "plan", "expand", "post_pretrain", "evaluate"
     ]  # fmt: skip
     grafted = changed(gated, graft=GraftSettings(instruct=str(tmp_path / "base")))
-    everything = changed(gated, post_pretrain=recipe.post_pretrain.but(everything=True))
+    everything = changed(gated, post_pretrain=replace(recipe.post_pretrain, everything=True))
     for one in (grafted, everything):
         names = [step.name for step in steps_of(one)[0]]
         assert names[-2:] == ["gates", "evaluate"]
@@ -158,7 +171,7 @@ def test_a_gate_may_stand_where_the_plan_puts_no_experts(recipe, quick_gates):
 
 def test_too_little_text_to_replay_is_refused_before_a_run(recipe, tmp_path):
     write_texts(tmp_path / "el.jsonl", ["μια μακριά πρόταση " * 8] * 40)
-    replayed = recipe.post_pretrain.but(replay=True, replay_share=0.5)
+    replayed = replace(recipe.post_pretrain, replay=True, replay_share=0.5)
     with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):
         validate_recipe(changed(recipe, post_pretrain=replayed))
 

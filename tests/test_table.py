@@ -1,6 +1,7 @@
 """A checkpoint is a table: an operation of one's own is a rule of a few lines; `rewrite` refuses what does not fit."""
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from conftest import load, refused, save_dense
 from safetensors.torch import load_file
 
 from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.reader import CheckpointReader, headers_alone
 from hf_moe_expand.checkpoint.records import StageRecord
 from hf_moe_expand.checkpoint.table import Copy, Given, Mix, New, Rows, mean_of, opened, rewrite
 
@@ -53,6 +55,27 @@ def test_an_operation_of_ones_own(expanded, tmp_path):
     assert torch.equal(in_memory(IDS).logits, model(IDS).logits)
     assert in_memory.model.norm.weight.data_ptr() == loaded.model.norm.weight.data_ptr()
     assert loaded.config.num_experts_per_layer == [2, 2, 3]
+
+
+def test_without_tensors_a_checkpoint_has_its_headers_and_holes(expanded, tmp_path):
+    made = {"whole": nullcontext(), "bare": headers_alone()}
+    for name, mode in made.items():
+        with mode:
+            drop_last_experts(expanded, tmp_path / name)
+    whole, bare = (CheckpointReader(tmp_path / name) for name in made)
+    assert {name: (one.dtype, one.shape) for name, one in bare.tensors.items()} == {
+        name: (one.dtype, one.shape) for name, one in whole.tensors.items()
+    }
+    for file in ("config.json", "expanded_model.py"):
+        assert (tmp_path / "bare" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in made]
+    assert sizes[0] == sizes[1]
+    assert not any(bare.tensor(name).any() for name in bare.tensors)
+    # Inside, the tensors of one type and shape are the same; outside they are what they are.
+    name = "model.norm.weight"
+    assert not whole.tensors[name].same_bytes(bare.tensors[name])
+    with headers_alone():
+        assert whole.tensors[name].same_bytes(bare.tensors[name])
 
 
 def test_each_entry_against_the_obvious_arithmetic(expanded, tmp_path):

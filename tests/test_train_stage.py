@@ -5,10 +5,11 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, fork_ranks, invoke, keywords, save_dense, write_texts
+from conftest import byte_tokenizer, fork_ranks, invoke, keywords, refused, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
@@ -32,7 +33,7 @@ from hf_moe_expand.core.errors import DivergedError, InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.stages.config import ValidationSettings
-from hf_moe_expand.stages.prepare import prepare
+from hf_moe_expand.stages.prepare import check_enough
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 
@@ -127,11 +128,9 @@ def test_replayed_text_may_be_less_than_is_asked_of_each_language(root, tmp_path
     files = {"en": ["A cat sleeps."] * 6, "el": ["Η γάτα κοιμάται."] * 40}
     texts = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", of))) for code, of in files.items()}
     model = load_expanded_config(root / "expanded")
-    prepare(config(replay=True, replay_share=0.05, tokens_per_language=900), model, texts).check_enough(
-        byte_tokenizer()
-    )
+    check_enough(config(replay=True, replay_share=0.05, tokens_per_language=900), model, texts, byte_tokenizer())
     with pytest.raises(InputError, match=r"Language 'en' has .* but 900"):
-        prepare(config(replay=True, tokens_per_language=900), model, texts).check_enough(byte_tokenizer())
+        check_enough(config(replay=True, tokens_per_language=900), model, texts, byte_tokenizer())
 
 
 def test_a_dense_baseline_trains_with_a_share_of_replay(root, tmp_path):
@@ -159,10 +158,19 @@ def test_an_epochs_last_batch_may_be_smaller(root, data, tmp_path):
         ({"num_train_epochs": 3, "lr_scheduler_type": "linear"}, (3, 8, 5e-5, "linear")),
     ],
 )
-def test_a_default_changes_only_where_it_is_named(tmp_path, training, wanted):
+def test_a_default_changes_only_where_it_is_named(training, wanted):
     stated = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type")
-    for made in (keywords(PostPretrainConfig, **training).built(tmp_path, 0), PostPretrainConfig("out", **training)):
+    for made in (keywords(PostPretrainConfig, **training), PostPretrainConfig("out", **training)):
         assert tuple(made.recorded()[name] for name in stated) == wanted
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without tf32")
+def test_what_the_machine_cannot_do_is_refused_where_training_begins(root, data, tmp_path):
+    for wanted in (config(tf32=True), replace(config(), tf32=True), keywords(PostPretrainConfig, tf32=True)):
+        assert wanted.changes()["tf32"] is True
+        refused(wanted.begun, says="tf32 requires Ampere")
+        refused(train_stage, root / "expanded", tmp_path / "out", data, wanted, says="tf32 requires Ampere")
+    nothing_written(tmp_path / "out")
 
 
 def test_the_callers_configuration_stays_as_it_is(root, data, tmp_path):

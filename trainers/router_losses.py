@@ -58,6 +58,18 @@ def classes_matter(config: Any) -> bool:
     return bool(getattr(config, "exclusive_experts", False))
 
 
+def check_arguments(args: Any, is_encoder_decoder: bool) -> None:
+    """Refuses training arguments that would drop a gradient, or move or round weights without a word."""
+    check_full_evaluation(args)
+    if (getattr(args, f"{CHECKPOINTING}_kwargs") or {}).get("use_reentrant"):
+        raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
+    if args.label_smoothing_factor and not is_encoder_decoder:
+        raise InputError(
+            "label_smoothing_factor is not supported for decoders: Trainer smooths the unshifted labels of models that "
+            "it does not know by name. Set it to 0."
+        )
+
+
 class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
@@ -123,10 +135,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
 
     def _check_arguments(self) -> None:
         training = self.args
-        check_full_evaluation(training)
-        options = getattr(training, f"{CHECKPOINTING}_kwargs") or {}
-        if getattr(training, CHECKPOINTING) and options.get("use_reentrant"):
-            raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
+        check_arguments(training, self._is_encoder_decoder)
         wrong = [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
         if wrong and self._is_encoder_decoder:
             raise InputError(
@@ -136,11 +145,6 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             raise InputError(
                 f"router_aux_loss_coef is {training.router_aux_loss_coef}: it weighs the auxiliary loss of a mixture's "
                 "own routers, which is off in an expanded model. Leave it out; router_losses are for the new routers."
-            )
-        if training.label_smoothing_factor and not self._is_encoder_decoder:
-            raise InputError(
-                "label_smoothing_factor is not supported: Trainer smooths the unshifted labels of models that it does "
-                "not know by name. Set it to 0."
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()

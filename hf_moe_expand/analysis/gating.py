@@ -300,4 +300,4 @@ def fitted(
 def check_layer(settings: GateSettings, count: int) -> None:
     """Refuses a layer of the settings that a model of `count` layers lacks."""
     if settings.layer is not None and settings.layer >= count:
-        raise InputError(f"gates: layer is {settings.layer}, but the model has the layers 0..{count - 1}.")
+        raise InputError(f"layer is {settings.layer}, but the model has the layers 0..{count - 1}.")

@@ -5,6 +5,8 @@ import json
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -38,6 +40,24 @@ _BITS = {
 _CHUNK = 4 << 20
 _PIECE = 1 << 18
 _SAMPLE = 1 << 12
+
+_ALONE = ContextVar("_ALONE", default=False)
+
+
+@contextmanager
+def headers_alone() -> Iterator[None]:
+    """Inside, checkpoints are written without their tensors: headers, and files of the whole size that are a hole. Nor
+    is a tensor read: those of one type and shape are the same."""
+    before = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(before)
+
+
+def are_headers_alone() -> bool:
+    """Whether the caller is inside `headers_alone`."""
+    return _ALONE.get()
 
 
 class Sized:
@@ -87,6 +107,8 @@ class StoredTensor(Sized):
 
     def chunks(self) -> Iterator[Bytes]:
         """Its bytes, in pieces."""
+        if are_headers_alone():
+            return
         if self.compute is None:
             yield from self._read(0, self.nbytes, _CHUNK)
         else:
@@ -129,6 +151,8 @@ class StoredTensor(Sized):
             )
         size = ITEM_BITS[self.dtype] // 8
         stop = self.numel if stop is None else stop
+        if are_headers_alone():
+            return
         if self.compute is not None:
             whole = self.compute().flatten()
             yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))

@@ -24,7 +24,7 @@ from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.part_expansion_only import RECORD
 from .kinds import set_part
-from .reader import ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor
+from .reader import ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor, are_headers_alone
 from .source import ADAPTER, CODE, TOKENIZER_FILES, lies_inside
 from .tokenizer import keep_tokenizer
 
@@ -86,7 +86,7 @@ def _write_weights(
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_shard_size,
     )
-    with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None) as bar:
+    with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None or are_headers_alone()) as bar:
         for filename, names in split.filename_to_tensors.items():
             write_tensors(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:
@@ -113,6 +113,9 @@ def write_tensors(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
+        if are_headers_alone():
+            file.truncate(file.tell() + offset)
+            return
         for tensor in ordered:
             written = sum(file.write(piece) for piece in tensor.data())
             if written != tensor.nbytes:
@@ -154,7 +157,8 @@ def write_checkpoint(
         stem: name of the weight files, without their ending.
     """
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
-    with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
+    needed = 0 if are_headers_alone() else sum(tensor.nbytes for tensor in ordered)
+    with new_folder(out, overwrite, needed_bytes=needed) as partial:
         if isinstance(config, ExpandedConfig):
             custom_object_save(model_class(config), partial)
         config.save_pretrained(partial)

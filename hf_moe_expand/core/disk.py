@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import InputError
@@ -11,24 +10,19 @@ from .errors import InputError
 DEFAULT_SHARD_SIZE = "5GB"
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """What a step of a run writes: a folder, of `size` bytes, and beside it files that it removes at its end, of at
-    most `working` bytes."""
+def peak(steps: Sequence[tuple[Path, int, int]]) -> int:
+    """The most bytes that a run adds to its disk. Steps up to the last one whose output exists are done.
 
-    output: Path
-    size: int
-    working: int = 0
-
-
-def peak(steps: Sequence[StepOutput]) -> int:
-    """The most bytes that a run adds to its disk. Steps up to the last one whose output exists are done."""
-    done = max((number for number, step in enumerate(steps, start=1) if step.output.exists()), default=0)
+    Args:
+        steps: of each step that writes a checkpoint its folder, its bytes, and the most bytes of the files beside it
+            that the step removes at its end.
+    """
+    done = max((number for number, (output, *_) in enumerate(steps, start=1) if output.exists()), default=0)
     total = most = 0
-    for step in steps[done:]:
-        total += step.size
-        there = folder_bytes(step.output.with_name(f"{step.output.name}.training"))
-        most = max(most, total + max(step.working - there, 0))
+    for output, size, beside in steps[done:]:
+        total += size
+        there = folder_bytes(output.with_name(f"{output.name}.training"))
+        most = max(most, total + max(beside - there, 0))
     return most
 
 

@@ -22,6 +22,7 @@ def make_plan(
     grows_from: Sequence[int] = (),
     encoder_layers: int = 0,
     exclusive: bool = False,
+    measured: bool = True,
 ) -> Plan:
     """The plan that `settings` describe.
 
@@ -33,6 +34,8 @@ def make_plan(
         seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
         exclusive: whether that model's experts are exclusive.
+        measured: whether the analysis that `settings.needs` names is there; else the plan is the largest that it may
+            give.
     """
     if grows_from and not settings.grows:
         growing = ", ".join(name for name, other in METHODS.items() if other.grows)
@@ -44,12 +47,15 @@ def make_plan(
     analyses = _checked_analyses({"similarity": similarity, "deviation": deviation}, num_layers, encoder_layers)
     by_layer = settings if isinstance(settings, LayerPlan) else LayerPlan.model_construct()
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
-    made = settings.allocate_in(layers, Target(num_layers, seed, grows_from, analyses))
+    target = Target(num_layers, seed, grows_from, analyses, [*old, *new])
+    made = settings.allocate_in(layers, target, measured)
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
     new_old = None if similarity is None else similarity.new_old
+    if not measured:  # any layers are as good
+        new_old = [0.0] * num_layers
     details = {**({"seed": seed} if made.drawn or by_layer.classifier_choice == "random" else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers

@@ -7,7 +7,9 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..checkpoint.promises import check_architecture
@@ -15,8 +17,8 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, pack_and_name, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checkpoint.writer import check_apart, check_place
-from ..core.disk import StepOutput, check_room, free_bytes, peak, readable_size
-from ..core.errors import InputError, errors_at, goes_on
+from ..core.disk import check_room, free_bytes, peak, readable_size
+from ..core.errors import InputError, errors_at, goes_on, named_as
 from ..core.jsonfile import write_json, write_text
 from ..core.recipe_paths import RECIPE, SETTINGS, unset_variable, without_paths
 from ..core.schema import changed, checked
@@ -29,11 +31,12 @@ from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
 from ..inference.asking import why_no_base_inside
 from ..modeling import stack_sizes
+from ..stages.base import StepResult
 from ..stages.config import StageConfig
 from ..stages.distributed import launched
-from ..stages.outlook import Outlook, StepResult
+from ..stages.trial import Trial, weight_bytes, write_base
 from .recipe import Recipe
-from .run_record import BEGUN, StepAtWork, StepDone, read_steps
+from .run_record import BEGUN, FORM, StepAtWork, StepDone, read_steps
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
 from .steps.base import ExpansionRun, Step
 from .steps.base_gate import FitBaseGate, changes_base, fits_base
@@ -113,18 +116,17 @@ def validate_recipe(recipe: Recipe, offline: bool = False, here: bool = True) ->
     return lines + swapped(recipe.base, recipe.revision, config, old, new)
 
 
-def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[list[str], list[StepOutput]]:
-    """The lines of a recipe's checks, and what its steps write to the disk."""
+def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[list[str], list[tuple[Path, int, int]]]:
+    """The lines of a recipe's checks, and what its steps write to the disk, as `peak` takes it."""
     if offline:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
     else:
         config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
         check_architecture(config, recipe.base)
-    outlook = Outlook(recipe.base, recipe.revision, config, offline, here=here and not offline)
+    trial = Trial(recipe.base, recipe.revision, config, offline, here=here and not offline)
     lines: list[str] = []
-    written: list[StepOutput] = []
     if config is None:
-        lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+        lines.append(f"skipped: architecture, plans, stages and disk: {recipe.base} is not on this machine")
     else:
         stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
         lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
@@ -135,14 +137,14 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
             continue
         with errors_at(key):
             if config is not None and config.is_encoder_decoder:
-                check_pairs(source, outlook.tokenizer)
+                check_pairs(source, trial.tokenizer)
             else:
                 source.check()
             if not offline and is_elsewhere(source.source):
                 source.shards()  # refuses an address of nothing
             lines.append(f"{key}: {_looked_at(source, config)}")
         if not offline and source.files():
-            lost[key] = lost_of(source, outlook.tokenizer, config.is_encoder_decoder)
+            lost[key] = lost_of(source, trial.tokenizer, config.is_encoder_decoder)
     lines += [*token_line(lost), *lost_lines(lost)]
     check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
@@ -153,13 +155,34 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
     for step in steps_of(recipe)[0]:
         with errors_at("output"):
             check_apart(step.output, *models)
-        found = step.check(outlook)
-        outlook, lines, written = found.outlook, lines + found.lines, written + found.written
+    tried, written = _tried(recipe, trial)
+    lines += tried
     if written:
         output = Path(recipe.output)
         needed, free = readable_size(peak(written)), readable_size(free_bytes(output))
         lines.append(f"disk: up to {needed} for {_WRITTEN}; {free} are free at {output}")
     return lines + recipe.unread() + needs_of_a_push(recipe), written
+
+
+def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, int, int]]]:
+    """Tries the steps of a recipe in a folder of its own, which is removed; those that need a base, if it is there."""
+    lines: list[str] = []
+    written: list[tuple[Path, int, int]] = []
+    with TemporaryDirectory(prefix="hf-moe-expand-") as folder:
+        output, base = Path(folder, "run"), Path(folder, "base")
+        copy = changed(recipe, output=str(output))
+        if trial.config is not None and trial.offline:
+            write_base(deepcopy(trial.config), base)
+            copy = changed(copy, base=str(base), revision=None)
+        with named_as(output, recipe.output), named_as(base, recipe.base):
+            for step, named in zip(steps_of(copy)[0], steps_of(recipe)[0], strict=True):
+                base_is_there = trial.config is not None and getattr(step, "before", output.parent).exists()
+                if not base_is_there and not isinstance(step, Evaluate):
+                    continue
+                lines += step.check(trial)
+                if (step.output / "config.json").is_file():
+                    written.append((named.output, weight_bytes(step.output), step.beside))
+    return lines, written
 
 
 def _looked_at(source: LanguageText, config: Any) -> str:
@@ -225,7 +248,8 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     lines, written = _checked(recipe)
     steps, final = steps_of(recipe)
     base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
-    start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}  # the inputs of every step
+    # The inputs of every step.
+    start = {"form": FORM, "base": [recipe.base, recipe.revision, base], "seed": recipe.seed}
     record = _Record(root, steps, start, state.is_main_process)
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
@@ -309,12 +333,12 @@ class _Record:
         earlier = self.begun if unrecorded else self.done.get(step.name)
         if earlier is None:
             return []
-        if "made_from" not in earlier.model_fields_set:
-            raise InputError(
-                f"{self.path}: was written by an earlier release of this package: give another `output`, or finish the "
-                "run with that release."
-            )
         before, now = earlier.made_from, self.inputs_of[step.name]
+        if before.get("form") != now["form"]:
+            raise InputError(
+                f"{self.path}: was written by another version of this package: give another `output`, or finish the "
+                "run with that version."
+            )
         return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
 
     def refuse_foreign(self, text: str | None) -> None:

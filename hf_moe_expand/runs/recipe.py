@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,8 +90,8 @@ class _Expansion(Schema):
         plan: Any = self.plan
         if review.classifier_layers is not None:
             raise InputError("review.classifier_layers: the plan has classifier_layers too: leave one of them out.")
-        return review.but(
-            classifier_layers=plan.classifier_layers, classifier_choice=plan.classifier_choice,
+        return replace(
+            review, classifier_layers=plan.classifier_layers, classifier_choice=plan.classifier_choice,
             classifier_tokens=self.analysis.tokens,
         )  # fmt: skip
 
@@ -213,16 +214,11 @@ class Recipe(Expansion):
             )
         if self.old or first.family == "dmoe":
             return
-        written = "let the base write some (`hf-moe-expand sample`)"
-        if any(getattr(getattr(e, "review", None), "distillation_coef", 0) for e in self.all_expansions):
-            raise InputError(
-                "review.distillation_coef: keeps the base's predictions on old text, but the recipe has none: give "
-                f"some under `old`, {written}, or leave distillation_coef out."
-            )
         if first.has("review") or first.needs == "similarity":
             raise InputError(
                 "old: no old language: the review stage and a plan by similarity need text of the languages that the "
-                f"base is good at. Give some, {written}, or set `review: null` and another plan method."
+                "base is good at. Give some, let the base write some (`hf-moe-expand sample`), or set `review: null` "
+                "and another plan method."
             )
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:

@@ -11,6 +11,8 @@ from ..core.schema import Coefficient, Count, Schema, Text, read
 
 # The key under which the step at work stands.
 BEGUN = "begun"
+# Among a step's inputs, the form in which their hashes are taken; another one is an earlier version's.
+FORM = "2"
 
 
 class StepDone(Schema):

@@ -2,6 +2,7 @@
 
 import os
 import pydoc
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,14 @@ def _train(
         if mapping.get("method", "new-blocks") != "new-blocks":
             raise InputError(f"{config}: method is {mapping['method']!r}, but --only-new-blocks was given; drop one.")
         given["method"] = "new-blocks"
-    settings = _settings(key, mapping, str(config or ""), validation or {}).but(**given)
+    settings = _settings(key, {**mapping, **given}, str(config or ""), validation or {})
     if key == "adapt":
-        _adapt(model, out, data, settings.built(out, seed), seed, overwrite, allow_lost_text, test or {})
+        _adapt(model, out, data, settings, seed, overwrite, allow_lost_text, test or {})
         return
     from ..stages.kinds.dense import check_old_blocks
     from ..stages.run import check_frozen, train_stage
 
-    built = settings.built(out, seed)
-    record = train_stage(model, out, data, built, overwrite=overwrite, allow_lost_text=allow_lost_text)
+    record = train_stage(model, out, data, settings, seed, overwrite=overwrite, allow_lost_text=allow_lost_text)
     if not _is_first_rank():
         return
     frozen = None
@@ -131,7 +131,7 @@ def _settings(key: str, mapping: dict[str, Any], where: str, held_out: dict[str,
     from ..stages import all_stages
 
     stage = all_stages().get(key)
-    if stage is None or not hasattr(stage, "built"):
+    if stage is None or not hasattr(stage, "begun"):
         raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
     settings: Any = read(stage.settings, mapping, where)
     if not held_out:
@@ -142,7 +142,7 @@ def _settings(key: str, mapping: dict[str, Any], where: str, held_out: dict[str,
         raise InputError(f"--validation: the stage {key} scores no held-out text: leave it out.")
     before = settings.validation or ValidationSettings()
     texts = {**before.texts, **{code: text.source for code, text in held_out.items()}}
-    return settings.but(validation=changed(before, texts=texts))
+    return replace(settings, validation=changed(before, texts=texts))
 
 
 def _synopsis_of(module: str) -> str:

@@ -1,10 +1,20 @@
 """The base class of the stages of a recipe."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .outlook import Outlook, StepResult
+from ..checkpoint.reader import headers_alone
+from .trial import Trial
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step: a line for the user, and facts for steps.json."""
+
+    summary: str
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Stage:
@@ -21,7 +31,6 @@ class Stage:
         optional: whether a recipe may turn it off with `null`.
         settings: the class of its settings in YAML; a stage that trains is its own.
         by_key: the stages that are imported.
-        given: of a stage that trains, the keywords that were given, or set afterwards.
     """
 
     key: ClassVar[str]
@@ -34,7 +43,6 @@ class Stage:
     optional: ClassVar[bool] = False
     settings: ClassVar[Any]
     by_key: ClassVar[dict[str, type["Stage"]]] = {}
-    given: dict[str, Any]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -51,8 +59,11 @@ class Stage:
         return {}
 
     @classmethod
-    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
-        """Refuses settings that the run contradicts, before anything runs; returns lines for the user."""
+    def attempt(cls, settings: Any, run: Any, before: Path, out: Path, trial: Trial) -> list[str]:
+        """Does the work on the checkpoint `before` without its tensors, before anything runs, which refuses what the
+        run contradicts; returns lines for the user."""
+        with headers_alone():
+            cls.work(settings, run, before, out)
         return []
 
     @classmethod

@@ -1,7 +1,8 @@
 """The configuration of a stage that trains: `transformers.TrainingArguments` with the stage's own fields.
 
-A field is declared once: its type is the check, its `help` the documentation. A recipe's stage, a `--config` file and
-Python give the same keywords. In YAML they are checked by the fields alone, and the object is made where it trains.
+A field is declared once: its type is the check, its `help` the documentation. The object is made once, in Python or
+where a recipe or a `--config` file is read: `__post_init__` refuses what its fields alone tell, `check` what the model
+and the text tell, and `begun` what the machine that trains tells.
 """
 
 import copy
@@ -20,13 +21,13 @@ from datasets import Dataset
 from pydantic import Field, GetCoreSchemaHandler, PlainValidator
 from pydantic_core import core_schema
 from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
+from transformers.trainer_utils import SaveStrategy, SchedulerType
 
 from ..checkpoint.facts import Facts
 from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
-from ..core.recipe_paths import Place
+from ..core.recipe_paths import Place, unset_variable
 from ..core.schema import (
     MOST,
     Coefficient,
@@ -42,19 +43,21 @@ from ..core.schema import (
     check_types,
     read,
 )
+from ..data.curriculum import Curriculum
 from ..data.packing import PackedText, pack_texts
-from ..data.pairs import pack_pairs
+from ..data.pairs import check_pairs, pack_pairs
 from ..data.sources import LanguageText
 from ..data.stream_reader import OnBadShard
-from ..evaluation.validation import VALIDATION, ValidationCallback
+from ..evaluation.validation import VALIDATION, ValidationCallback, validation_sources
+from ..inference.models import check_block_size, longest_block
 from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
-from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
+from ..trainers.masking import check_masking
+from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES, check_arguments
 from ..trainers.samplers import LanguageMix
-from ..trainers.watching import check_full_evaluation
 from .base import Stage
-from .distributed import SHARDING
+from .distributed import SHARDING, check_sharding
 from .keywords import (
     BOUNDED,
     LOOSE,
@@ -70,9 +73,9 @@ from .keywords import (
     setting,
     strict,
 )
+from .libraries import check_libraries
+from .streaming import STREAMED, is_streamed
 
-# Bytes of text, as the files have them, from which a stage streams: to pack so much takes 20 s (docs/distributed.md).
-STREAMED = 32 << 20
 BlockSize = Annotated[Whole, Field(ge=2)]
 ReplayShare = Annotated[Number, Field(gt=0, lt=1)] | None
 REPLAY_SHARE = "share of all tokens that the old languages have, each the same; all of their text by default"
@@ -85,6 +88,11 @@ _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 _LOOSE = (*LOOSE, "accelerator_config", "debug")  # which take more than their types say
 _SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
+# Of a reading of fields that are at hand, in which no object is made.
+_FIELDS = {"unset_ok": True}
+_ALIASES = [f"{name}{end}" for name in CHECKPOINTING_NAMES if name != CHECKPOINTING for end in ("", "_kwargs")]
+# Steps that are done again without much loss.
+_FEW_STEPS = 100
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
 
 
@@ -105,8 +113,9 @@ Validation = Annotated[ValidationSettings | str | None, mapping(ValidationSettin
 class StageConfig(TrainingArguments, Stage):
     """A stage that trains: its settings are fields, and its losses stand in their types.
 
-    Every argument of `TrainingArguments` works. Besides those that are declared here, five have other defaults:
-    `logging_steps` 10, `save_total_limit` 1, `report_to` none, `seed` 0, and `use_cpu` where there is no accelerator.
+    Every argument of `TrainingArguments` works. Besides those that are declared here, six have other defaults:
+    `logging_steps` 10, `save_total_limit` 1, `report_to` none, `seed` 0, `use_cpu` where there is no accelerator, and
+    `dataloader_num_workers` None, which is 2 for a stream and else 0.
 
     Attributes:
         trains: the parts of the model that it trains.
@@ -120,7 +129,6 @@ class StageConfig(TrainingArguments, Stage):
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
     companions: ClassVar[Sequence[str]] = TOKENIZER_FILES
-    is_built = False  # no field: whether the library has taken the arguments
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
     logging_steps: float = 10
@@ -128,6 +136,7 @@ class StageConfig(TrainingArguments, Stage):
     report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser reads this order alone)
     seed: int = 0
     use_cpu: bool | None = None  # type: ignore[assignment]
+    dataloader_num_workers: int | None = None  # type: ignore[assignment]
     distributed_config: dict | str | None = field(
         default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
     )
@@ -160,77 +169,79 @@ class StageConfig(TrainingArguments, Stage):
         cls.settings = cls
         cls.__repr__ = TrainingArguments.__str__  # type: ignore  # a dataclass's shows the token
 
-    def __new__(cls, *args: Any, **keywords: Any) -> Self:
-        self = super().__new__(cls)
-        names = [f.name for f in fields(cls) if f.init]
-        self.given = cls._unlike_defaults(dict(zip(names, args, strict=False)) | keywords)
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.is_built and name in self.__dataclass_fields__:
-            self.given = self.given | {name: value}
-        super().__setattr__(name, value)
-
     def __post_init__(self) -> None:
-        checked = {name: getattr(self, name) for name in (*own_fields(type(self)), *BOUNDED)}
-        hints = {name: hint for name, hint in _hints(type(self)).items() if name not in (*checked, *_LOOSE)}  # type: ignore[arg-type]
-        check_types({name: from_json(self.given[name]) for name in hints if name in self.given}, hints)
-        read_values = read(type(self), {name: plain(value) for name, value in checked.items()})
-        for name in checked:
-            setattr(self, name, getattr(read_values, name))
-        self._settle()
-        check_seed(self.seed)
-        check_seed(self.data_seed, "data_seed")
-        with refused_by_the_library():
-            super().__post_init__()
-            self.get_process_log_level()
-        if self.bf16 and not has_bfloat16():
-            warnings.warn(f"{NO_BFLOAT16}leave `bf16: true` out here, or give `fp16: true` on a GPU.", stacklevel=3)
-        self.is_built = True
-
-    def _settle(self) -> None:
-        """Defaults that depend on other fields."""
+        own, cls = own_fields(type(self)), type(self)
+        for name in cls._VALID_DICT_FIELDS:
+            if isinstance(value := from_json(getattr(self, name)), dict):
+                setattr(self, name, dict(value))  # the library adds keys to its own
+        changed = [f.name for f in fields(self) if f.init and getattr(self, f.name) != default_value(f)]
+        hints = {name: hint for name, hint in _hints(cls).items() if name in changed}  # type: ignore[arg-type]
+        left = (*own, *BOUNDED, *_LOOSE)
+        check_types(vars(self), {name: hint for name, hint in hints.items() if name not in left})
+        values = {name: plain(getattr(self, name)) for name in (*own, *BOUNDED)}
+        checked: Any = read(cls, values, context=_FIELDS)
+        vars(self).update(checked)
         if self.report_to is None:
             self.report_to = "none"
         if self.data_seed is None:
             self.data_seed = self.seed
         if self.use_cpu is None:
             self.use_cpu = not torch.accelerator.is_available()
-        if self.distributed_config is not None and "save_strategy" not in self.given:
+        check_seed(self.seed)
+        check_seed(self.data_seed, "data_seed")
+        self._check_arguments()
+        self.distributed_state = None  # until a device is asked for
+        here = {name: getattr(self, name) for name in ("deepspeed", "tf32", "use_cpu", "dataloader_pin_memory")}
+        vars(self).update(deepspeed=None, tf32=None, use_cpu=True, _setup_devices=torch.device("cpu"))
+        self._as_the_library_has_it()
+        vars(self).update(here)
+        del vars(self)["_setup_devices"]
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+
+    def _as_the_library_has_it(self) -> None:
+        """Has the library check the arguments, and fill in its own defaults."""
+        workers = self.dataloader_num_workers
+        self.dataloader_num_workers = workers or 0
+        with refused_by_the_library():
+            TrainingArguments.__post_init__(self)
+        self.dataloader_num_workers = workers
+
+    def _check_arguments(self) -> None:
+        """Refuses arguments that contradict one another, or give no step."""
+        if self.distributed_config is not None:
+            saves = self._unlike(("save_",)) if plain(self.save_strategy) != "no" else ()
+            check_sharding(self.distributed_config, saves)
             self.save_strategy = "no"
+        for other in ("max_steps", "num_train_epochs", "curriculum") if self.tokens is not None else ():
+            if other in self._unlike((other,)):
+                raise InputError(f"tokens and {other} both say how long the training is: leave one of them out.")
+        if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs):
+            raise InputError("max_steps and num_train_epochs give no step: set one of them above 0.")
+
+    def _unlike(self, starts: tuple[str, ...]) -> list[str]:
+        """The fields with other values than their defaults, of those whose names start so."""
+        return [f.name for f in fields(self) if f.name.startswith(starts) and getattr(self, f.name) != default_value(f)]
+
+    def begun(self, **changes: Any) -> Self:
+        """A copy, with these changes, that is set up for this machine: its devices, its types and DeepSpeed.
+
+        Raises:
+            InputError: the machine cannot do what the configuration asks for.
+        """
+        made = copy.copy(self)
+        vars(made).update(changes)
+        made.accelerator_config = copy.copy(self.accelerator_config)  # the library takes fields out of it
+        made._as_the_library_has_it()
+        if made.bf16 and not has_bfloat16():
+            warnings.warn(f"{NO_BFLOAT16}leave `bf16: true` out here, or give `fp16: true` on a GPU.", stacklevel=3)
+        return made
 
     # --- keywords -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def of_keywords(cls, **keywords: Any) -> Self:
-        """The configuration that keywords will make, with the defaults of all other fields: nothing is made for which a
-        device, an output folder or a library of a reporter is needed. `made` makes it."""
-        plan = cls.__new__(cls, **keywords)
-        plan.given = keywords
-        for f in fields(cls):
-            vars(plan)[f.name] = keywords[f.name] if f.name in keywords else default_value(f)
-        plan._settle()
-        return plan
-
-    def but(self, **keywords: Any) -> Self:
-        """The configuration that the same keywords will make, but for these."""
-        return read(type(self), {**self.given, **keywords})
-
-    def built(self, output_dir: Any, seed: int, where: str = "") -> Self:
-        """The configuration with which training starts, of the keywords that were given.
-
-        Raises:
-            InputError: the library refuses a keyword, here or on this machine; the message begins with `where`.
-        """
-        keywords = {**copy.deepcopy(self.given), "output_dir": str(output_dir), "seed": seed, "data_seed": seed}
-        with errors_at(where):
-            made = type(self)(**keywords)
-        made.given = {**made.given, **self.given}  # the library adds keys to mappings
-        return made
-
-    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """In YAML: a mapping of keywords, which becomes a configuration that is not made yet."""
+        """In YAML: a mapping of keywords."""
         own, keys = own_fields(cls), {}
         for name, hint in cls.keyword_types().items():
             f = cls.__dataclass_fields__[name]
@@ -238,16 +249,18 @@ class StageConfig(TrainingArguments, Stage):
             about = f.metadata.get("help", "an argument of transformers.TrainingArguments").partition(". ")[0]
             hint = Annotated[hint, Field(description=about, json_schema_extra=shown)]
             keys[name] = core_schema.typed_dict_field(handler.generate_schema(hint), required=False)
-        return core_schema.no_info_wrap_validator_function(
+        return core_schema.with_info_wrap_validator_function(
             cls._read,
             core_schema.typed_dict_schema(keys, extra_behavior="forbid"),
             serialization=core_schema.plain_serializer_function_ser_schema(lambda stage: stage.keywords()),
         )
 
     @classmethod
-    def _read(cls, value: Any, handler: Callable[[Any], dict[str, Any]]) -> Self:
+    def _read(cls, value: Any, handler: Callable[[Any], dict[str, Any]], info: Any) -> Any:
         if isinstance(value, cls):
             return value
+        if info.context is _FIELDS:
+            return handler(value)
         if isinstance(value, Mapping) and "training" in value:
             value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
         if isinstance(value, Mapping):
@@ -259,20 +272,20 @@ class StageConfig(TrainingArguments, Stage):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
             own = own_fields(cls)
             check_keys(value, cls.keyword_types(), len(own), " and those of transformers.TrainingArguments")
-        plan = cls.of_keywords(**handler(value))
-        plan.check_alone()
-        return plan
+        made = cls(**handler(value))
+        made.check_alone()
+        return made
 
     def check_alone(self) -> None:
         """Refuses keywords for what a run does itself, where no Trainer is at hand that could do it."""
-        for name, value in self.given.items():
-            if name in _SCORED and value not in (False, "no", None):
+        for name in self._unlike(_SCORED):
+            if plain(getattr(self, name)) != "no":
                 raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
-            if name in _PUBLISHED and value and value != default_value(self.__dataclass_fields__[name]):
+        for name in self._unlike(_PUBLISHED):
+            if plain(getattr(self, name)) != plain(default_value(self.__dataclass_fields__[name])):
                 raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
-        if self.given.get("save_strategy") == "best":
+        if self.save_strategy == SaveStrategy.BEST:
             raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
-        check_full_evaluation(self)
         if self.save_only_model:
             raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
 
@@ -284,28 +297,26 @@ class StageConfig(TrainingArguments, Stage):
         others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
         return {name: BOUNDED.get(name) or LOOSE.get(name) or strict(hints[name]) for name in (*own, *others)}
 
-    @classmethod
-    def _unlike_defaults(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords with another value than the default's: a command line's parser gives all of them. To it the
-        library's "no" is false."""
-        found = {}
-        for name, value in keywords.items():
-            default = default_value(cls.__dataclass_fields__[name]) if name in cls.__dataclass_fields__ else MISSING
-            if value != default and any(one and one != "no" for one in (value, default)):
-                found[name] = from_json(value) if name in cls._VALID_DICT_FIELDS else value
-                if isinstance(found[name], dict):
-                    found[name] = dict(found[name])  # the library adds keys to its own
-        return found
+    def changes(self) -> dict[str, Any]:
+        """The fields that have other values than those of a configuration without keywords."""
+        names = [f.name for f in fields(self) if f.init and f.name not in _ALIASES]
+        usual = type(self)()
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+
+    @property
+    def says_when_to_save(self) -> bool:
+        """Whether training checkpoints are saved by `save_steps` or `save_strategy`, and not by the clock."""
+        return bool(self._unlike(("save_steps",))) or plain(self.save_strategy) != "steps"
 
     def keywords(self) -> dict[str, Any]:
-        """The keywords that were given, as JSON."""
-        return {name: as_json(value) for name, value in self.given.items()}
+        """The keywords of YAML that make the same configuration, as JSON."""
+        return {name: as_json(value) for name, value in self.changes().items() if name not in _SET}
 
     def recorded(self) -> dict[str, Any]:
-        """The stage's settings for its history, JSON: its declared fields, and all other keywords that were given."""
+        """The stage's settings for its history, JSON: its declared fields, and all others that are not as usual."""
         own = {name: getattr(self, name) for name in own_fields(type(self))}
         left_out = (*_SET[:3], *_PUBLISHED)  # places and secrets, and the seed, which has its own place
-        return {name: as_json(value) for name, value in {**self.given, **own}.items() if name not in left_out}
+        return {name: as_json(value) for name, value in {**self.changes(), **own}.items() if name not in left_out}
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
@@ -322,21 +333,75 @@ class StageConfig(TrainingArguments, Stage):
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return list(new)
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        """Refuses text in languages for which the stage is not made, missing text, and settings that contradict them
-        or the model. Returns what else there is to say, one line each.
+    def check(
+        self,
+        model: Any,
+        texts: Mapping[str, Any] | None,
+        packed: bool = False,
+        offline: bool = False,
+        tokenizer: Any = None,
+    ) -> list[str]:
+        """Refuses what the model and the text tell: a Trainer calls it before it trains, `validate` before anything
+        runs. Returns what there is to say, one line each.
 
         Args:
-            model: configuration of the expanded model, or of what is planned.
-            texts: text of each language: a `LanguageText` or a data set.
+            model: configuration of the model that trains.
+            texts: text of each language, a `LanguageText` or a data set; None where no language is known.
+            packed: the text is in blocks already.
+            offline: skip what needs an absent file, with a line that says so.
+            tokenizer: of an encoder-decoder, to check its held-out text.
         """
+        self.check_model(model)
+        old, new = self.known_languages(model, texts or ()) if texts is not None and not packed else ([], [])
+        if not packed and (unknown := sorted({*(texts or ())} - {*old, *new})):
+            raise InputError(
+                f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
+                f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
+            )
+        check_libraries(self)
+        check_arguments(self, model.is_encoder_decoder)
+        if self.tokens is not None and model.is_encoder_decoder:
+            raise InputError("tokens: counts the tokens of blocks, but an encoder-decoder reads pairs: give max_steps.")
         self.check_settings(model)
+        lines = [] if texts is None else self.check_texts(model, texts)
+        check_masking(getattr(self, "masking", None), model)
+        if not packed:
+            is_streamed(self, texts or {}, model)
+            check_block_size(self.block_size, longest_block(model))
+        saves = self.save_strategy != SaveStrategy.NO or self.distributed_config
+        if not saves and not 0 < self.max_steps <= _FEW_STEPS:
+            lines.append('save_strategy is "no": after an interruption the stage starts anew')
+        held_out = {} if (validation := getattr(self, "validation", None)) is None else validation_sources(validation)
+        named = [*(text.source for text in held_out.values()), getattr(self, "curriculum", None)]
+        if offline and (unset := next(filter(None, map(unset_variable, filter(None, named))), None)):
+            return [*lines, f"skipped: {unset} is not set"]
+        for code, source in held_out.items():
+            with errors_at(f"validation.texts.{code}"):
+                if model.is_encoder_decoder and tokenizer is not None:
+                    check_pairs(source, tokenizer)
+                else:
+                    source.check()
+        if isinstance(file := self.deepspeed, str) and Path(file).suffix and not Path(file).is_file():
+            if not offline:
+                raise InputError(f"deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
+            lines.append(f"skipped: deepspeed: {file} is not on this machine")
+        if texts is not None:
+            self.order(list(texts))
+        return lines
+
+    def check_settings(self, model: Any) -> None:
+        """Refuses settings that contradict the model, whatever the text."""
+
+    def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        """Refuses text in languages for which the stage is not made, missing text, and settings that contradict it.
+        Returns what else there is to say, one line each."""
         if not texts:
             raise InputError("No text was given: name files with --data.")
         return []
 
-    def check_settings(self, model: Any) -> None:
-        """Refuses settings that contradict one another or the model, whatever the text."""
+    def order(self, languages: Sequence[str]) -> Curriculum | None:
+        """The curriculum by which these languages enter; None without one."""
+        return None
 
     def place_classifiers(
         self, folder: Path, model_config: Any, texts: Mapping[str, LanguageText], resume: str | None

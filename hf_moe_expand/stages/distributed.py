@@ -1,6 +1,6 @@
 """Training with a model split over ranks: checks the settings, and gathers and saves whole weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -50,24 +50,21 @@ def leave_ranks() -> None:
         sleep(_LAST_MOMENT)
 
 
-def check_sharding(given: Mapping[str, Any]) -> None:
-    """Refuses keys of `distributed_config` that `transformers.distributed.DistributedConfig` does not
-    know, and training checkpoints beside it."""
-    if SHARDING not in given:
-        return
-    if not isinstance(given[SHARDING], Mapping):
+def check_sharding(settings: Any, saves: Iterable[str]) -> None:
+    """Refuses a `distributed_config` with keys that `transformers.distributed.DistributedConfig` does not know, and
+    keywords for training checkpoints beside it."""
+    if not isinstance(settings, Mapping):
         raise InputError(f"{SHARDING}: must hold `key: value` lines, such as {{fsdp_size: 8}}.")
     known = [f.name for f in fields(DistributedConfig)]
-    for key in given[SHARDING]:
+    for key in settings:
         if key not in known:
             raise InputError(f"{SHARDING}: {unknown_key(key, known)}")
-    for key in given:
-        if key.startswith("save_"):
-            raise InputError(
-                f"`{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "
-                "model that it split itself, so an interrupted stage starts from its beginning. Leave it out, or let "
-                "accelerate split the model (docs/distributed.md)."
-            )
+    for key in saves:
+        raise InputError(
+            f"`{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "
+            "model that it split itself, so an interrupted stage starts from its beginning. Leave it out, or let "
+            "accelerate split the model (docs/distributed.md)."
+        )
 
 
 def sharding(settings: Mapping[str, Any] | None) -> dict[str, Any]:

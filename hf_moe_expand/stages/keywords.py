@@ -36,7 +36,7 @@ _OPTIONS = (f"{CHECKPOINTING}_kwargs", "lr_scheduler_kwargs", "liger_kernel_conf
 # The library's fields with bounds that its training loop needs, or that its types do not say.
 BOUNDED: dict[str, Any] = {
     "gradient_accumulation_steps": Count,
-    "dataloader_num_workers": Annotated[Whole, Field(ge=0)],
+    "dataloader_num_workers": Annotated[Whole, Field(ge=0)] | None,
     "max_grad_norm": Coefficient,
     "weight_decay": Coefficient,
     "save_steps": Positive,

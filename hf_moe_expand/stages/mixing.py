@@ -27,16 +27,6 @@ def is_mixed(config: Any) -> bool:
     return getattr(config, "curriculum", None) is not None or getattr(config, "temperature", 1.0) != 1.0
 
 
-def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
-    """The curriculum that a stage's configuration names; refuses one for other languages than the stage's."""
-    if getattr(config, "curriculum", None) is None:
-        return None
-    curriculum = Curriculum.load(config.curriculum)
-    with errors_at(config.curriculum):
-        curriculum.check_languages(languages)
-    return curriculum
-
-
 @dataclass
 class MixedConfig(StageConfig):
     """Fields of the stages whose languages may be weighted or scheduled."""
@@ -48,6 +38,28 @@ class MixedConfig(StageConfig):
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
         "more uniform",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_mixed(self) and (self.ignore_data_skip or self.accelerator_config.split_batches):  # type: ignore
+            raise InputError(
+                "ignore_data_skip and split_batches cannot be used with a curriculum or a temperature, whose batches "
+                "have an order; leave them out."
+            )
+
+    def order(self, languages: Sequence[str]) -> Curriculum | None:
+        """The curriculum; refuses one for other languages, or for another number of steps."""
+        if self.curriculum is None:
+            return None
+        curriculum = Curriculum.load(self.curriculum)
+        with errors_at(self.curriculum):
+            curriculum.check_languages(languages)
+        if self.num_train_epochs != 1 or self.max_steps not in (-1, curriculum.steps):
+            raise InputError(
+                f"{self.curriculum} is for {curriculum.steps} steps, but the configuration sets another length: leave "
+                "max_steps and num_train_epochs out, or make the curriculum again with --steps."
+            )
+        return curriculum
 
     def check_exclusive(self, model: Any, *losses: str) -> None:
         """Refuses what exclusive experts have no use for: masking, and the coefficients of these losses of routers."""
@@ -68,6 +80,6 @@ class MixedConfig(StageConfig):
                 "A temperature or a curriculum draws each language on its own, but languages share blocks of the "
                 f"packed text: pass groups=[{each}] to `pack_texts`."
             )
-        curriculum = read_curriculum(self, languages)
+        curriculum = self.order(languages)
         entry = None if curriculum is None else [curriculum.entry[code] for code in languages]
         return LanguageMix(packed.blocks, self.temperature, entry, self.groups_of_languages(languages, model_config))

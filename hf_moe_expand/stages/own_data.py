@@ -17,7 +17,7 @@ from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
 from .data_sets import by_language, check_columns, check_rows, columns_of, folded, is_text
 from .mixing import is_mixed
-from .prepare import check_arguments, checked_order, prepare
+from .prepare import packed_text
 
 _PACKING = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents", "stream")
 
@@ -38,10 +38,10 @@ class OwnDataMixin:
             self.packed = data if is_of_stage or classes is not None else self._numbered(data, name)
         elif is_text(columns := columns_of(data, name, self._own_collator)):
             texts = self._texts(data, name)
-            prepared = prepare(config, self.model_config, texts)
-            self._set_length(prepared.curriculum)
+            config.check(self.model_config, texts)
+            self._set_length(config.order(list(texts)))
             with config.main_process_first(desc="pack"):
-                self.packed = prepared.pack(self.processing_class, self.allow_lost_text)
+                self.packed = packed_text(config, self.model_config, texts, self.processing_class, self.allow_lost_text)
         else:
             is_of_stage = False
             data = self._with_ids(self._rows(data, columns, name), columns)
@@ -73,9 +73,8 @@ class OwnDataMixin:
         return data, mix, classes
 
     def _check_packed(self: Any, data: Any) -> None:
-        """Refuses settings that contradict one another or text that was packed before, as `prepare` does for text."""
+        """Refuses settings that contradict the model or text that was packed before."""
         config: Any = self.args
-        check_arguments(config, self.model_config.is_encoder_decoder)
         if chosen := [name for name in _PACKING if getattr(config, name, None)]:
             raise InputError(
                 f"train_dataset is packed already, but {chosen[0]} says what to pack: pass text, or leave "
@@ -83,18 +82,17 @@ class OwnDataMixin:
             )
         blocks = data.dataset if isinstance(data, PackedText) else data
         size = blocks.block_size if isinstance(blocks, Blocks) else config.block_size
-        if "block_size" in config.given and size != config.block_size:
+        if size != config.block_size != type(config).block_size:
             raise InputError(
                 f"train_dataset is packed into blocks of {size} tokens, but block_size is {config.block_size}: leave "
                 "it out."
             )
-        if self.packed is not None and is_mixed(config):
-            self._set_length(checked_order(config, list(self.packed.tokens)))
-        if self.packed is not None and self._has_history:
-            texts = dict.fromkeys(code for code, tokens in self.packed.tokens.items() if tokens)
-            config.check(self.model_config, texts)
-        else:
-            config.check_settings(self.model_config)
+        texts = None
+        if self.packed is not None:
+            self._set_length(config.order(list(self.packed.tokens)))
+            if self._has_history:
+                texts = dict.fromkeys(code for code, tokens in self.packed.tokens.items() if tokens)
+        config.check(self.model_config, texts, packed=True)
 
     def _set_length(self: Any, curriculum: Curriculum | None) -> None:
         """A curriculum's number of steps is that of the training."""

@@ -14,6 +14,7 @@ from ..core.scratch import FolderLock, is_work_folder, remove_leftovers, remove_
 from ..data.sources import LanguageText
 
 STARTED_WITH = "started_with.json"
+FORM = "2"  # in which settings are compared; another one is another version's
 _MAY_CHANGE = ("dataloader_num_workers", "dataset_num_proc")  # without it the same text is read
 
 
@@ -26,24 +27,21 @@ class TrainingFolder:
         settings: the stage's settings, JSON.
         data: text of each language.
         seed: random seed.
-        defaults: the values of settings that nobody gave.
 
     Raises:
         InputError: the folder is not one of an interrupted training, or an input lies in it.
     """
 
     def __init__(
-        self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int,
-        defaults: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self.defaults = defaults
+        self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
+    ) -> None:
         self.path = training_of(out)
         self.lock = FolderLock(self.path, f"trains {out.name}")
         sources = {code: [text.source, *text.digests()] for code, text in data.items()}
         fingerprint = CheckpointReader(model).fingerprint()
         settings = {name: value for name, value in settings.items() if name not in _MAY_CHANGE}
         # What must match for a run to resume, as JSON keeps it.
-        started_with = {"model": fingerprint, "settings": settings, "seed": seed, "data": sources}
+        started_with = {"form": FORM, "model": fingerprint, "settings": settings, "seed": seed, "data": sources}
         self.started_with: dict[str, Any] = json.loads(json.dumps(started_with))
         inputs = [model, *(file for text in data.values() for file in text.files())]
         here = self.path.resolve()
@@ -68,8 +66,11 @@ class TrainingFolder:
         if not record.is_file() or not whole:
             return None
         before = read_json(record, "the record of a training run")
-        was = {name: value for name, value in (before.get("settings") or {}).items() if name not in _MAY_CHANGE}
-        before["settings"] = _as_now(was, self.started_with["settings"], self.defaults)
+        if before.get("form") != FORM:
+            raise InputError(
+                f"{self.path}: holds an interrupted training of another version of this package: finish it with that "
+                "version, or delete the folder to start from the beginning."
+            )
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             named = [name for name in changed if name != "settings"]
             if "settings" in changed:
@@ -110,21 +111,6 @@ def remove_training(out: Path) -> None:
     path = training_of(out)
     if is_work_folder(path):
         remove_work_folder(path)
-
-
-def _as_now(before: dict[str, Any], now: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as earlier releases wrote them: some under `training`, and without those that came later and have their
-    defaults."""
-    nested = before.get("training") or {}
-    flat = {**{name: value for name, value in before.items() if name != "training"}, **nested}
-    return {
-        **{
-            name: value
-            for name, value in now.items()
-            if name not in flat and name in defaults and value == defaults[name]
-        },
-        **flat,
-    }
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

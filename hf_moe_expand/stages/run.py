@@ -1,6 +1,5 @@
 """Runs one training stage, from a checkpoint folder to a checkpoint folder."""
 
-import copy
 import math
 import os
 import shutil
@@ -32,8 +31,9 @@ from ..trainers.freezing import freeze
 from . import trained_parts
 from .config import StageConfig
 from .distributed import check_deepspeed, is_split, save_whole, sharding, whole_weights
-from .prepare import prepare
+from .prepare import packed_text
 from .resume import TrainingFolder
+from .streaming import is_streamed
 
 
 @checked
@@ -88,26 +88,24 @@ def _train_stage(
             f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "
             "GroupConfig, JointConfig, AdaptConfig or DenseConfig."
         )
-    config = copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = config.load_config(folder)
     stored = StoredModel(folder, before)  # refuses an incomplete checkpoint
-    if seed is not None:
-        check_seed(seed)
-        config.seed = config.data_seed = seed
     config.check_alone()
-    prepared = prepare(config, before, data)
+    check_seed(seed)
+    config = config.begun(**({} if seed is None else {"seed": seed, "data_seed": seed}))  # the caller's stays as it is
+    lines, curriculum = config.check(before, data), config.order(list(data))
     for code, text in data.items():
         if isinstance(text, LanguageText) and not same_language(code, text.language):
             raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
-    if config.process_index == 0 and prepared.lines:
-        print("\n".join(prepared.lines))
+    if config.process_index == 0 and lines:
+        print("\n".join(lines))
     settings = config.recorded()
-    if prepared.curriculum is not None:
-        settings["curriculum"] = prepared.curriculum.model_dump()
-        config.max_steps = prepared.curriculum.steps
-    work = TrainingFolder(out, folder, settings, data, config.seed, type(config).of_keywords().recorded())
+    if curriculum is not None:
+        settings["curriculum"] = curriculum.model_dump()
+        config.max_steps = curriculum.steps
+    work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     if config.process_index == 0:
         work.lock.refuse_if_held()
@@ -119,8 +117,8 @@ def _train_stage(
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
     # The other ranks find the result in the cache; of a stream, each reads its own.
-    with nullcontext() if prepared.streams else config.main_process_first(desc="pack"):
-        packed = prepared.pack(tokenizer, allow_lost_text)
+    with nullcontext() if is_streamed(config, data, before) else config.main_process_first(desc="pack"):
+        packed = packed_text(config, before, data, tokenizer, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     placed = {"config": before} if config.place_classifiers(folder, before, data, resume) else {}

@@ -97,7 +97,7 @@ class Stops(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved, self.is_last, self.saved_step = self.clock(), False, -1
-        self._by_clock = not {"save_steps", "save_strategy"} & set(getattr(args, "given", {"save_steps": None}))
+        self._by_clock = not getattr(args, "says_when_to_save", True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._before:

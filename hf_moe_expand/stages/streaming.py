@@ -20,14 +20,15 @@ from ..data.sources import LanguageText
 from ..data.stream import TextStream, as_they_are
 from ..data.stream_reader import estimated, passed_line, summed
 from ..trainers.samplers import LanguageMix
-from .config import STREAMED, StageConfig
 
+# Bytes of text, as the files have them, from which a stage streams: to pack so much takes 20 s (docs/distributed.md).
+STREAMED = 32 << 20
 WORKERS = 2  # that tokenise beside the steps, of each rank
 PREFETCHED = 8  # batches of each: a worker tokenises 64 documents at once
 _BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
 
 
-def is_streamed(config: StageConfig, texts: Mapping[str, Any], model_config: Any) -> bool:
+def is_streamed(config: Any, texts: Mapping[str, Any], model_config: Any) -> bool:
     """Whether a stage reads its text while it trains: as `stream` says, else by the size of the text.
 
     Raises:
@@ -64,7 +65,7 @@ def _is_large(config: Any, texts: Mapping[str, LanguageText | None]) -> bool:
 
 
 def streamed(
-    config: StageConfig, texts: Mapping[str, LanguageText], tokenizer: Any, model_config: Any, allow_lost_text: bool
+    config: Any, texts: Mapping[str, LanguageText], tokenizer: Any, model_config: Any, allow_lost_text: bool
 ) -> PackedText:
     """The stage's text as a stream, with about the tokens to take of each language.
 
@@ -117,9 +118,9 @@ class StreamMixin:
 
     def _begin_steps(self: Any, config: Any) -> None:
         """Before the library's constructor, which asks a stream for its steps, and sets up its workers."""
+        if config.dataloader_num_workers is None:
+            vars(config)["dataloader_num_workers"] = 0 if self.stream is None else WORKERS
         if self.stream is not None:
-            if "dataloader_num_workers" not in config.given:
-                vars(config)["dataloader_num_workers"] = WORKERS
             vars(config)["ignore_data_skip"] = True  # a stream goes on from its places
             self._counts_steps = config.max_steps <= 0
             vars(config)["max_steps"] = max(config.max_steps, 1)

@@ -1,6 +1,5 @@
 """StageTrainer: a `transformers.Trainer` that freezes, packs, trains and records for a stage."""
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
 from ..trainers.losses import checked_losses
-from ..trainers.masking import Masking, check_masking, mask_routing
+from ..trainers.masking import Masking, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.progress import LogTable
 from ..trainers.router_losses import RouterLossMixin
@@ -126,7 +125,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         self.freeze_report = self._freeze(model, self.trained_parts)
         if self.freeze_report is not None:
             config.check_model(model.config)
-        masking = self._masking(masking, model.config)
+        masking = self._masking(masking)
         self.settings = config.recorded()
         self.masking, self.allow_lost_text = masking, allow_lost_text
         self.processing_class, self.model_config = processing_class, model.config
@@ -165,17 +164,17 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         return Progress(self, shows=shows)
 
     def _config(self, args: Any) -> StageConfig:
-        """The stage's configuration, a copy, so that the caller's stays unchanged."""
+        """The stage's configuration, set up for this machine; the caller's stays unchanged."""
         if args is None:
-            return self.stage()
+            return self.stage().begun()
         if not isinstance(args, self.stage):
             raise InputError(
                 f"args is {shown_value(args)}: pass {self.stage.__name__}(...) as args, which takes all of "
                 "TrainingArguments, and sets this stage's packing and losses."
             )
-        return copy.copy(args)
+        return args.begun()
 
-    def _masking(self, masking: Masking | None, model_config: Any) -> Masking | None:
+    def _masking(self, masking: Masking | None) -> Masking | None:
         """The masking of the constructor, else of the configuration."""
         own = getattr(self.args, "masking", None)
         if masking is not None and own is None:
@@ -184,10 +183,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             raise InputError("masking is given twice, here and in args, and differs: leave one of them out.")
         if masking is not None:
             vars(self.args)["masking"] = masking
-        masking = masking or own
-        if masking is not None:
-            check_masking(masking, model_config)
-        return masking
+        return masking or own
 
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
         """Freezes what does not train; None if that is done already."""

@@ -35,12 +35,14 @@ class Target:
         seed: random seed of all choices.
         grows_from: experts of each layer of an expanded model; empty for a dense one.
         analyses: the analyses that were made of it, by name.
+        languages: the languages of the plan.
     """
 
     num_layers: int
     seed: int = 0
     grows_from: Sequence[int] = ()
     analyses: Mapping[str, Result] = field(default_factory=dict)
+    languages: Sequence[str] = ()
 
     @property
     def least(self) -> int:
@@ -171,10 +173,15 @@ class PlanSettings(Schema):
         """The experts of each layer."""
         raise NotImplementedError
 
-    def allocate_in(self, layers: Sequence[int], target: Target) -> Allocation:
-        """The allocation for `layers` alone; the other layers get nothing, and keep their original FFN."""
+    def largest(self, target: Target) -> Allocation:
+        """The largest allocation that `allocate` may give, whatever the analysis that it needs will find."""
+        return self.allocate(target)
+
+    def allocate_in(self, layers: Sequence[int], target: Target, measured: bool = True) -> Allocation:
+        """The allocation for `layers` alone, or, not `measured`, the largest one; the other layers get nothing, and
+        keep their original FFN."""
         if len(layers) == target.num_layers:
-            return self.allocate(target)
+            return self.allocate(target) if measured else self.largest(target)
         settings, rest = self, target.least - 1  # what the counts say of a layer that gets nothing
         if (total := getattr(self, "total_experts", None)) is not None:
             others = rest * (target.num_layers - len(layers))
@@ -186,7 +193,7 @@ class PlanSettings(Schema):
             grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
             analyses={name: analysis.of_layers(layers) for name, analysis in target.analyses.items()},
         )
-        made = settings.allocate(some)
+        made = settings.allocate(some) if measured else settings.largest(some)
         counts = dict(zip(layers, made.counts, strict=True))
         whole = {name: getattr(analysis, name) for name, analysis in target.analyses.items()}
         details = {name: whole.get(name, value) for name, value in made.details.items()}

@@ -74,11 +74,23 @@ class DMoEPlan(PlanSettings):
     def needs(self) -> Needs | None:
         return "similarity" if self.grouping == "similarity" else self.analysis
 
-    def allocate(self, target: Target) -> Allocation:
-        languages, alike, moves, measured = _measured(target, self.needs)
+    def largest(self, target: Target) -> Allocation:
+        languages, layers = list(target.languages), target.num_layers
+        apart = [[float(a == b) for b in languages] for a in languages]
+        made, share = self._groups(languages, apart, target.seed), self._share
+        chosen = range(layers) if share is None else select_layers([1.0] * layers, share)
+        return Allocation([len(made) if layer in chosen else 1 for layer in range(layers)], groups=made)
+
+    @property
+    def _share(self) -> float | None:
+        """The share of the layers that become mixtures; None where a threshold chooses them."""
+        return DEFAULT_RATIO if self.ratio is None and self.threshold is None else self.ratio
+
+    def _groups(self, languages: list[str], alike: list[list[float]], seed: int) -> list[list[str]]:
+        """The groups of languages, `alike` by the analysis."""
         by_analysis = self.grouping in ("deviation", "similarity")
         if isinstance(self.groups, int) and self.grouping == "random":
-            made = random_groups(languages, self.groups, target.seed)
+            made = random_groups(languages, self.groups, seed)
         elif isinstance(self.groups, int):
             made = group_languages(
                 alike if by_analysis else vector_similarity(self.grouping, languages), languages, self.groups
@@ -90,7 +102,11 @@ class DMoEPlan(PlanSettings):
             raise InputError(f"groups: the groups are given by hand, so leave out grouping `{name}`.")
         if len(made) < 2:
             raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
-        share = DEFAULT_RATIO if self.ratio is None and self.threshold is None else self.ratio
+        return made
+
+    def allocate(self, target: Target) -> Allocation:
+        languages, alike, moves, measured = _measured(target, self.needs)
+        made, share = self._groups(languages, alike, target.seed), self._share
         chosen = select_layers(moves, share, self.threshold)
         if self.layers_by == "random":
             chosen = random.Random(target.seed).sample(range(len(moves)), len(chosen))

@@ -31,6 +31,10 @@ class LayerMoEPlan(LayerPlan):
         counts = allocate_experts(similarity, self.total_experts, self.minimum or target.least, self.similarity_floor)
         return Allocation(counts, {"similarity": similarity})
 
+    def largest(self, target: Target) -> Allocation:
+        alike = [1.0] * target.num_layers
+        return Allocation(allocate_experts(alike, self.total_experts, self.minimum or target.least))
+
 
 @checked
 def allocate_experts(

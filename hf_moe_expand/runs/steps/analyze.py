@@ -11,7 +11,8 @@ from ...core.disk import readable_size
 from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
-from ...stages.outlook import Found, Outlook, StepResult
+from ...stages.base import StepResult
+from ...stages.trial import Trial
 from .base import ExpansionRun, RunStep
 
 
@@ -27,8 +28,8 @@ class AnalyzeSimilarity(RunStep):
             "texts": self.run.contents(codes),
         }  # fmt: skip
 
-    def check(self, outlook: Outlook) -> Found:
-        return Found(outlook, check_tokens(self.run, outlook))
+    def check(self, trial: Trial) -> list[str]:
+        return check_tokens(self.run, trial)
 
     def work(self) -> StepResult:
         run = self.run
@@ -48,14 +49,13 @@ class AnalyzeDeviation(RunStep):
         new = self.run.new
         return {"deviation": self.run.expansion.deviation.model_dump(), "new": new, "texts": self.run.contents(new)}
 
-    def check(self, outlook: Outlook) -> Found:
+    def check(self, trial: Trial) -> list[str]:
         """Refuses text with fewer bytes than the needed tokens, since a token has at least one byte."""
         settings = self.run.expansion.deviation
-        if outlook.config is not None:
-            with errors_at("deviation"):
-                check_sizes(outlook.config, count_layers(outlook.config), settings.block_size, settings.last_layers)
-        if outlook.offline:
-            return Found(outlook)
+        with errors_at("deviation"):
+            check_sizes(trial.config, count_layers(trial.config), settings.block_size, settings.last_layers)
+        if trial.offline:
+            return []
         needed = settings.steps * settings.batch_size * settings.block_size
         for code in self.run.new:
             source = self.run.sources[code]
@@ -72,7 +72,7 @@ class AnalyzeDeviation(RunStep):
                     f"{needed:,} tokens (steps x batch_size x block_size): give more text, or smaller `deviation: "
                     "{steps: ..., batch_size: ...}`."
                 )
-        return Found(outlook)
+        return []
 
     def work(self) -> StepResult:
         run, work = self.run, self.run.folder / "deviation.work"
@@ -90,15 +90,15 @@ def _range(values: Sequence[float], digits: str = ".3f") -> str:
     return f"{min(values):{digits}} to {max(values):{digits}}"
 
 
-def check_tokens(run: ExpansionRun, outlook: Outlook) -> list[str]:
+def check_tokens(run: ExpansionRun, trial: Trial) -> list[str]:
     """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs; returns a
     line that says which languages have enough."""
-    if outlook.offline or outlook.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
+    if trial.offline or trial.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
         return []
     settings, enough = run.expansion.analysis, []
     for code in run.expansion.analyzed_languages(run.old, further=run.number > 1):
         source = run.sources[code]
         if source.files():
-            token_blocks(code, source.documents(), outlook.tokenizer, settings.tokens, settings.block_size)
+            token_blocks(code, source.documents(), trial.tokenizer, settings.tokens, settings.block_size)
             enough.append(code)
     return [f"analysis: {' '.join(enough)} have enough text"] if enough else []

@@ -7,10 +7,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...checkpoint.reader import headers_alone
 from ...checkpoint.records import History
 from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
-from ...stages.outlook import Found, Outlook, StepResult
+from ...stages.base import StepResult
+from ...stages.trial import Trial
 from ..recipe import Expansion, Recipe
 
 
@@ -84,6 +86,7 @@ class Step(ABC):
         every_rank: whether all ranks work, and not only the first.
         repeatable: whether it runs again if its inputs changed, since no other step depends on it.
         read_later: whether steps read its output besides the checkpoint before them.
+        beside: after its check, the most bytes of the files beside its output that it removes at its end.
     """
 
     every_rank: ClassVar[bool] = False
@@ -91,14 +94,18 @@ class Step(ABC):
     read_later: ClassVar[bool] = False
     name: str
     output: Path
+    beside = 0
 
     @abstractmethod
     def inputs(self) -> dict[str, Any]:
         """The inputs of the step as JSON: keys of the recipe, and contents of files."""
 
-    @abstractmethod
-    def check(self, outlook: Outlook) -> Found:
-        """Refuses wrong settings and texts, as far as possible before anything runs."""
+    def check(self, trial: Trial) -> list[str]:
+        """Refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; by default it does
+        its work on checkpoints without tensors. Returns a line for each check that passed or was skipped."""
+        with headers_alone():
+            self.work()
+        return []
 
     @abstractmethod
     def work(self) -> StepResult:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from ...analysis.gating import fit_base_gate
+from ...core.errors import errors_at
+from ...stages.base import StepResult
 from ...stages.kinds.gates import FitGates, gate_result
-from ...stages.outlook import Found, Outlook, StepResult
+from ...stages.trial import Trial
 from .base import ExpansionRun, RunStep
 
 GATE_FILE = "gate.safetensors"
@@ -14,7 +16,7 @@ GATE_FILE = "gate.safetensors"
 class FitBaseGate(RunStep):
     """Fits the gate of the dense base."""
 
-    read_later, stands_for_earlier = True, False
+    read_later = True
     title, writes = "gate", GATE_FILE
 
     def inputs(self) -> dict[str, Any]:
@@ -26,8 +28,9 @@ class FitBaseGate(RunStep):
             **FitGates.inputs(settings, run),
         }
 
-    def check(self, outlook: Outlook) -> Found:
-        return Found(outlook, FitGates.preview(self.run.expansion.gates, self.run, outlook))
+    def check(self, trial: Trial) -> list[str]:
+        with errors_at("gates"):
+            return [f"gates: {line}" for line in FitGates.check_text(self.run.expansion.gates, self.run, trial)]
 
     def work(self) -> StepResult:
         run = self.run

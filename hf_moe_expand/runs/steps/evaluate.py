@@ -16,7 +16,8 @@ from ...data.sources import LanguageText, contents
 from ...evaluation.chat import QUESTIONS, check_chat
 from ...evaluation.perplexity import stream_for
 from ...evaluation.report import in_percent, score_models
-from ...stages.outlook import Found, Outlook, StepResult
+from ...stages.base import StepResult
+from ...stages.trial import Trial
 from ..recipe import Recipe
 from .base import Step
 
@@ -62,25 +63,25 @@ class Evaluate(Step):
             return {code: list(QUESTIONS[code]) for code in self.recipe.old if code in QUESTIONS}
         return {code: list(file.documents()) for code, file in self._files().items()}
 
-    def check(self, outlook: Outlook) -> Found:
+    def check(self, trial: Trial) -> list[str]:
         """Refuses held-out text of whose beginning nothing would be scored, and that is training text too; says if
         `max_tokens` cuts it, and which languages have none."""
-        recipe, most, found = self.recipe, self.recipe.evaluation.max_tokens, Found(outlook)
+        recipe, most, lines = self.recipe, self.recipe.evaluation.max_tokens, list[str]()
         if codes := sorted(set(recipe.test).difference(*recipe.evaluated_languages)) if recipe.join is None else []:
-            found.lines.append(
+            lines.append(
                 f"test: {', '.join(codes)}: under neither `old` nor `new`, so scored as unnamed, to see that they lose "
                 "nothing"
             )
         if codes := self._unmeasured():
-            found.lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
+            lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
         for code, file in self._files().items():
             with errors_at(f"evaluation.questions.{code}"):
-                if not outlook.offline or not unset_variable(file.source):
+                if not trial.offline or not unset_variable(file.source):
                     file.check()
-        if outlook.config is None:
-            return found
-        pairs = outlook.config.is_encoder_decoder
-        tokenizer = outlook.tokenizer
+        if trial.config is None:
+            return lines
+        pairs = trial.config.is_encoder_decoder
+        tokenizer = trial.tokenizer
         if recipe.evaluation.questions and (pairs or (tokenizer is not None and not tokenizer.chat_template)):
             raise InputError(
                 "evaluation.questions: they are asked in the base's chat template, and "
@@ -89,14 +90,14 @@ class Evaluate(Step):
         sources = {key: text for key, text in recipe.keyed_sources() if not unset_variable(text.source)}
         tests = {key: text for key, text in sources.items() if key.startswith("test.")}
         training = {key: text for key, text in sources.items() if key not in tests}
-        found.lines += check_held_out(tests, training, pairs)
-        for key, source in tests.items() if not outlook.offline else ():
+        lines += check_held_out(tests, training, pairs)
+        for key, source in tests.items() if not trial.offline else ():
             if source.files():
                 rows = islice(source.pairs() if pairs else source.documents(), _PAIRS if pairs else 1)
                 some = [SentencePair(**row) if isinstance(row, dict) else row for row in rows]
                 with errors_at(key):
-                    stream_for(outlook.config, source.language, {source.language: some}, outlook.tokenizer, most)
-        return found
+                    stream_for(trial.config, source.language, {source.language: some}, trial.tokenizer, most)
+        return lines
 
     def _languages(self) -> list[list[str]]:
         """The base's languages, then those of each expansion: of a join, those that its packs name."""

@@ -1,22 +1,21 @@
 """The step that joins language packs, in place of a plan, an expansion and stage 1."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...analysis.gating import check_languages
 from ...checkpoint.facts import Facts
-from ...checkpoint.join import Pack, check_packs, join_expansions, joined_config, load_packs
-from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.join import Pack, join_expansions, load_packs
+from ...checkpoint.reader import CheckpointReader, headers_alone
 from ...checkpoint.settings import JoinSettings
-from ...checkpoint.source import pack_and_name, resolve_checkpoint
-from ...checkpoint.stored import StoredModel, network_of
-from ...checkpoint.writer import check_shard_size
-from ...core.disk import StepOutput
+from ...checkpoint.source import load_config, pack_and_name, resolve_checkpoint
+from ...checkpoint.stored import StoredModel
 from ...core.errors import InputError, errors_at
 from ...modeling.part_expansion_only import RECORD
-from ...stages.outlook import Found, Outlook, StepResult
+from ...stages.base import StepResult
+from ...stages.trial import Trial
 from .base import RunStep
 
 
@@ -31,25 +30,16 @@ class JoinPacks(RunStep):
         folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self.settings.packs]
         return {"join": self.settings.model_dump(), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
 
-    def check(self, outlook: Outlook) -> Found:
+    def check(self, trial: Trial) -> list[str]:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
-        settings = self.settings
-        with errors_at("join"):
-            check_shard_size(settings.max_shard_size)
-        if outlook.offline and (outlook.config is None or not all(map(_is_whole_folder, settings.packs))):
-            return Found(outlook, ["skipped: join: base and packs are not whole on this machine"])
-        with errors_at("join.packs"):
-            packs = load_packs(settings.packs, self.output, overwrite=True)
-            check_packs(packs, bytes_too=False)
-            self._check_base(packs[0], contents=False)
-        config = joined_config(packs)
-        self._check_languages(config)
-        outlook = replace(outlook, network=network_of(config))
-        names = list(dict.fromkeys(name for pack in packs for name in pack.names))
-        line = f"join: {_in_words(names, config.num_experts_per_layer)}"
-        return Found(outlook, [line], [StepOutput(self.output, outlook.checkpoint_bytes)])
+        if trial.offline and not all(map(_is_whole_folder, self.settings.packs)):
+            return ["skipped: join: base and packs are not whole on this machine"]
+        with headers_alone():
+            done = self.work()
+        self._check_languages(load_config(self.output))
+        return [f"join: {done.summary}"]
 
-    def _check_base(self, pack: Pack, contents: bool) -> None:
+    def _check_base(self, pack: Pack) -> None:
         """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""
         if any(stage.changes_everything for stage in pack.history.stages):
             return
@@ -57,7 +47,7 @@ class JoinPacks(RunStep):
         base = StoredModel(recipe.base, revision=recipe.revision)
         for dense, key in sorted(pack.stored.base.items()):
             same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
-            if not same or (contents and not base[dense].same_bytes(pack.stored[key])):
+            if not same or not base[dense].same_bytes(pack.stored[key]):
                 raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
 
     def _check_languages(self, config: Any) -> None:
@@ -75,8 +65,10 @@ class JoinPacks(RunStep):
     def work(self) -> StepResult:
         settings = self.settings
         with errors_at("join.packs"):
-            self._check_base(load_packs(settings.packs, self.output, overwrite=True)[0], contents=True)
-        report = join_expansions(settings.packs, self.output, max_shard_size=settings.max_shard_size, overwrite=True)
+            self._check_base(load_packs(settings.packs, self.output, overwrite=True)[0])
+            report = join_expansions(
+                settings.packs, self.output, max_shard_size=settings.max_shard_size, overwrite=True
+            )
         return StepResult(_in_words(report.packs, report.experts_per_layer))
 
 

@@ -2,25 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from accelerate import PartialState
 
 from ...checkpoint.facts import Facts
+from ...checkpoint.records import StageRecord, add_stage
 from ...checkpoint.source import load_config
-from ...core.disk import StepOutput, readable_size
+from ...checkpoint.stored import network_of
+from ...core.disk import readable_size
 from ...core.errors import InputError, errors_at
 from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
 from ...evaluation.validation import validation_sources
 from ...inference.memory import least_memory, memory_of_all, training_disk
-from ...stages.base import Stage
+from ...stages.base import Stage, StepResult
 from ...stages.config import StageConfig
-from ...stages.outlook import Found, Outlook, StepResult
-from ...stages.prepare import prepare
+from ...stages.prepare import check_enough, length
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
+from ...stages.trial import Trial
 from ...trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from .base import RunStep, digest_of
 
@@ -40,14 +41,11 @@ class StageStep(RunStep):
     def inputs(self) -> dict[str, Any]:
         return {self.stage.key: self.settings.model_dump(), **self.stage.inputs(self.settings, self.run)}
 
-    def check(self, outlook: Outlook) -> Found:
-        return self._found(outlook, self.stage.preview(self.settings, self.run, outlook))
-
-    def _found(self, outlook: Outlook, lines: list[str], working: int = 0) -> Found:
-        """`working`: the most bytes of the files beside the output while the stage runs."""
-        if outlook.network is None:
-            return Found(outlook, lines)
-        return Found(outlook, lines, [StepOutput(self.output, outlook.checkpoint_bytes, working)])
+    def check(self, trial: Trial) -> list[str]:
+        key = self.stage.key
+        with errors_at(key):
+            said = self.stage.attempt(self.settings, self.run, self.before, self.output, trial)
+        return [f"{key}: {line}" for line in said]
 
     def work(self) -> StepResult:
         return self.stage.work(self.settings, self.run, self.before, self.output)
@@ -68,49 +66,52 @@ class TrainStep(StageStep):
         schedule = digest_of(getattr(self.settings, "curriculum", None))
         return {**schedule, self.stage.key: self.settings.keywords(), "texts": contents(self._texts())}
 
-    def check(self, outlook: Outlook) -> Found:
-        settings, key, network = self.settings, self.stage.key, outlook.network
-        texts = dict.fromkeys(self._texts()) if outlook.offline else self._texts()
-        model = self._unknown_model() if network is None else network.config
-        prepared = prepare(settings, model, texts, key, outlook.offline, outlook.tokenizer)
-        lines = list(prepared.lines)
-        if network is None:
-            return self._found(outlook, lines)
-        if not outlook.offline:
-            with errors_at(key):
-                prepared.check_enough(outlook.tokenizer)
-            if validation := getattr(settings, "validation", None):
-                tests = {f"{key}.validation.texts.{c}": text for c, text in validation_sources(validation).items()}
-                lines += check_held_out(tests, self._texts(), bool(model.is_encoder_decoder))
+    def check(self, trial: Trial) -> list[str]:
+        """Checks the stage with its model and its text; of its training the model's history gets the name alone."""
+        settings, key = self.settings, self.stage.key
+        texts: Any = dict.fromkeys(self._texts()) if trial.offline else self._texts()
+        with errors_at(key):
+            model = settings.load_config(self.before)
+            said = settings.check(model, texts, offline=trial.offline, tokenizer=trial.tokenizer)
+            if not trial.offline:
+                check_enough(settings, model, texts, trial.tokenizer)
+            network = network_of(model)
+            self._check_memory(network, trial)
+        lines = [f"{key}: {line}" for line in said]
+        validation = getattr(settings, "validation", None)
+        if validation and not trial.offline:
+            tests = {f"{key}.validation.texts.{code}": text for code, text in validation_sources(validation).items()}
+            lines += check_held_out(tests, texts, bool(model.is_encoder_decoder))
         if not model.is_encoder_decoder:
-            split = settings.distributed_config or settings.deepspeed
-            least, most = least_memory(network, settings), memory_of_all()
-            if outlook.here and not split and most and least > most:
-                raise InputError(
-                    f"{key}: takes at least {readable_size(least)} of memory, but {readable_size(most)} are here: "
-                    "lower per_device_train_batch_size or block_size, or take a smaller base. To check a recipe for "
-                    "another machine: validate --offline."
-                )
-            lines += prepared.length(self.name, outlook.tokenizer)
-        if outlook.here and settings.bf16 and not has_bfloat16():
+            lines += length(settings, model, texts, self.name, trial.tokenizer)
+        if trial.here and settings.bf16 and not has_bfloat16():
             lines.append(f"warning: {key}: {NO_BFLOAT16}leave it out.")
-        return self._found(outlook, lines, training_disk(network, settings))
+        self.beside = training_disk(network, settings)
+        add_stage(model, StageRecord(stage=settings.trained()[0]))
+        model.save_pretrained(self.before)
+        self.before.rename(self.output)
+        return lines
 
-    def _unknown_model(self) -> Any:
-        """What is known of the model where the base is not at hand."""
-        run = self.run
-        model = SimpleNamespace(
-            expansions=[record.to_dict() for record in run.history.expansions], is_encoder_decoder=None,
-            conditional_routing=run.recipe.all_expansions[0].expand.conditional_routing,
-            exclusive_experts=getattr(run.expansion.plan, "exclusive", False),
-        )  # fmt: skip
-        model.get_text_config = lambda decoder: model
-        return model
+    def _check_memory(self, network: Any, trial: Trial) -> None:
+        """Refuses a training of more memory than there is here; what an encoder-decoder takes is not known."""
+        split = self.settings.distributed_config or self.settings.deepspeed
+        if not trial.here or split or network.config.is_encoder_decoder:
+            return
+        least, most = least_memory(network, self.settings), memory_of_all()
+        if most and least > most:
+            raise InputError(
+                f"takes at least {readable_size(least)} of memory, but {readable_size(most)} are here: lower "
+                "per_device_train_batch_size or block_size, or take a smaller base. To check a recipe for another "
+                "machine: validate --offline."
+            )
 
     def work(self) -> StepResult:
         recipe = self.run.recipe
-        config = self.settings.built(self.output, recipe.seed, self.stage.key)
-        train_stage(self.before, self.output, self._texts(), config, allow_lost_text=recipe.allow_lost_text)
+        with errors_at(self.stage.key):
+            train_stage(
+                self.before, self.output, self._texts(), self.settings, recipe.seed,
+                allow_lost_text=recipe.allow_lost_text,
+            )  # fmt: skip
         return self.finish()
 
     def finish(self) -> StepResult:

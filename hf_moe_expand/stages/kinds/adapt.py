@@ -23,7 +23,7 @@ from ...core.scratch import scratch_folder, sibling
 from ...data.sources import LanguageText
 from ...data.stream_reader import sample
 from ...evaluation.perplexity import evaluate_model
-from ...inference.models import check_block_size, load_for_inference, longest_block
+from ...inference.models import load_for_inference
 from ...trainers.freezing import Trained
 from ..config import BlockSize, StageConfig
 from ..distributed import launched
@@ -127,8 +127,7 @@ def adapt_language(
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     expanded = load_expanded_config(folder)
-    AdaptConfig.check_model(expanded)
-    check_block_size(config.block_size, longest_block(expanded))
+    config.check(expanded, None)
     groups, language = Facts(expanded).groups, check_language_code(source.language)
     for number, group in enumerate(groups):
         if any(same_language(language, own) for own in group):

@@ -8,9 +8,7 @@ from typing import Any
 
 from ...checkpoint.average import average_experts
 from ...checkpoint.settings import AverageSettings
-from ...core.errors import InputError
-from ..base import Stage
-from ..outlook import Outlook, StepResult
+from ..base import Stage, StepResult
 
 
 class AverageExperts(Stage):
@@ -24,21 +22,6 @@ class AverageExperts(Stage):
     is_default = False
     optional = True
     settings = AverageSettings
-
-    @classmethod
-    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
-        expand = run.expansion.expand
-        if expand.expert_init == "random":
-            raise InputError(
-                "average: averages experts with the FFNs that they copied, but expand.expert_init is 'random': leave "
-                "`average` out, or take 'copy'."
-            )
-        if run.number > 1 and expand.copy_from != 0 and expand.expert_kind != "ffn":
-            raise InputError(
-                f"average: expand.copy_from is {expand.copy_from!r}, but LoRA and added experts are averaged with "
-                "expert 0 alone: leave `average` or `copy_from` out."
-            )
-        return []
 
     @classmethod
     def work(cls, settings: Any, run: Any, before: Path, out: Path) -> StepResult:

@@ -63,6 +63,10 @@ class DenseConfig(StageConfig):
         super().__post_init__()
         if self.lora is None:
             self.lora = LoraSettings()
+        if self.method != "lora" and self.lora != LoraSettings():
+            raise InputError(f"lora: the method is {self.method}, but lora has settings; set `method: lora`.")
+        if bool(self.replay) != (self.replay_share is not None):
+            raise InputError("replay names the old languages, and replay_share says how much of them: give both.")
 
     @classmethod
     def load_config(cls, folder: Path) -> Any:
@@ -85,18 +89,20 @@ class DenseConfig(StageConfig):
     def known_languages(cls, model: Any, texts: Iterable[str]) -> tuple[list[str], list[str]]:
         return [], list(texts)
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        if self.method != "lora" and self.lora != LoraSettings():
-            raise InputError(f"lora: the method is {self.method}, but lora has settings; set `method: lora`.")
+    @classmethod
+    def check_model(cls, model_config: Any) -> None:
+        """Accepts any model."""
+
+    def check_settings(self, model: Any) -> None:
         if self.method == "new-blocks" and not getattr(model, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand --blocks` first.")
-        if bool(self.replay) != (self.replay_share is not None):
-            raise InputError("replay names the old languages, and replay_share says how much of them: give both.")
+
+    def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         if missing := [code for code in self.replay if code not in texts]:
             raise InputError(f"replay: {', '.join(missing)} has no text; give some with --data, or leave it out.")
         if texts and not set(texts) - set(self.replay):
             raise InputError("replay: names every language, so that none is new: leave the new ones out.")
-        return super().check(model, texts)
+        return super().check_texts(model, texts)
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, whole: bool = False) -> PackedText:
         amounts = {} if whole else self.amounts(texts, model_config)

@@ -3,7 +3,7 @@
 Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,10 @@ from ...analysis.gate_fit import GateReport
 from ...analysis.gate_text import LEAST, gate_examples
 from ...analysis.gating import check_languages, check_layer, fit_gates
 from ...analysis.settings import GateSettings
-from ...core.errors import errors_at
-from ...data.sources import LanguageText, contents
+from ...data.sources import contents
 from ...modeling import count_layers
-from ..base import Stage
-from ..outlook import Outlook, StepResult
+from ..base import Stage, StepResult
+from ..trial import Trial
 
 
 class FitGates(Stage):
@@ -39,16 +38,27 @@ class FitGates(Stage):
         return {"texts": run.contents([*run.old, *run.new]), "anchors": contents(run.recipe.anchor_sources)}
 
     @classmethod
-    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
-        if outlook.config is not None:
-            anchors = run.recipe.anchor_sources or None
-            check_layer(settings, count_layers(outlook.config))
-            with errors_at("gates"):
-                check_languages(run.history.classes, [*run.old, *run.new], anchors)
-            check_text({code: run.sources[code] for code in (*run.old, *run.new)}, settings.tokens, outlook)
-            check_text(anchors or {}, settings.anchor_tokens, outlook)
+    def attempt(cls, settings: Any, run: Any, before: Path, out: Path, trial: Trial) -> list[str]:
+        before.rename(out)
+        return cls.check_text(settings, run, trial)
+
+    @classmethod
+    def check_text(cls, settings: Any, run: Any, trial: Trial) -> list[str]:
+        """Refuses a layer that the model lacks, and languages and text from which no gate could learn."""
+        anchors = run.recipe.anchor_sources or None
+        check_layer(settings, count_layers(trial.config))
+        codes = [*run.old, *run.new]
+        check_languages(run.history.classes, codes, anchors)
+        for sources, tokens in (
+            ({code: run.sources[code] for code in codes}, settings.tokens),
+            (anchors or {}, settings.anchor_tokens),
+        ):
+            for code, text in sources.items() if not trial.offline else ():
+                if text.files():  # fewer tokens than a gate needs to learn a language
+                    rows = (row["text"] for beginning in text.beginnings() for row in beginning.rows)
+                    gate_examples({code: rows}, trial.tokenizer, min(tokens, 2 * LEAST), LEAST)
         share = f"{100 * settings.unseen_share:g} % of the texts of a language that the gate has not seen"
-        return [f"gates: at most {share} go to new experts"]
+        return [f"at most {share} go to new experts"]
 
     @classmethod
     def work(cls, settings: Any, run: Any, before: Path, out: Path) -> StepResult:
@@ -58,14 +68,6 @@ class FitGates(Stage):
             max_shard_size=(run.recipe.join or run.expansion.expand).max_shard_size, overwrite=True,
         )  # fmt: skip
         return gate_result(report.gates)
-
-
-def check_text(sources: Mapping[str, LanguageText], tokens: int, outlook: Outlook) -> None:
-    """Refuses local text with fewer tokens than a gate needs to learn a language."""
-    for code, text in sources.items() if not outlook.offline else ():
-        if text.files():
-            rows = (row["text"] for beginning in text.beginnings() for row in beginning.rows)
-            gate_examples({code: rows}, outlook.tokenizer, min(tokens, 2 * LEAST), LEAST)
 
 
 def gate_result(report: GateReport) -> StepResult:

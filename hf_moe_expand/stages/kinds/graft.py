@@ -5,11 +5,12 @@ Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --i
 
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 from ...checkpoint.graft import check_fine_tune, graft_delta
 from ...checkpoint.settings import GraftSettings
-from ..base import Stage
-from ..outlook import Outlook, StepResult
+from ..base import Stage, StepResult
+from ..trial import Trial
 
 
 class Graft(Stage):
@@ -26,12 +27,14 @@ class Graft(Stage):
     settings = GraftSettings
 
     @classmethod
-    def preview(cls, settings: Any, run: Any, outlook: Outlook) -> list[str]:
-        recipe, instruct = run.recipe, settings.instruct
-        if outlook.offline:
-            return [f"skipped: whether {instruct} is a fine-tune of {recipe.base}"]
-        check_fine_tune(recipe.base, instruct, settings.keep_tokenizer, recipe.revision)
-        return [f"graft: {instruct}, of the base's shapes"]
+    def attempt(cls, settings: Any, run: Any, before: Path, out: Path, trial: Trial) -> list[str]:
+        if trial.offline:
+            before.rename(out)
+            return [f"skipped: whether {settings.instruct} is a fine-tune of {trial.base}"]
+        check_fine_tune(trial.base, settings.instruct, settings.keep_tokenizer, trial.revision)
+        with catch_warnings(action="ignore"):  # of tensors without values
+            super().attempt(settings, run, before, out, trial)
+        return [f"{settings.instruct}, of the base's shapes"]
 
     @classmethod
     def work(cls, settings: Any, run: Any, before: Path, out: Path) -> StepResult:

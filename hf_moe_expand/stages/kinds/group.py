@@ -51,8 +51,8 @@ class GroupConfig(MixedConfig):
         group_of = Facts(model_config).group_of
         return [group_of.get(code, 0) for code in languages]
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        said = super().check(model, texts)
+    def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
+        said = super().check_texts(model, texts)
         with_text, groups = set(texts), Facts(model).groups
         for number, group in enumerate(groups):
             if not set(group) & with_text:

@@ -58,16 +58,24 @@ class PostPretrainConfig(MixedConfig):
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]
 
-    def check_settings(self, model: Any) -> None:
-        self.check_exclusive(model, "language_prior_coef")
-        gates = [name for name in ("budget_coef", "gate_budget") if self.given.get(name)]
-        if gates and not getattr(model, "conditional_routing", False):
-            raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.language_prior_coef and not self.replay:
+            raise InputError(
+                "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
+            )
+        if self.replay_share is not None and not self.replay:
+            raise InputError("replay_share: needs text of the old languages: set `replay: true` and give it.")
         if self.replay_share is not None and self.temperature != 1:
             raise InputError("replay_share: a temperature draws languages in other shares: leave one of them out.")
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        self.check_settings(model)
+    def check_settings(self, model: Any) -> None:
+        self.check_exclusive(model, "language_prior_coef")
+        gates = [name for name in self._unlike(("budget_coef", "gate_budget")) if getattr(self, name)]
+        if gates and not getattr(model, "conditional_routing", False):
+            raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
+
+    def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         old, new = Facts(model).languages
         if missing := [code for code in new if code not in texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
@@ -77,20 +85,13 @@ class PostPretrainConfig(MixedConfig):
                 f"{', '.join(old_with_text)}: post-pretraining reads only new languages; set `replay: true` to train "
                 "on old ones too."
             )
-        if self.language_prior_coef and not old_with_text:
-            raise InputError(
-                "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
-            )
-        if self.replay_share is not None:
-            if not old_with_text:
-                raise InputError("replay_share: needs text of the old languages: set `replay: true` and give it.")
-            if model.is_encoder_decoder:
-                raise InputError(
-                    "replay_share: counts the tokens of a language's text, but a sentence pair has two languages: "
-                    "leave it out, and give fewer pairs of the old languages."
-                )
         if self.replay and not old_with_text:
             raise InputError("replay: there is no text of the old languages: give some, or leave replay out.")
+        if self.replay_share is not None and model.is_encoder_decoder:
+            raise InputError(
+                "replay_share: counts the tokens of a language's text, but a sentence pair has two languages: leave it "
+                "out, and give fewer pairs of the old languages."
+            )
         return []
 
     def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:

@@ -81,6 +81,11 @@ class ReviewConfig(StageConfig):
     )
     validation: Validation = setting(ValidationSettings, "held-out text to score during training")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self._unlike(("classifier_choice", "classifier_tokens")) if self.classifier_layers is None else ():
+            raise InputError(f"{name}: says where new classifiers go: give classifier_layers too, their number.")
+
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
@@ -90,15 +95,12 @@ class ReviewConfig(StageConfig):
             raise InputError(f"{REFUSED['exclusive', 'review']}: leave the review out (`review: null`).")
         if self.classifier_layers is not None:
             self._check_classifiers(model)
-        elif self.given.get("classifier_coef") and not getattr(model, "classifier_layers", None):
+        elif self.classifier_coef not in (0, type(self).classifier_coef) and not model.classifier_layers:
             raise InputError("classifier_coef: the model has no classifiers: leave it out, or give classifier_layers.")
-        elif given := [name for name in ("classifier_choice", "classifier_tokens") if name in self.given]:
-            raise InputError(f"{given[0]}: says where new classifiers go: give classifier_layers too, their number.")
         if self.distillation_coef:
             _check_distillation(model)
 
-    def check(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        self.check_settings(model)
+    def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         old, new = Facts(model).languages
         if missing := [code for code in (*old, *new) if code not in texts]:
             raise InputError(

@@ -1,0 +1,55 @@
+"""What the steps of a recipe know while they are tried, on checkpoints without their tensors, before anything runs."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.reader import CheckpointReader, headers_alone
+from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.stored import network_of
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, write_checkpoint
+from ..inference.models import load_tokenizer
+
+
+@dataclass
+class Trial:
+    """A recipe that is tried.
+
+    Attributes:
+        base, revision: folder or hub id of the dense base.
+        config: its configuration; None if it is not on this machine.
+        offline: download nothing; skip checks that need an absent file, with a line that says so.
+        here: refuse what this machine cannot do; else another one may be the one that trains.
+    """
+
+    base: str
+    revision: str | None
+    config: Any
+    offline: bool
+    here: bool = True
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer; None where nothing may be downloaded."""
+        return None if self.offline else load_tokenizer(resolve_checkpoint(self.base, self.revision), self.base)
+
+
+def write_base(config: Any, out: Path) -> None:
+    """Writes the headers of a dense checkpoint of which the configuration alone is on this machine."""
+    network, dtype = network_of(config), DTYPE_NAMES.get(config.dtype, DTYPE_NAMES[torch.float32])
+    tied = network.all_tied_weights_keys or {}
+    tensors = [
+        OutputTensor(name, dtype, tuple(value.shape), tuple)
+        for name, value in network.state_dict().items()
+        if name not in tied
+    ]
+    with headers_alone():
+        write_checkpoint(out, config, tensors, [], None, DEFAULT_SHARD_SIZE, overwrite=False)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's tensors."""
+    return sum(tensor.nbytes for tensor in CheckpointReader(folder).tensors.values())
