@@ -171,10 +171,10 @@ def test_a_map_that_was_replaced_has_its_updates_and_so_does_a_graph(el):
 @pytest.mark.parametrize(
     ("plan", "given", "said"),
     [
-        (Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]), {}, r"experts and a router: a language has one adapter"),
+        (Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]), {}, r"experts and a router: it has one expert"),
         (Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True), {}, r"and no router; take the plan"),
         (PLAN, {"lora_rank": 0}, "lora_rank"),
-        (PLAN, {"target_modules": "q_porj"}, r"target_modules \['q_porj'\]: PEFT finds no maps"),
+        (PLAN, {"target_modules": "q_porj"}, "target_modules 'q_porj': PEFT finds no maps"),
         (PLAN, {"target_modules": "lm_head"}, "which is no linear map of a layer"),
         (PLAN, {"target_modules": "embed_tokens"}, "which is no linear map of a layer"),
         (

@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_moe_expand import Plan, expand_tuned, export_peft, grow_checkpoint, join_expansions
+from hf_moe_expand import (
+    Plan,
+    expand_checkpoint,
+    expand_model,
+    expand_tuned,
+    export_peft,
+    grow_checkpoint,
+    join_expansions,
+)
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.inference.asking import ChatModel
@@ -387,3 +395,32 @@ def test_another_vocabulary_is_refused_by_the_first_token_that_differs(home, tmp
     refused(
         expand_tuned, tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "out", says="token 40 is 'other', but "
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"modules": "all"}, {"self_attn_q_proj_own", "mlp_up_proj_own"}),
+        ({"modules": "attention", "rank": 2}, {"self_attn_q_proj_update"}),
+        ({"rank": 2}, {"mlp_up_proj_update"}),
+        ({"modules": "q_proj"}, {"self_attn_q_proj_own"}),
+    ],
+)
+def test_a_plan_says_what_a_language_has_of_its_own(given, own, home, tmp_path):
+    plan = Plan("exclusive", [2] * 3, old=["en"], new=["el"], exclusive=True, **given)
+    plan.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    expand_checkpoint(home / "base", tmp_path / "model", plan)
+    model = load(tmp_path / "model")
+    inside = {name.split(".")[6] for name in model.state_dict() if ".adapters." in name}
+    assert {
+        name for name in inside if name.endswith(("q_proj_own", "up_proj_own", "q_proj_update", "up_proj_update"))
+    } == own
+    assert torch.equal(logits(model, languages="el"), logits(load(home / "base")))
+    in_memory = expand_model(load(home / "base"), plan)
+    assert list(in_memory.state_dict()) == list(model.state_dict())
+
+
+def test_a_plan_with_routers_has_no_modules():
+    refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", modules="all")
+    refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", rank=4)

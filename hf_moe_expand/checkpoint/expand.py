@@ -47,7 +47,7 @@ from .source import (
     name_and_commit,
     resolve_checkpoint,
 )
-from .stored import LoadedModel, Place, Source, StoredModel, network_of, own_tensors
+from .stored import LoadedModel, OwnTensor, Place, Source, StoredModel, network_of, own_tensors
 from .table import Copy, Given, Mix, New, Rows, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
@@ -201,18 +201,22 @@ def _expand(
         base_parameters=sum(dense[key].numel for key in dense.tensors), language_gate=config.language_gate,
         base_hashes=base_hashes(dense),
     )  # fmt: skip
-    rule = expansion_rule(dense, expert_init, seed, gate)
+    rule = expansion_rule(dense, expert_init, seed, gate, own_tensors(network_of(config)))
     return rewrite([dense], config, rule, out, record=History([record]), title="expand", **written)
 
 
-def expansion_rule(dense: Source, expert_init: str, seed: int, gate: Gate | None = None) -> Rule:
+def expansion_rule(
+    dense: Source, expert_init: str, seed: int, gate: Gate | None = None, own: Mapping[str, OwnTensor] | None = None
+) -> Rule:
     """Of what the tensors of an expanded model are made, right after its expansion: of copies of the dense model's, and
-    new ones; `gate` has the rows of the language gate."""
-    ffns, network = decoder_ffns(dense.network), dense.network
+    new ones; `gate` has the rows of the language gate, and `own` are the tensors of languages' own modules."""
+    ffns, network, own = decoder_ffns(dense.network), dense.network, own or {}
 
-    def rule(place: Place) -> Copy | New | Given:
+    def rule(place: Place) -> Copy | Mix | New | Given:
         if place.layer < 0 and place.expert is None:
             return Copy(place.key)
+        if place.key in own and own[place.key].factor is None:
+            return whole_copy(dense, own[place.key].dense)
         ffn = ffns[place.layer]
         if place.dense is None:
             # A router and the like have the type in which the layer's FFN is stored.
@@ -227,6 +231,11 @@ def expansion_rule(dense: Source, expert_init: str, seed: int, gate: Gate | None
         return Copy(place.dense)
 
     return rule
+
+
+def whole_copy(source: Source, key: str) -> Copy | Mix:
+    """A copy of a tensor in one piece: a mixture that is stored in parts is put together."""
+    return Mix([Copy(key)], [1.0]) if key in source and source[key].parts else Copy(key)
 
 
 def check_layers(plan: Plan, config: PreTrainedConfig, name: str | os.PathLike) -> None:
@@ -546,9 +555,7 @@ def _growth(
             if source or place.dense is not None:
                 return Copy(place.of_expert(source))
             if key in own and own[key].factor is None:
-                copied = Copy(own[key].dense)
-                # A mixture that is stored in parts is put together.
-                return Mix([copied], [1.0]) if stored[copied.key].parts else copied
+                return whole_copy(stored, own[key].dense)
             # A LoRA or added expert that adds zero to expert 0.
             like = next(name for name in stored.tensors if name.startswith(place.beside("experts.")))
             return New(draw, stored[like].dtype)

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns, layer_names
+from ..modeling.backbone import SeparateFFN
 from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
@@ -162,25 +163,28 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
                 f"{setting} is {value!r}, but expert_kind is {name!r}: leave it out, or set expert_kind to "
                 f"{' or '.join(map(repr, kinds))}."
             )
+    owns = plan.modules not in (None, "ffn") or plan.rank is not None
+    if owns and name != "ffn":
+        raise InputError(f"expert_kind is {name!r}, but the plan says what a language has: leave one of them out.")
     ffns = decoder_ffns(network)
     grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-    if name in ("ffn", "lora") and (mixtures := [layer for layer in grown if ffns[layer].is_mixture]):
+    if name in ("ffn", "lora") and not owns and (mixtures := [layer for layer in grown if ffns[layer].is_mixture]):
         names = layer_names(network.config)
         raise InputError(
             f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}: take --expert-kind added with an "
             "--expert-width (expert_kind: added), adapters (expert_kind: adapter), or give these layers 1 expert in "
             "the plan."
         )
-    if name == "ffn":
+    if name == "ffn" and not owns:
         return ExpertKind()
-    feature = "adapters" if name == "adapter" else name
+    feature = "adapters" if name in ("ffn", "adapter") else name
     if plan.groups:
         raise InputError(
             f"expert_kind is {name!r}, but {REFUSED[feature, 'dmoe']}: leave it out, or take another method."
         )
     if experts.expert_init != "copy":
         raise InputError(f"expert_init is {experts.expert_init!r}, but {REFUSED[feature, 'random']}: leave it out.")
-    if name == "adapter":
+    if name in ("ffn", "adapter"):
         return _adapters(network, plan, experts)
     if name == "added":
         if experts.expert_width is None:
@@ -199,21 +203,49 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
 def _adapters(network: Any, plan: Plan, experts: NewExperts) -> AdapterKind:
     if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
         raise InputError(
-            f"expert_kind is 'adapter', but the plan has {plan.counts_in_words} experts"
-            f"{'' if plan.exclusive else ' and a router'}: a language has one adapter and no router; take the plan "
+            f"a language has modules of its own, but the plan has {plan.counts_in_words} experts"
+            f"{'' if plan.exclusive else ' and a router'}: it has one expert and no router; take the plan "
             "`exclusive` (`plan exclusive`; `plan: {method: exclusive}`)."
         )
-    targets: Any = experts.target_modules or ALL_LINEAR
-    if targets != ALL_LINEAR and _NAMES.fullmatch(targets):  # else PEFT takes a pattern
+    by_plan = experts.expert_kind == "ffn"
+    targets: Any = (plan.modules or "ffn") if by_plan else experts.target_modules or ALL_LINEAR
+    named = f"{'modules' if by_plan else 'target_modules'} {targets!r}"
+    if by_plan and targets == "all":
+        targets = ALL_LINEAR
+    elif by_plan and targets in ("ffn", "attention"):
+        targets = [name for name in all_linear(network) if _in_ffn(network, name) == (targets == "ffn")]
+    elif targets != ALL_LINEAR and _NAMES.fullmatch(targets):  # else PEFT takes a pattern
         targets = targets.split(",")
-    lora = LoraConfig(r=experts.lora_rank, lora_alpha=experts.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
-    kind = AdapterKind([adapter_of(network, lora, f"target_modules {targets!r}")])
+    rank = (plan.rank or 1) if by_plan else experts.lora_rank
+    lora = LoraConfig(r=rank, lora_alpha=experts.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
+    entry = adapter_of(network, lora, named)
+    if by_plan and plan.rank is None:
+        entry = {"maps": _whole(entry["maps"]), **_layers_whole(entry)}
+    kind = AdapterKind([entry])
     if not any(kind.maps(0, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
         raise InputError(
-            f"target_modules {targets!r}: updates nothing in the plan's layers ({plan.counts_in_words} experts): name "
+            f"{named}: updates nothing in the plan's layers ({plan.counts_in_words} experts): name "
             "maps of layers that the plan expands."
         )
     return kind
+
+
+def _in_ffn(network: Any, name: str) -> bool:
+    """Whether a linear map is in the FFN of its layer."""
+    for ffn in decoder_ffns(network):
+        layer = ffn.place.rpartition(".")[0]
+        parts = [f"{layer}.fc1", f"{layer}.fc2"] if isinstance(ffn.module, SeparateFFN) else []
+        if name in parts or name.startswith(f"{ffn.place}."):
+            return True
+    return False
+
+
+def _whole(maps: Maps) -> Maps:
+    return dict.fromkeys(maps)
+
+
+def _layers_whole(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"layers": {layer: _whole(maps) for layer, maps in entry["layers"].items()}} if "layers" in entry else {}
 
 
 def _place_seed(*numbers: int) -> int:

@@ -64,6 +64,7 @@ def make_plan(
         classifier_layers=_classifiers(by_layer, num_layers, encoder_layers, expanded, new_old, seed),
         groups=[list(group) for group in made.groups], grows_from=list(grows_from),
         exclusive=by_layer.exclusive or exclusive, encoder_layers=encoder_layers,
+        modules=getattr(settings, "modules", None), rank=getattr(settings, "rank", None),
     )  # fmt: skip
 
 

@@ -36,6 +36,9 @@ class Plan(JsonFile):
         groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
         exclusive: whether tokens of the new languages take the new experts alone, without expert 0.
+        modules: what a language has of its own: `ffn`, the FFN (None too), `all` linear maps of a layer, those of its
+            `attention`, or maps as PEFT names them.
+        rank: of low-rank updates of these; None for whole copies.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
 
     Raises:
@@ -55,6 +58,8 @@ class Plan(JsonFile):
     groups: list[list[LanguageCode]] = Field(default_factory=list)
     grows_from: list[Count] = Field(default_factory=list)
     exclusive: Flag = False
+    modules: Text | None = None
+    rank: Count | None = None
     encoder_layers: Whole = 0
 
     if TYPE_CHECKING:
@@ -83,6 +88,10 @@ class Plan(JsonFile):
             reason = REFUSED["exclusive", "encoder-decoder" if self.encoder_layers else "dmoe"]
             raise InputError(
                 f"exclusive: a token of a new language takes its expert alone, but {reason}: leave exclusive out."
+            )
+        if (self.modules or self.rank) and not self.exclusive:
+            raise InputError(
+                f"{'modules' if self.modules else 'rank'}: is for a plan with exclusive alone: leave it out."
             )
         if self.encoder_layers and self.groups:
             raise InputError(

@@ -12,7 +12,7 @@ from ..core.jsonfile import read_json, write_json
 from ..core.layer_names import layer_name
 from ..core.schema import Flag, Number, Schema, Text, Whole, changed, checked, read
 
-_SELDOM = ("encoder_layers", "exclusive", "similarity_at", "likeness_of_steps")
+_SELDOM = ("encoder_layers", "exclusive", "modules", "rank", "similarity_at", "likeness_of_steps")
 
 
 class JsonFile(Schema):

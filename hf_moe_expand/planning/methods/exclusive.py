@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from ...core.errors import InputError
-from ...core.schema import Flag
+from ...core.schema import Count, Flag, Text
 from .base import Allocation, LayerPlan, Target
 
 
@@ -22,6 +22,13 @@ class ExclusivePlan(LayerPlan):
 
     method: Literal["exclusive"] = Field(description="Exclusive experts")
     exclusive: Flag = Field(True, description="Always true.")
+
+    modules: Text | None = Field(
+        None,
+        description="what a language has of its own: `ffn`, the FFN, by default; `all` linear maps of a layer; those "
+        "of its `attention`; or maps as PEFT names them",
+    )
+    rank: Count | None = Field(None, description="rank of updates of these, by default whole copies")
 
     def model_post_init(self, _: object) -> None:
         if not self.exclusive:
