@@ -2,7 +2,7 @@ from .analysis.deviation import measure_deviation as measure_deviation
 from .analysis.gating import fit_base_gate as fit_base_gate
 from .analysis.gating import fit_gates as fit_gates
 from .analysis.gating import gate_from_file as gate_from_file
-from .analysis.routing import measure_routing as measure_routing
+from .analysis.routers import measure_routing as measure_routing
 from .analysis.similarity import measure_similarity as measure_similarity
 from .baselines.ensemble import evaluate_ensemble as evaluate_ensemble
 from .checkpoint.average import average_checkpoints as average_checkpoints

@@ -14,13 +14,13 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from hf_moe_expand import Plan, expand_checkpoint, expand_model
 from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.reading import ffn_inputs
-from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
+from hf_moe_expand.analysis.routers import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.perplexity import evaluate_model
-from hf_moe_expand.evaluation.settings import EvaluationSettings, TranslationSettings
+from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings, TranslationSettings
 from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.planning.results import RoutingResult, SimilarityResult

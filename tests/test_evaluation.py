@@ -13,7 +13,7 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import perplexity, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore, ScoredText, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation, in_time
-from hf_moe_expand.evaluation.settings import EvaluationSettings
+from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 from hf_moe_expand.inference.models import longest_block
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.analysis.routing import nearest_experts
+from hf_moe_expand.analysis.routers import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings
 from hf_moe_expand.checkpoint.expand import add_experts, versions
 from hf_moe_expand.checkpoint.new_experts import new_weight

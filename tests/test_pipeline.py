@@ -20,17 +20,17 @@ from hf_moe_expand import (
     run_recipe,
     validate_recipe,
 )
-from hf_moe_expand.analysis.routing import nearest_experts
+from hf_moe_expand.analysis.routers import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.operation_settings import ExpandSettings
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.settings import ExpandSettings
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.pairs import texts_for
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.evaluation.settings import EvaluationSettings
+from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 from hf_moe_expand.hub.published import published_files
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings

@@ -7,7 +7,7 @@ from tqdm.auto import tqdm
 
 from hf_moe_expand.core import progress
 from hf_moe_expand.stages.recording import Progress, _shares
-from hf_moe_expand.trainers.progress import LogTable
+from hf_moe_expand.trainers.log_table import LogTable
 
 LOGS = {"loss": 5.43219, "grad_norm": 0.5, "learning_rate": 0.01, "balance_loss": 1.25, "epoch": 0.1}
 
@@ -68,7 +68,7 @@ class Beat:
 
 
 def test_a_long_step_is_told_of_before_it_ends(capsys, monkeypatch):
-    monkeypatch.setattr("hf_moe_expand.trainers.progress.Heartbeat", Beat)
+    monkeypatch.setattr("hf_moe_expand.trainers.log_table.Heartbeat", Beat)
     now, state = [0.0], SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
     table = LogTable(lambda: now[0])
     with table.beating():

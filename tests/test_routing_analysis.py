@@ -19,9 +19,9 @@ from hf_moe_expand import (
     expand_model,
     measure_similarity,
 )
-from hf_moe_expand.analysis import routing
+from hf_moe_expand.analysis import routers
 from hf_moe_expand.analysis.reading import ffn_inputs
-from hf_moe_expand.analysis.routing import (
+from hf_moe_expand.analysis.routers import (
     LargestCorrelation,
     experts_for_half,
     has_choice,
@@ -353,8 +353,8 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("model", ["expanded", "no-choice"])
 def test_the_command_line(root, tmp_path, model, monkeypatch):
-    bars, make = [], routing.token_bar
-    monkeypatch.setattr(routing, "token_bar", lambda *given: bars.append(make(*given)) or bars[-1])
+    bars, make = [], routers.token_bar
+    monkeypatch.setattr(routers, "token_bar", lambda *given: bars.append(make(*given)) or bars[-1])
     data = [word for code in ("en", "el") for word in ("--data", f"{code}={root / code}.jsonl")]
     out = ["--out", tmp_path / "routing.json"]
     small = ["--tokens", 60, "--block-size", 16, "--batch-size", 2]

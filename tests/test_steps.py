@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, PostPretrainConfig, ReviewConfig, cli, expand_checkpoint, run_recipe, validate_recipe
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.settings import AverageSettings, GraftSettings
+from hf_moe_expand.checkpoint.operation_settings import AverageSettings, GraftSettings
 from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.curriculum import Curriculum
-from hf_moe_expand.evaluation.settings import EvaluationSettings
+from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 from hf_moe_expand.hub import card as card_module
 from hf_moe_expand.hub.publish import card_to_push, push_to_hub
 from hf_moe_expand.planning.methods import plan_settings

@@ -13,7 +13,7 @@ from hf_moe_expand.core import extra
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText, language_name
 from hf_moe_expand.evaluation import translation
-from hf_moe_expand.evaluation.settings import TranslationSettings
+from hf_moe_expand.evaluation.scoring_settings import TranslationSettings
 from hf_moe_expand.evaluation.translation import (
     evaluate_translation,
     load_parallel,

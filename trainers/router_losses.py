@@ -28,6 +28,7 @@ from .encoder_decoder import (
 )
 from .evaluation import EvaluationMixin
 from .freezing import check_is_expanded, freeze_fitted
+from .log_table import LogTable, took_away_usual
 from .losses import (
     LOGGED,
     OLD,
@@ -39,7 +40,6 @@ from .losses import (
     checked_losses,
     expert_selections,
 )
-from .progress import LogTable, took_away_usual
 from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
 from .watching import WatchingMixin, check_full_evaluation

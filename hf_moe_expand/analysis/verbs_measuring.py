@@ -126,7 +126,7 @@ def analyze_routing(
     from ..data.pairs import texts_for
     from ..inference.models import load_for_inference
     from ..planning.results import NO_CHOICE
-    from .routing import language_classes, measure_routing
+    from .routers import language_classes, measure_routing
 
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     languages: dict[str, Any] = {"old": [*old], "new": [*new]}

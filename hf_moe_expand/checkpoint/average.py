@@ -15,8 +15,8 @@ from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.part_joined import joins_packs
 from .graft import dense_names
 from .kinds import kind_of, kinds_of
+from .operation_settings import AverageSettings
 from .records import History, StageRecord
-from .settings import AverageSettings
 from .stored import BASE_FIELDS, Place, Source, check_alike, own_tensors
 from .table import Copy, Mix, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE

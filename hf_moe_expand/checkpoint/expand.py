@@ -35,10 +35,10 @@ from .facts import Facts
 from .gate import Gate
 from .kinds import AdapterKind, ExpertKind, set_part
 from .new_experts import chosen_kind, new_weight, random_weight
+from .operation_settings import NewExperts
 from .promises import check_architecture
 from .reader import TORCH_DTYPES
 from .records import ExpansionRecord, History
-from .settings import NewExperts
 from .source import (
     check_base_config,
     differences,

@@ -24,7 +24,7 @@ from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
 from .kinds import AdapterKind, AddedKind, ExpertKind, LoraKind
-from .settings import NewExperts
+from .operation_settings import NewExperts
 from .stored import network_of
 
 ALL_LINEAR = "all-linear"

@@ -17,12 +17,12 @@ from ..checkpoint.arguments import (
     each,
     expanded,
 )
-from ..checkpoint.settings import AverageSettings, ExpandSettings, GraftSettings
+from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
 from ..core.printing import print_table
 from ..core.verbs import Given, Group, Keys, Kind, belongs, without_effect
-from ..evaluation.settings import EvaluationSettings
+from ..evaluation.scoring_settings import EvaluationSettings
 
 _SCORES = tuple(key for key in EvaluationSettings.model_fields if key != "questions")
 _LIKE_BASE = ("base", "out", "max_shard_size", "overwrite")
@@ -260,7 +260,7 @@ def _nearest_experts(
         raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
     if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
         raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
-    from ..analysis.routing import nearest_experts
+    from ..analysis.routers import nearest_experts
     from ..data.pairs import texts_for
     from ..inference.models import load_for_inference
     from ..modeling import layer_names

@@ -10,7 +10,7 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_old_and_new
 from ..core.printing import print_table
 from ..core.verbs import Given, Keys, belongs, without_effect
-from ..evaluation.settings import EvaluationSettings, TranslationSettings
+from ..evaluation.scoring_settings import EvaluationSettings, TranslationSettings
 from ..evaluation.side_by_side import evaluate_models, label_of
 
 # The arguments that count beside --pairs, with those of `TranslationSettings`.

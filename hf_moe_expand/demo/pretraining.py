@@ -23,7 +23,7 @@ from transformers import (
 from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
 from ..trainers.bfloat16 import has_bfloat16
-from ..trainers.progress import LogTable, took_away_usual
+from ..trainers.log_table import LogTable, took_away_usual
 
 END = "<|endoftext|>"
 

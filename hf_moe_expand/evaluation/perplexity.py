@@ -27,7 +27,7 @@ from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..inference.models import longest_block, model_name
 from ..modeling import decoder_ffns
 from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
-from .settings import EvaluationSettings
+from .scoring_settings import EvaluationSettings
 
 # The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.
 _LOGITS = 1 << 28

@@ -24,7 +24,7 @@ from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
 from .samples import Sample, begin_samples, continue_samples
-from .settings import EvaluationSettings
+from .scoring_settings import EvaluationSettings
 
 THIS = "this model"
 # Weights times tokens that two cores of a CPU score in less than two minutes; the least tokens of each language.

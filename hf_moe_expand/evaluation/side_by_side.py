@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import InputError
 from ..core.printing import print_table
-from .settings import EvaluationSettings
+from .scoring_settings import EvaluationSettings
 
 if TYPE_CHECKING:
     from .harness import HarnessTasks

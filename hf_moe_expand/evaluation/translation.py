@@ -18,7 +18,7 @@ from ..data.sources import LanguageText, Pair, translation_line, translation_sta
 from ..data.tokens import prompt_tokens
 from ..inference.models import end_tokens, generating, longest_block
 from .report import compared
-from .settings import TranslationSettings
+from .scoring_settings import TranslationSettings
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.facts import Facts
 from ..inference.models import load_for_inference
 from .perplexity import LanguageScore, evaluate_model
-from .settings import EvaluationSettings
+from .scoring_settings import EvaluationSettings
 
 
 @dataclass(frozen=True)

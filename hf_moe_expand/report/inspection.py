@@ -11,9 +11,9 @@ from ..checkpoint.expand import check_layers, planned_config
 from ..checkpoint.facts import Facts, JoinedPack
 from ..checkpoint.kinds import kind_of
 from ..checkpoint.new_experts import chosen_kind
+from ..checkpoint.operation_settings import NewExperts
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import ExpansionRecord, StageRecord
-from ..checkpoint.settings import NewExperts
 from ..checkpoint.source import check_expanded, load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
 from ..core.errors import InputError

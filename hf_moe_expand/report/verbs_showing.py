@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint.arguments import Model, PlanFile, check_file, expanded
-from ..checkpoint.settings import ExpandSettings
+from ..checkpoint.operation_settings import ExpandSettings
 from ..core.printing import print_or_write, print_table
 from ..core.verbs import Given, Keys, Kind, belongs
 

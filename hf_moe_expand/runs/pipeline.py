@@ -31,20 +31,20 @@ from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
 from ..inference.asking import why_no_base_inside
 from ..modeling import stack_sizes
-from ..stages.base import StepResult
 from ..stages.config import StageConfig
 from ..stages.distributed import launched
+from ..stages.kind import StepResult
 from ..stages.trial import Trial, weight_bytes, write_base
 from .recipe import Recipe
 from .run_record import BEGUN, FORM, StepAtWork, StepDone, read_steps
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
-from .steps.base import ExpansionRun, Step
 from .steps.base_gate import FitBaseGate, changes_base, fits_base
 from .steps.evaluate import Evaluate
-from .steps.expand import Expand
-from .steps.join import JoinPacks
-from .steps.plan import MakePlan
+from .steps.expanding import Expand
+from .steps.joining import JoinPacks
+from .steps.planning import MakePlan
 from .steps.stage import StageStep, TrainStep
+from .steps.step import ExpansionRun, Step
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 

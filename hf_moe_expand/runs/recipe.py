@@ -10,17 +10,17 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings, GateSettings
-from ..checkpoint.settings import ExpandSettings, JoinSettings, NewExperts
+from ..checkpoint.operation_settings import ExpandSettings, JoinSettings, NewExperts
 from ..core.errors import InputError
 from ..core.jsonfile import read_text
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
 from ..core.recipe_paths import Place
 from ..core.schema import Flag, Schema, Text, Whole, changed, checked, json_schema, loosened, read
 from ..data.sources import LanguageText, check_languages
-from ..evaluation.settings import EvaluationSettings
+from ..evaluation.scoring_settings import EvaluationSettings
 from ..planning.methods import AnyPlan, LayerPlan, PlanSettings
 from ..stages import recipe_stages, stages_for
-from ..stages.base import Stage
+from ..stages.kind import Stage
 from .recipes import INHERITS, WholeRecipe
 
 Sources = dict[LanguageCode, Place]

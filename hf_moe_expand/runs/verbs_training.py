@@ -13,7 +13,7 @@ from ..checkpoint.arguments import Model, NewFolder, Places, expanded
 from ..core.errors import InputError
 from ..core.extensions import extension_points
 from ..core.verbs import Group
-from ..evaluation.settings import EvaluationSettings
+from ..evaluation.scoring_settings import EvaluationSettings
 from ..stages import kinds, stage_files
 
 _NO_VERBS = ("graft", "gates", "average")  # which do not train, and are verbs of their own

@@ -17,8 +17,8 @@ from . import kinds
 
 if TYPE_CHECKING:
     from ..trainers.freezing import Trained
-    from .base import Stage
     from .config import StageConfig
+    from .kind import Stage
 
 
 def stage_files() -> list[str]:
@@ -29,7 +29,7 @@ def stage_files() -> list[str]:
 @cache
 def all_stages() -> "dict[str, type[Stage]]":
     """Every stage by its key: those of a recipe in the order in which they run, then those that are commands alone."""
-    from .base import Stage
+    from .kind import Stage
 
     for key in stage_files():
         import_module(f"{kinds.__name__}.{key}")

@@ -56,7 +56,6 @@ from ..trainers.losses import RouterLoss
 from ..trainers.masking import check_masking
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES, check_arguments
 from ..trainers.samplers import LanguageMix
-from .base import Stage
 from .distributed import SHARDING, check_sharding
 from .keywords import (
     BOUNDED,
@@ -73,6 +72,7 @@ from .keywords import (
     setting,
     strict,
 )
+from .kind import Stage
 from .libraries import check_libraries
 from .streaming import STREAMED, is_streamed
 

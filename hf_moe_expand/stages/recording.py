@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 from ..core.progress import EARLY
 from ..data.lost import lost_lines
 from ..data.packing import small_shares
-from ..trainers.progress import NOT_SHOWN, LogTable
+from ..trainers.log_table import NOT_SHOWN, LogTable
 
 
 class Progress(LogTable):

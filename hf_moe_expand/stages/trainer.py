@@ -23,10 +23,10 @@ from ..core.schema import checked, shown_value
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
+from ..trainers.log_table import LogTable
 from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
-from ..trainers.progress import LogTable
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
 from ..trainers.watching import without_compiler

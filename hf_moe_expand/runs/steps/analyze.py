@@ -11,9 +11,9 @@ from ...core.disk import readable_size
 from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.trial import Trial
-from .base import ExpansionRun, RunStep
+from .step import ExpansionRun, RunStep
 
 
 class AnalyzeSimilarity(RunStep):

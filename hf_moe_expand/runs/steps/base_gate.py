@@ -5,10 +5,10 @@ from typing import Any
 
 from ...analysis.gating import fit_base_gate
 from ...core.errors import errors_at
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.kinds.gates import FitGates, gate_result
 from ...stages.trial import Trial
-from .base import ExpansionRun, RunStep
+from .step import ExpansionRun, RunStep
 
 GATE_FILE = "gate.safetensors"
 

@@ -16,10 +16,10 @@ from ...data.sources import LanguageText, contents
 from ...evaluation.chat import QUESTIONS, check_chat
 from ...evaluation.perplexity import stream_for
 from ...evaluation.report import in_percent, score_models
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.trial import Trial
 from ..recipe import Recipe
-from .base import Step
+from .step import Step
 
 _PAIRS = 1000  # of a held-out text, of which one must fit the model
 

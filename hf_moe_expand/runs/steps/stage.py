@@ -16,14 +16,14 @@ from ...data.held_out import check_held_out
 from ...data.sources import LanguageText, contents
 from ...evaluation.validation import validation_sources
 from ...inference.memory import least_memory, memory_of_all, training_disk
-from ...stages.base import Stage, StepResult
 from ...stages.config import StageConfig
+from ...stages.kind import Stage, StepResult
 from ...stages.prepare import check_enough, length
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
 from ...stages.trial import Trial
 from ...trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
-from .base import RunStep, digest_of
+from .step import RunStep, digest_of
 
 
 @dataclass

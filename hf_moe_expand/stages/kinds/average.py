@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.average import average_experts
-from ...checkpoint.settings import AverageSettings
-from ..base import Stage, StepResult
+from ...checkpoint.operation_settings import AverageSettings
+from ..kind import Stage, StepResult
 
 
 class AverageExperts(Stage):

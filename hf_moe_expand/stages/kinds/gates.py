@@ -13,7 +13,7 @@ from ...analysis.gating import check_languages, check_layer, fit_gates
 from ...analysis.settings import GateSettings
 from ...data.sources import contents
 from ...modeling import count_layers
-from ..base import Stage, StepResult
+from ..kind import Stage, StepResult
 from ..trial import Trial
 
 

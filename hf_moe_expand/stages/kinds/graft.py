@@ -8,8 +8,8 @@ from typing import Any
 from warnings import catch_warnings
 
 from ...checkpoint.graft import check_fine_tune, graft_delta
-from ...checkpoint.settings import GraftSettings
-from ..base import Stage, StepResult
+from ...checkpoint.operation_settings import GraftSettings
+from ..kind import Stage, StepResult
 from ..trial import Trial
 
 

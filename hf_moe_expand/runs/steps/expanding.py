@@ -4,18 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from ...analysis.gating import gate_from_file
-from ...analysis.routing import nearest_experts
+from ...analysis.routers import nearest_experts
 from ...checkpoint.expand import expand_checkpoint, grow_checkpoint
 from ...checkpoint.reader import headers_alone
 from ...checkpoint.source import load_config
 from ...core.errors import InputError, errors_at
 from ...inference.models import load_for_inference
 from ...planning.plan import Plan
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.trial import Trial
 from .analyze import check_tokens
-from .base import RunStep
 from .base_gate import gate_file
+from .step import RunStep
 
 
 class Expand(RunStep):

@@ -8,15 +8,15 @@ from typing import Any
 from ...analysis.gating import check_languages
 from ...checkpoint.facts import Facts
 from ...checkpoint.join import Pack, join_expansions, load_packs
+from ...checkpoint.operation_settings import JoinSettings
 from ...checkpoint.reader import CheckpointReader, headers_alone
-from ...checkpoint.settings import JoinSettings
 from ...checkpoint.source import load_config, pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel
 from ...core.errors import InputError, errors_at
 from ...modeling.part_expansion_only import RECORD
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.trial import Trial
-from .base import RunStep
+from .step import RunStep
 
 
 @dataclass

@@ -11,7 +11,7 @@ from ...checkpoint.reader import headers_alone
 from ...checkpoint.records import History
 from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.trial import Trial
 from ..recipe import Expansion, Recipe
 

@@ -8,9 +8,9 @@ from ...data.sources import counted
 from ...planning.make import make_plan
 from ...planning.plan import Plan
 from ...planning.results import DeviationResult, SimilarityResult
-from ...stages.base import StepResult
+from ...stages.kind import StepResult
 from ...stages.trial import Trial
-from .base import RunStep, digest_of
+from .step import RunStep, digest_of
 
 
 class MakePlan(RunStep):
