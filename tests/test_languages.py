@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, invoke, refused, write_texts
 from datasets import Dataset
 
 from hf_moe_expand import Plan, pack_texts
-from hf_moe_expand.analysis.gating import check_languages
+from hf_moe_expand.analysis.gating import anchors_for
 from hf_moe_expand.checkpoint.arguments import text_sources
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.languages import check_language_code, check_old_and_new, names_language, same_language
@@ -143,12 +143,12 @@ def test_a_recipe_names_a_language_once(part, said):
 def test_given_anchors_stand_beside_the_packages_and_are_no_language_of_the_model_under_another_name():
     classes, texts = {"en": 0, "el": 1}, ["en", "el"]
     anchors = {code: ["text"] for code in ("eng", "hu", "nb")}
-    chosen = check_languages(classes, texts, anchors)
+    chosen = anchors_for(classes, texts, anchors)
     package = shipped_anchors(leave_out=["en", "el", "hu", "no"])
     assert chosen == {"hu": ["text"], "nb": ["text"]} | package
-    assert check_languages(classes, texts, None) == shipped_anchors(leave_out=["en", "el"])
+    assert anchors_for(classes, texts, None) == shipped_anchors(leave_out=["en", "el"])
     with pytest.raises(InputError, match="anchors: ell_Grek is a new language of the model"):
-        check_languages(classes, texts, {**anchors, "ell_Grek": ["text"]})
+        anchors_for(classes, texts, {**anchors, "ell_Grek": ["text"]})
 
 
 def test_a_command_names_a_language_once(tmp_path):

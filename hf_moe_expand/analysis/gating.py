@@ -102,7 +102,7 @@ def fit_gates(
     place: Any = out
     with nullcontext(given) if is_loaded else gated(given, place) as source:
         classes = Facts(check_takes_gate(source)).history.classes
-        chosen = check_languages(classes, texts, anchors)
+        chosen = anchors_for(classes, texts, anchors)
         loaded, tokenizer = (given, processing_class) if is_loaded else load_for_inference(source)
         with evaluating(loaded):
             gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
@@ -158,7 +158,7 @@ def fit_base_gate(
         raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
     if not new:
         raise InputError("gates: name the languages of --data that will be new, by which the gate's layer is chosen.")
-    chosen = check_languages(classes, texts, anchors)
+    chosen = anchors_for(classes, texts, anchors)
     stored = StoredModel(base, revision=revision)
     model, tokenizer = load_for_inference(base, revision)
     check_decoder(model.config, model_name(model), "a language gate")
@@ -248,7 +248,7 @@ def gate_of(gate: FittedGate, classes: Mapping[str, int], report: GateReport, se
     return Gate(rule, gate.weight_Rh[order], gate.bias_R[order] - report.bias * is_new)
 
 
-def check_languages(
+def anchors_for(
     classes: Mapping[str, int], texts: Iterable[str], anchors: Mapping[str, Any] | None
 ) -> dict[str, Iterable[str]]:
     """The anchors to fit on, after checking that every language has its text.

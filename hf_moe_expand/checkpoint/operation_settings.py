@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AllowInfNan, BeforeValidator, Field
 
 from ..core.disk import DEFAULT_SHARD_SIZE
-from ..core.recipe_paths import Place
+from ..core.recipe_paths import Located
 from ..core.schema import Count, Flag, Number, Positive, Schema, Text, Whole
 
 
@@ -57,7 +57,7 @@ class ExpandSettings(NewExperts):
 class JoinSettings(Schema):
     """Language packs, which are joined without training."""
 
-    packs: list[Place] = Field(
+    packs: list[Located] = Field(
         min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
     )
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
@@ -66,7 +66,7 @@ class JoinSettings(Schema):
 class GraftSettings(Schema):
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
-    instruct: Place = Field(description="folder or hub id of the fine-tune")
+    instruct: Located = Field(description="folder or hub id of the fine-tune")
     scale: Annotated[Number, AllowInfNan(False)] = Field(1.0, description="factor of the change")
     keep_tokenizer: Flag = Field(
         False, description="keep the model's tokenizer, chat template and generation config, not the fine-tune's"

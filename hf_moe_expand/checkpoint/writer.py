@@ -200,13 +200,13 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
         check_apart(out, *inputs)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
-        check_place(out)
+        check_writable(out)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise _unwritable(Path(out), error) from error
     return out
 
 
-def check_place(out: Path) -> None:
+def check_writable(out: Path) -> None:
     """Refuses an output below a file, or below a folder that is not writable."""
     try:
         place = next(parent for parent in out.absolute().parents if parent.exists())

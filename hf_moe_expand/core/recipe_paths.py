@@ -37,7 +37,7 @@ def _from_file(value: Any, info: ValidationInfo) -> Any:
 
 
 # The type of a path or source in settings classes, which may hold `$VARIABLES` in a file.
-Place = Annotated[Text, BeforeValidator(_from_file)]
+Located = Annotated[Text, BeforeValidator(_from_file)]
 
 
 def without_paths(text: str) -> str:

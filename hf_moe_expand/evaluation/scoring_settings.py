@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..core.recipe_paths import Place
+from ..core.recipe_paths import Located
 from ..core.schema import Count, Schema, Text, Whole
 
 
@@ -18,7 +18,7 @@ class EvaluationSettings(Schema):
         description="tokens of each language, in whole documents (a longer first one is cut); by default all of its "
         "text on a GPU, and on a CPU as many as two cores score in less than two minutes",
     )
-    questions: dict[Text, Place] | None = Field(
+    questions: dict[Text, Located] | None = Field(
         None,
         description="by old language, a file with questions, one a line, that base and result answer in the base's "
         "chat template; by default ten in English, if English is old; `{}` for none",

@@ -16,7 +16,7 @@ from ..checkpoint.promises import check_architecture
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, pack_and_name, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
-from ..checkpoint.writer import check_apart, check_place
+from ..checkpoint.writer import check_apart, check_writable
 from ..core.disk import check_room, free_bytes, peak, readable_size
 from ..core.errors import InputError, errors_at, goes_on, named_as
 from ..core.jsonfile import write_json, write_text
@@ -148,7 +148,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
     lines += [*token_line(lost), *lost_lines(lost)]
     check_lost(lost, recipe.allow_lost_text)
     if not offline:  # else another machine may be the one that runs
-        check_place(Path(recipe.output) / RECIPE)
+        check_writable(Path(recipe.output) / RECIPE)
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
     packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
@@ -250,7 +250,7 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
     # The inputs of every step.
     start = {"form": FORM, "base": [recipe.base, recipe.revision, base], "seed": recipe.seed}
-    record = _Record(root, steps, start, state.is_main_process)
+    record = _StepRecord(root, steps, start, state.is_main_process)
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
     if state.is_main_process:
@@ -286,7 +286,7 @@ def _what_follows(root: Path, final: Path) -> list[str]:
     return [shlex.join(["hf-moe-expand", *command]) for command in commands]
 
 
-def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]) -> None:
+def _run_steps(steps: list[Step], record: "_StepRecord", state: Any, say: Callable[[str], None]) -> None:
     """Runs the steps that are not done."""
     for number, step in enumerate(steps, start=1):
         label = f"[{number}/{len(steps)}] {step.name}"
@@ -311,7 +311,7 @@ def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[
             say(f"{label}: {done.summary} ({seconds:.0f} s)")
 
 
-class _Record:
+class _StepRecord:
     """`steps.json`: the finished steps with hashes of their inputs, and the running step; one rank `writes` it."""
 
     def __init__(self, root: Path, steps: list[Step], start: dict[str, Any], writes: bool) -> None:

@@ -14,7 +14,7 @@ from ..checkpoint.operation_settings import ExpandSettings, JoinSettings, NewExp
 from ..core.errors import InputError
 from ..core.jsonfile import read_text
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new
-from ..core.recipe_paths import Place
+from ..core.recipe_paths import Located
 from ..core.schema import Flag, Schema, Text, Whole, changed, checked, json_schema, loosened, read
 from ..data.sources import LanguageText, check_languages
 from ..evaluation.scoring_settings import EvaluationSettings
@@ -23,7 +23,7 @@ from ..stages import recipe_stages, stages_for
 from ..stages.kind import Stage
 from .recipes import INHERITS, WholeRecipe
 
-Sources = dict[LanguageCode, Place]
+Sources = dict[LanguageCode, Located]
 # Keys beside which `join` has no meaning: it makes no new experts.
 _NOT_WITH_JOIN = (
     "plan",
@@ -136,8 +136,8 @@ class Recipe(Expansion):
     inherits: Text | None = Field(
         None, description="path or name of a recipe, in a file: its keys hold where this recipe does not set them"
     )
-    base: Place = Field(description="folder or hub id of the dense checkpoint")
-    output: Place = Field(description="folder for everything that `run` makes")
+    base: Located = Field(description="folder or hub id of the dense checkpoint")
+    output: Located = Field(description="folder for everything that `run` makes")
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
     old: Sources = Field({}, description="language: training text, of languages that the base is good at")
     test: Sources = Field(

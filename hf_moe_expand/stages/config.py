@@ -27,7 +27,7 @@ from ..checkpoint.facts import Facts
 from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
-from ..core.recipe_paths import Place, unset_variable
+from ..core.recipe_paths import Located, unset_variable
 from ..core.schema import (
     MOST,
     Coefficient,
@@ -99,7 +99,7 @@ _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_p
 class ValidationSettings(Schema):
     """Held-out text that is scored during a stage."""
 
-    texts: dict[Text, Place] = Field(default_factory=dict, description="language: held-out text")
+    texts: dict[Text, Located] = Field(default_factory=dict, description="language: held-out text")
     every: Count = Field(50, description="steps between two scores; the model is scored at the end too")
     max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
         20_000, description="maximum of tokens to score of each language"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..core.errors import InputError, errors_at
-from ..core.recipe_paths import Place
+from ..core.recipe_paths import Located
 from ..core.schema import Count, Number
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
@@ -32,7 +32,7 @@ class MixedConfig(StageConfig):
     """Fields of the stages whose languages may be weighted or scheduled."""
 
     tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
-    curriculum: Place | None = setting(None, "file with the step at which each language enters")
+    curriculum: Located | None = setting(None, "file with the step at which each language enters")
     temperature: Annotated[Number, Field(gt=0)] = setting(
         1.0,
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "

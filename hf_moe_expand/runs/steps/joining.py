@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...analysis.gating import check_languages
+from ...analysis.gating import anchors_for
 from ...checkpoint.facts import Facts
 from ...checkpoint.join import Pack, join_expansions, load_packs
 from ...checkpoint.operation_settings import JoinSettings
@@ -60,7 +60,7 @@ class JoinPacks(RunStep):
                     f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
                 )
         if run.expansion.has("gates"):
-            check_languages(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
+            anchors_for(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
 
     def work(self) -> StepResult:
         settings = self.settings

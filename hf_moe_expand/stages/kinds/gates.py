@@ -9,7 +9,7 @@ from typing import Any
 
 from ...analysis.gate_fit import GateReport
 from ...analysis.gate_text import LEAST, gate_examples
-from ...analysis.gating import check_languages, check_layer, fit_gates
+from ...analysis.gating import anchors_for, check_layer, fit_gates
 from ...analysis.settings import GateSettings
 from ...data.sources import contents
 from ...modeling import count_layers
@@ -48,7 +48,7 @@ class FitGates(Stage):
         anchors = run.recipe.anchor_sources or None
         check_layer(settings, count_layers(trial.config))
         codes = [*run.old, *run.new]
-        check_languages(run.history.classes, codes, anchors)
+        anchors_for(run.history.classes, codes, anchors)
         for sources, tokens in (
             ({code: run.sources[code] for code in codes}, settings.tokens),
             (anchors or {}, settings.anchor_tokens),
