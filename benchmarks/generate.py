@@ -7,8 +7,9 @@ The second row is a dense model with as many active FLOPs: `of limit` is the sha
 "eager" is the expansion whose experts run in turn. "classifiers" are in the last third of the layers (or in
 `--classifiers` layers); the row names the class that they give every token; "told" rows are told the language
 (`languages=`). "gate" rows have one gate in the first third and exclusive experts from its layer on; the row names
-where it sends every token. "adapter" rows update all linear layers of the dense base. `--cache static` generates with
-a static cache, on a GPU compiled.
+where it sends every token. "whole" and "rank 16" rows have two languages from `expand --tuned`, of whose fine-tunes
+every tensor differs from the base's: embedding, head and all modules of the layers are theirs, whole or as updates.
+`--cache static` generates with a static cache, on a GPU compiled.
 """
 
 import argparse
@@ -22,23 +23,23 @@ from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import parser, ratio, report, time_in_turn
 from torch import nn
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, expand_model
+from hf_moe_expand import LayerMoEConfig, expand_model, expand_tuned
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
 EAGER = "expanded, eager"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
 WORD = "expanded, told an old language"
 HOME, GATED = "gate: home", "gate: new language"
-ADAPTER, ADAPTERS = "adapter of rank 16, told", "two adapters, told in turn"
-ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD, HOME, GATED, ADAPTER, ADAPTERS)
+ONE, BOTH = "told one language", "told two in turn"
+TUNED = {f"{size}, {told}": rank for size, rank in (("whole", None), ("rank 16", 16)) for told in (ONE, BOTH)}
+ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD, HOME, GATED, *TUNED)
 HEAD = ["cache", "batch", "model", "tokens/s", "speed", "of limit"]
-_MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def make_models(options: argparse.Namespace) -> dict[str, Any]:
-    """The models of the rows; all but the wide one give the same outputs."""
+    """The models of the rows; all but the wide one, untold, give the same outputs."""
     config, dtype = dense_config(options, options.layers), DTYPES[options.dtype]
     found = {BASE: dense_model(config, options.seed, dtype, options.device)}
     found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype, options.device)
@@ -49,8 +50,9 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
         if name in (HOME, GATED):
             found[name] = _gated(found[BASE], options.layers // 3, to_new=name == GATED)
             continue
-        if name in (ADAPTER, ADAPTERS):
-            found[name] = _adapted(found[BASE], options.layers, options.seed)
+        if name in TUNED:
+            same = next((found[other] for other in found if TUNED.get(other, 0) == TUNED[name]), None)
+            found[name] = same or _tuned(found[BASE], TUNED[name], options.seed)
             continue
         plan = uniform_plan(options.layers, options.experts, classifiers if name in (NEW, OLD) else 0)
         # A copy, since an expansion in memory shares the base's weights.
@@ -74,18 +76,14 @@ def _gated(base: Any, layer: int, to_new: bool) -> Any:
     return model
 
 
-def _adapted(base: Any, layers: int, seed: int) -> Any:
-    """The base with an adapter for each of two languages."""
-    maps = {name: [16, 1.0] for name in _MAPS}
-    config = LayerMoEConfig.from_dense(
-        base.config, num_experts_per_layer=[3] * layers, earlier_experts_per_layer=[[2] * layers],
-        exclusive_experts=True, expert_kind="adapter", adapters=[{"maps": maps}] * 2,
-    )  # fmt: skip
-    config.expansions = [{"old_languages": ["en"], "new_languages": [code]} for code in ("el", "hu")]
+def _tuned(base: Any, rank: int | None, seed: int) -> Any:
+    """The base with two fine-tunes as languages, which differ from it in every tensor."""
     torch.manual_seed(seed)
-    model = LayerMoEForCausalLM(config).to(base.device, base.dtype)
-    model.load_state_dict(base.state_dict(), strict=False)
-    return model
+    tuned = {code: copy.deepcopy(base) for code in ("el", "hu")}
+    with torch.no_grad():
+        for weight in (weight for model in tuned.values() for weight in model.parameters()):
+            weight += 0.1 * (weight.std() if weight.dim() > 1 else 1) * torch.randn_like(weight)
+    return expand_tuned(base, tuned, None, ["en"], rank=rank)
 
 
 # A classifier without a bias cannot give all inputs one class by its weights alone.
@@ -110,7 +108,9 @@ def generation(
     if cache == "static":
         options["cache_implementation"] = "static"
     turns = [("el", "hu")[row % 2] for row in range(len(prompts))]
-    told = {WORD: {"languages": "en"}, ADAPTER: {"languages": "el"}, ADAPTERS: {"languages": turns}}.get(name, {})
+    told: dict[str, Any] = {"languages": "en"} if name == WORD else {}
+    if name in TUNED:
+        told = {"languages": "el" if name.endswith(ONE) else turns}
 
     def call() -> torch.Tensor:
         return model.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, **options, **told)

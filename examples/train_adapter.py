@@ -1,7 +1,7 @@
-"""A LoRA of every linear layer, with PEFT and TRL's SFTTrainer alone: `expand --adapter` makes an expansion of it.
+"""A LoRA of every linear layer, with PEFT and TRL's SFTTrainer alone: `expand --tuned` makes a language of it.
 
     python examples/train_adapter.py Qwen/Qwen2.5-0.5B adapter-el --data el.jsonl --steps 500
-    hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --adapter el=adapter-el --old en
+    hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --tuned el=adapter-el --old en
 
 A row of `el.jsonl` has a `text`.
 """
