@@ -25,6 +25,7 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.inference.asking import ChatModel
+from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.modeling.routing import TokenClasses
 
 IDS = tokens(2, 12)
@@ -106,6 +107,9 @@ def test_a_text_that_nobody_tells_is_the_bases_and_that_is_said_once(home, caplo
 
     routing_control.logger.warning_once.cache_clear()
     routing_control.logger.propagate = True
+    byte_tokenizer().save_pretrained(home / "both")
+    load_for_inference(home / "both")
+    assert not caplog.records
     for _ in range(2):
         assert torch.equal(logits(model), logits(load(home / "base")))
     routing_control.logger.propagate = False

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,9 +114,12 @@ def check_finite(model: Any, name: str | os.PathLike) -> None:
 
 def _check_runs(model: Any, name: str | os.PathLike) -> None:
     """Runs one token, so that contradictory settings fail now and not hours later."""
+    config = model.config
+    stays_home = isinstance(config, ExpandedConfig) and config.declares("stays_home") and "gate" not in config.parts
     try:
-        with torch.no_grad():
+        # A model whose untold texts stay home says so of the user's text, not of this token.
+        with torch.no_grad(), model.use_expert(0) if stays_home else nullcontext():
             token_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            model(token_11, **({"decoder_input_ids": token_11} if model.config.is_encoder_decoder else {}))
+            model(token_11, **({"decoder_input_ids": token_11} if config.is_encoder_decoder else {}))
     except Exception as error:
         raise InputError(f"{name}: the model does not run as configured ({first_line(error)}).") from error
