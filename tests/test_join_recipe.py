@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import yaml
-from conftest import refused, save_dense, write_texts
+from conftest import load, refused, save_dense, write_texts
 from test_join import EL, HU, WORDS, make_pack, same_files
+from test_tuned import fine_tune
 
 from hf_moe_expand import join_expansions, run_recipe, validate_recipe
 from hf_moe_expand.core.errors import InputError
@@ -138,3 +139,26 @@ def test_offline_and_variables(home, tmp_path, monkeypatch):
     assert Recipe.load(file).join.packs[0] == str(home / "qwen-el")
     whole = recipe(home, tmp_path)
     assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in validate_recipe(whole, offline=True)
+
+
+def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_path, quick_gates):
+    for seed, code in enumerate(("el", "hu")):
+        tuned = fine_tune(load(home / "base"), seed)
+        tuned.save_pretrained(tmp_path / f"tuned-{code}")
+    models = {code: str(tmp_path / f"tuned-{code}") for code in ("el", "hu")}
+    loaded = recipe(home, tmp_path, join=None, tuned=models, old={"en": str(home / "en.jsonl")})
+    (line,) = [line for line in validate_recipe(loaded) if line.startswith("tuned")]
+    assert line.endswith("parameters, if all of their tensors differ")
+    said = []
+    assert run_recipe(loaded, said.append) == tmp_path / "run" / "gates"
+    assert steps(said) == ["tuned", "gates", "evaluate"]
+    again = []
+    run_recipe(loaded, again.append)
+    assert all("done already" in line for line in again if line.startswith("["))
+    for changes, why in (
+        ({"plan": {"method": "exclusive"}}, "a recipe with `tuned` makes and trains no new experts"),
+        ({"tuned": {"el": models["el"]}}, "`tuned` has no fine-tune for it"),
+        ({"join": {"packs": ["a", "b"]}}, "a recipe with `join` takes no fine-tunes"),
+    ):
+        with pytest.raises(InputError, match=why):
+            validate_recipe(recipe(home, tmp_path, **{"join": None, "tuned": models, **changes}))

@@ -45,6 +45,7 @@ from .steps.joining import JoinPacks
 from .steps.planning import MakePlan
 from .steps.stage import StageStep, TrainStep
 from .steps.step import ExpansionRun, Step
+from .steps.tuning import JoinFineTunes
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 
@@ -59,11 +60,12 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
         work = ExpansionRun(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
-        if recipe.join is None:
+        if not recipe.joins:
             steps += _planned(work)
         else:
-            steps.append(JoinPacks(work, recipe.join))
-            models["joined"] = str(steps[-1].output)
+            join = JoinFineTunes(work, recipe.tuned) if recipe.join is None else JoinPacks(work, recipe.join)
+            steps.append(join)
+            models[join.writes] = str(join.output)
         for stage, settings in expansion.stages():
             if stage.key == "gates" and fits_base(work) and not changes_base(work):
                 continue
@@ -151,7 +153,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
         check_writable(Path(recipe.output) / RECIPE)
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
     packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
-    models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
+    models = [name for name in (recipe.base, *grafts, *packs, *recipe.tuned.values()) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:
         with errors_at("output"):
             check_apart(step.output, *models)

@@ -61,7 +61,7 @@ class _Expansion(Schema):
 
     @property
     def joins(self) -> bool:
-        """Whether it joins language packs, in place of a plan and of new experts."""
+        """Whether it joins language packs, or fine-tunes, in place of a plan and of new experts."""
         return False
 
     @property
@@ -159,13 +159,18 @@ class Recipe(Expansion):
         [], description="several expansions, one after the other, each with `new` and settings of its own"
     )
     join: JoinSettings | None = Field(None, description="language packs to join, in place of a plan and of new experts")
+    tuned: dict[Text, Located] = Field(
+        {},
+        description="language (several by comma): a fine-tune of the base, a whole model or a LoRA of PEFT, in place "
+        "of a plan and of new experts",
+    )
     evaluation: EvaluationSettings = Field(EvaluationSettings(), description="how held-out text is scored")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.inherits is not None:
             raise InputError(f"{INHERITS}: recipes inherit in files: read the file with Recipe.load.")
-        if self.join is not None:
+        if self.joins:
             self._check_join()
         known = dict.fromkeys(self.old, "")
         if self.anchors and not any(expansion.has("gates") for expansion in self.all_expansions):
@@ -183,22 +188,25 @@ class Recipe(Expansion):
         return self
 
     def _check_join(self) -> None:
-        """Refuses settings of new experts beside a join."""
+        """Refuses settings of new experts beside a join, or a join beside fine-tunes."""
+        how = "join" if self.join is not None else "tuned"
+        if self.join is not None and self.tuned:
+            raise InputError("tuned: a recipe with `join` takes no fine-tunes: join the model that another one makes.")
         for key in _NOT_WITH_JOIN:
             if key in self.model_fields_set and getattr(self, key) is not None:
                 raise InputError(
-                    f"{key}: a recipe with `join` makes and trains no new experts: leave {key} out, and make each pack "
-                    "by a recipe of its own."
+                    f"{key}: a recipe with `{how}` makes and trains no new experts: leave {key} out, and make each "
+                    "pack by a recipe of its own."
                 )
         check_old_and_new(list(self.old), list(self.new))
 
     @property
     def joins(self) -> bool:
-        return self.join is not None
+        return self.join is not None or bool(self.tuned)
 
     def stages(self) -> list[tuple[type[Stage], Any]]:
         """The stages that run, in order, with their settings. A join fits the gate alone, where there is new text."""
-        if self.join is None:
+        if not self.joins:
             return super().stages()
         is_set = "gates" in self.model_fields_set or not self.new
         settings = self.gates if is_set else GateSettings()  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ class Evaluate(Step):
         """Refuses held-out text of whose beginning nothing would be scored, and that is training text too; says if
         `max_tokens` cuts it, and which languages have none."""
         recipe, most, lines = self.recipe, self.recipe.evaluation.max_tokens, list[str]()
-        if codes := sorted(set(recipe.test).difference(*recipe.evaluated_languages)) if recipe.join is None else []:
+        if codes := sorted(set(recipe.test).difference(*recipe.evaluated_languages)) if not recipe.joins else []:
             lines.append(
                 f"test: {', '.join(codes)}: under neither `old` nor `new`, so scored as unnamed, to see that they lose "
                 "nothing"
@@ -101,7 +101,7 @@ class Evaluate(Step):
 
     def _languages(self) -> list[list[str]]:
         """The base's languages, then those of each expansion: of a join, those that its packs name."""
-        if self.recipe.join is None:
+        if not self.recipe.joins:
             return self.recipe.evaluated_languages
         final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
         return Facts(load_config(final)).history.by_expansion
