@@ -95,6 +95,14 @@ def test_in_training_an_expert_without_tokens_has_a_gradient_of_zero(way):
     assert all(p.grad is not None and not p.grad.any() for p in experts[1:].parameters())
 
 
+def test_in_training_experts_beside_the_one_that_runs_alone_have_a_gradient_of_zero():
+    layer = build(num_experts=3).train()
+    ask(layer, expert=1)
+    layer(torch.randn(1, 5, 16)).sum().backward()
+    moved = [[bool(p.grad.any()) for p in expert.parameters()] for expert in layer.experts]
+    assert [{*of} for of in moved] == [{False}, {True}, {False}]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_that_change_before_the_backward_pass_are_noticed(way):
     experts = build("gated", 4).experts

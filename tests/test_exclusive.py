@@ -32,6 +32,7 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
+from hf_moe_expand.modeling.routing import TokenClasses
 from hf_moe_expand.report.inspection import inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
@@ -137,6 +138,14 @@ def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
     assert found["eval_expert_0_score_old"] == 0  # all went astray
     assert found["eval_language_prior_loss"] == 0
     assert found["eval_loss"] == pytest.approx(found["eval_next_token_loss"], abs=0.1)  # and the balance
+
+
+def test_virtual_tokens_have_the_class_of_their_rows_first_token():
+    model = expand_model(tiny_dense("qwen2"), PLAN)
+    classes = TokenClasses(torch.tensor([0, 0, 1, 1, 1, 0]), [0, 1])
+    with model.routing_control.asking(token_classes=classes):
+        known = model.expanded_ffns()[0]._known(model.routing_control.request, torch.zeros(2, 5, 32))
+    assert known.class_T.view(2, 5).tolist() == [[0, 0, 0, 0, 1], [1, 1, 1, 1, 0]]
 
 
 def test_virtual_tokens_have_their_rows_class(tmp_path):

@@ -159,6 +159,16 @@ def test_the_shares_of_micro_batches_add_up_to_the_step(loss):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_loss_that_is_only_logged_leaves_the_step_finite():
+    class Infinite(LayerLoss):
+        name, metrics = "infinite", ("infinite_loss",)
+
+        def layer_loss(self, batch, layer, count):
+            return batch.routing[layer].router_logits.sum() * math.inf
+
+    assert Infinite(0.0).weighted(batch_of(layers(), masks())) == 0
+
+
 @pytest.mark.parametrize("coef", [0.01, 0.1, 0.3])
 def test_the_order_of_the_factors_is_kept_to_the_bit(coef):
     """It decides how gradients are rounded, and so every bit of a trained checkpoint."""

@@ -195,6 +195,10 @@ def told(form: Form) -> None:
     mixed = logits(model, form, languages=["el", "en", form.languages[-1]])
     for row, code in enumerate(("el", "en", form.languages[-1])):
         close(mixed[row], of_code[code][row])
+    with model.use_expansion(1):  # as after it, the languages of later ones have the experts up to it
+        earlier = logits(model, form, languages=["el", "en", form.languages[-1]])
+    for row, code in enumerate(("el", "en", "el")):
+        close(earlier[row], of_code[code][row])
 
 
 @operation
