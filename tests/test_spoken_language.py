@@ -134,6 +134,16 @@ def test_continuous_batching_refuses_what_its_thread_does_not_see():
         refused(model.generate_batch, [[1, 2, 3]], **{name: value}, says=said, raises=ValueError)
 
 
+def test_a_captured_pass_whose_tokens_all_go_home_is_recomputed_as_it_was():
+    """By gradient checkpointing, which nothing captures and which must save as many tensors."""
+    _, model = expanded()
+    enable_checkpointing(model.train())
+    with model.capture_routing() as routing:
+        loss = model(**text(2), labels=text(2)["input_ids"], use_cache=False, languages="en").loss
+    (loss + sum(layer.router_logits.sum() for layer in routing)).backward()
+    assert all(ffn.router.weight.grad.any() for ffn in model.expanded_ffns().values())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("languages", ["en", "el", ["en", "el"]])
 @pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
