@@ -80,7 +80,9 @@ def as_recorded(found, kind, name="logits_of_every_16th_token"):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_loads_and_computes_what_it_did(tmp_path, kind):
-    as_recorded(logits(load(copied(kind, tmp_path))), kind)
+    model = load(copied(kind, tmp_path))
+    told = {"languages": "hu"} if kind == "packs" else {}  # text that nobody tells took the newest pack's experts
+    as_recorded(logits(model, **told), kind)
 
 
 def grown(folder, before, after, classifiers=(), **more):
@@ -182,13 +184,15 @@ def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
         torch.testing.assert_close(logits(again, languages=[language]), logits(model, languages=[language]))
 
 
-def test_the_interrupted_training_resumes(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_training_is_refused_and_left_as_it_is(tmp_path, monkeypatch):
     copied("moe_lpr", tmp_path)
     shutil.copytree(STORED / "trained.training", tmp_path / "trained.training")
     shutil.copyfile(STORED / "el.jsonl", tmp_path / "el.jsonl")
-    monkeypatch.chdir(tmp_path)  # the training's record names the text by its path
+    monkeypatch.chdir(tmp_path)
     config = PostPretrainConfig(max_steps=2, save_steps=1, learning_rate=1e-2, **TRAINING)
-    record = train_stage("moe_lpr", "trained", {"el": LanguageText("el", "el.jsonl")}, config)
-    assert "resumes at step 1 of 2" in capsys.readouterr().out
-    assert (record.steps, record.tokens_seen) == (2, 64)
-    as_recorded(logits(load(tmp_path / "trained")), "trained")
+    before = sorted(file.name for file in (tmp_path / "trained.training").rglob("*"))
+    refused(
+        train_stage, "moe_lpr", "trained", {"el": LanguageText("el", "el.jsonl")}, config,
+        says="holds an interrupted training of another version of this package: finish it with that version",
+    )  # fmt: skip
+    assert sorted(file.name for file in (tmp_path / "trained.training").rglob("*")) == before
