@@ -119,10 +119,12 @@ class Choosing:
             numbers = self._numbers(request)
             if numbers is not None:
                 experts = sorted({self.expert_of(number) or 0 for number in numbers})
+        if experts is not None and experts[-1] >= len(self.experts):
+            raise ValueError(f"There is no expert {experts[-1]}; give one of 0..{len(self.experts) - 1}.")
+        if experts is not None and not self.training and not any(name in self.own[expert] for expert in experts):
+            return module
         if experts is None or len(experts) > 1 or self.training:
             return _Chosen(self, name, module, experts, numbers)
-        if experts[0] >= len(self.experts):
-            raise ValueError(f"There is no expert {experts[0]}; give one of 0..{len(self.experts) - 1}.")
         own = self.get(experts[0], name)
         return module if own is None else _Sum(module, own) if isinstance(own, LoraUpdate) else own
 
@@ -150,8 +152,11 @@ class Choosing:
             found = [*given.present, *(() if rows is None else rows.present)]
         return sorted({number if most is None else min(number, most) for number in found})
 
-    def classes_at(self, y: torch.Tensor) -> torch.Tensor:
+    def classes_at(self, y: torch.Tensor, of_ids: bool = False) -> torch.Tensor:
         """The class of each token of an output `[B, S, ..., h]`, of a shape that broadcasts to it.
+
+        Args:
+            of_ids: whether it is an embedding, perhaps of positions that all rows share, `[1, S, h]`.
 
         Raises:
             ValueError: it has other tokens than the pass, so that nobody knows.
@@ -168,7 +173,8 @@ class Choosing:
         if request.expansion is not None:
             class_T = class_T.clamp(max=request.expansion)
         count = len(class_T)
-        if given is not None and count != tokens and len(shape) > 1 and count % shape[0] == 0 and shape[0] > 1:
+        shares = of_ids and shape[0] == 1 and len(shape) > 1 and count > 1
+        if given is not None and count != tokens and len(shape) > 1 and count % shape[0] == 0 and not shares:
             class_BS = class_T.view(shape[0], -1)
             S, there = class_BS.shape[1], shape[1]
             if len(shape) > 2 and shape[-1] == S != there:  # [B, heads, S, h]
@@ -177,7 +183,7 @@ class Choosing:
                 more_BV = (class_BS[:, :1] if self.training else class_BS[:, -1:]).expand(-1, there - S)
                 class_BS = torch.cat([more_BV, class_BS] if self.training else [class_BS, more_BV], 1)
             return class_BS[:, -there:].view(-1, there, *[1] * (len(shape) - 1))
-        if shape[0] == 1 and len(shape) > 1 and count > 1:  # one row for all, such as their positions
+        if shares and count != tokens:
             return class_T.view(*((-1, shape[1]) if count % shape[1] == 0 and given is not None else (-1, 1)), 1)
         if tokens % count:
             raise ValueError(
@@ -199,6 +205,12 @@ class _Sum:
         change = self.update.scaling * self.update.lora_B.weight @ self.update.lora_A.weight
         weight = self.module.weight
         return weight + (change if change.shape == weight.shape else change.T)
+
+    @property
+    def bias(self) -> Any:
+        """The sum's."""
+        own, bias = self.update.lora_B.bias, self.module.bias
+        return bias if own is None else bias + self.update.scaling * own
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -258,7 +270,7 @@ class _Chosen:
 
     def _several(self, args: tuple, kwargs: Any) -> torch.Tensor:
         at, base = self.at, self.module(*args, **kwargs)
-        y, class_T1 = base, at.classes_at(base)
+        y, class_T1 = base, at.classes_at(base, isinstance(self.module, nn.Embedding))
         for number in range(at.classes) if self.numbers is None else self.numbers:
             if (own := at.get(at.expert_of(number) or 0, self.name)) is None:
                 continue
@@ -384,6 +396,16 @@ class ModelOfLanguages:
                 kwargs["stopping_criteria"] = StoppingCriteriaList(stops)
             generation_config = config
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the backbone's; refused where languages have embeddings or heads of their own, which keep their size."""
+        of_all = any(entry.get("outside") or entry.get("head") for entry in self.config.parts["languages"])  # type: ignore[attr-defined]
+        if of_all and new_num_tokens not in (None, self.get_input_embeddings().weight.shape[0]):  # type: ignore[attr-defined]
+            raise ValueError(
+                "resize_token_embeddings: languages of this model have embeddings or heads of their own, which keep "
+                "their size: resize the base and the fine-tunes, and expand that base."
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
 
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]

@@ -214,6 +214,22 @@ def test_a_copy_and_a_pickle_have_modules_of_their_own(home):
         close(logits(compiled, languages=codes), logits(model, languages=codes))
 
 
+def test_a_packed_rows_last_logits_are_those_of_its_last_text(home):
+    model = load(home / "both")
+    ids, classes = IDS.view(1, -1), TokenClasses(torch.tensor([1] * 12 + [2] * 12), [1, 2])
+    with torch.no_grad(), model.routing_control.asking(token_classes=classes):
+        whole = model(ids, use_cache=False).logits
+        for kept in (1, 5, 13):
+            close(model(ids, use_cache=False, logits_to_keep=kept).logits, whole[:, -kept:])
+
+
+def test_embeddings_keep_their_size(home, tmp_path):
+    model = load(home / "both")
+    with pytest.raises(ValueError, match="resize_token_embeddings: languages of this model have embeddings"):
+        model.resize_token_embeddings(300)
+    assert model.resize_token_embeddings(257).weight.shape[0] == 257
+
+
 def test_embeddings_are_the_classs_inside(home):
     model = load(home / "both")
     own = load(home / "hu")

@@ -201,7 +201,8 @@ def _expand(
         base_parameters=sum(dense[key].numel for key in dense.tensors), language_gate=config.language_gate,
         base_hashes=base_hashes(dense),
     )  # fmt: skip
-    rule = expansion_rule(dense, expert_init, seed, gate, own_tensors(network_of(config)))
+    own = own_tensors(network_of(config)) if "languages" in config.parts else {}
+    rule = expansion_rule(dense, expert_init, seed, gate, own)
     return rewrite([dense], config, rule, out, record=History([record]), title="expand", **written)
 
 
@@ -544,7 +545,8 @@ def _growth(
     """Of what the tensors of a model with this configuration are made, whose layers had `counts` experts."""
     copied = {expert for experts in sources.values() for expert in experts}
     outside = copied.pop() if len(copied) == 1 else 0
-    own, classes = own_tensors(network_of(config)), len(config.counts_of_expansions)
+    own = own_tensors(network_of(config)) if "languages" in config.parts else {}
+    classes = len(config.counts_of_expansions)
 
     def rule(place: Place) -> Copy | Mix | Rows | New | None:
         layer, key = place.layer, place.key
