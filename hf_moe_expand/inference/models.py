@@ -115,7 +115,9 @@ def check_finite(model: Any, name: str | os.PathLike) -> None:
 def _check_runs(model: Any, name: str | os.PathLike) -> None:
     """Runs one token, so that contradictory settings fail now and not hours later."""
     config = model.config
-    stays_home = isinstance(config, ExpandedConfig) and config.declares("stays_home") and "gate" not in (config.parts or {})
+    stays_home = (
+        isinstance(config, ExpandedConfig) and config.declares("stays_home") and "gate" not in (config.parts or {})
+    )
     try:
         # A model whose untold texts stay home says so of the user's text, not of this token.
         with torch.no_grad(), model.use_expert(0) if stays_home else nullcontext():
