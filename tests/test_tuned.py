@@ -444,3 +444,27 @@ def test_a_plan_says_what_a_language_has_of_its_own(given, own, home, tmp_path):
 def test_a_plan_with_routers_has_no_modules():
     refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", modules="all")
     refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", rank=4)
+
+
+def test_a_whole_fine_tune_and_an_adapter_of_peft_are_languages_of_one_model(home, tmp_path):
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(load(home / "base"), lora).eval()
+    adapted.save_pretrained(tmp_path / "lora-tr")
+    models = {"el": home / "el", "tr": tmp_path / "lora-tr"}
+    expand_tuned(home / "base", models, tmp_path / "model", ["en"])
+    model = load(tmp_path / "model")
+    close(logits(model, languages="el"), logits(load(home / "el")))
+    close(logits(model, languages="tr"), logits(adapted))
+    for codes, rows in ((["el", "tr"], ("el", "tr")), (["en", "tr"], ("en", "tr"))):
+        mixed = logits(model, languages=codes)
+        for row, code in enumerate(rows):
+            close(mixed[row], logits(model, languages=code)[row])
+    assert torch.equal(logits(model, languages=["en", "tr"])[0], logits(load(home / "base"))[0])
+    export_peft(tmp_path / "model", tmp_path / "again", language="tr")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert all(torch.equal(again[key], value) for key, value in stored_adapter(tmp_path / "lora-tr").items())
+
+
+def stored_adapter(folder):
+    return load_file(folder / "adapter_model.safetensors")
