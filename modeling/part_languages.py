@@ -27,7 +27,7 @@ from .expanded_ffn import ExpandedLayer, copy_ffn
 from .part import BasePart, calls
 from .routing import TokenClasses
 from .routing_control import RoutingControl, RoutingRequest, Untold
-from .updates import EmbeddingUpdate, LoraUpdate
+from .updates import EmbeddingUpdate, LoraFactor, LoraUpdate
 
 Maps = dict[str, list | None]  # by a module's name: rank, scaling and whether B has a bias; None for a whole copy
 
@@ -39,13 +39,17 @@ class OwnModules(nn.Module):
     Args:
         owner: the module of the base.
         maps: what has modules of its own there.
+        heads: whether its linear maps are heads.
     """
 
-    def __init__(self, owner: nn.Module, maps: Maps) -> None:
+    def __init__(self, owner: nn.Module, maps: Maps, heads: bool = False) -> None:
         super().__init__()
         for name, update in sorted(maps.items()):  # the order in a saved configuration
             module = owner.get_submodule(name)
-            if update is None:
+            if update is None and heads and isinstance(module, nn.Linear):
+                # As quantisers and "all linear layers" leave the base's head alone.
+                own: nn.Module = LoraFactor(module.in_features, module.out_features, module.bias is not None)
+            elif update is None:
                 own = copy_ffn(module)
             else:
                 own = (EmbeddingUpdate if isinstance(module, nn.Embedding) else LoraUpdate)(module, name, *update)
@@ -74,8 +78,8 @@ class Choosing:
     classes: int
     model_config: Any
 
-    def _make(self, owner: nn.Module, maps: list[Maps]) -> None:
-        self.experts = nn.ModuleList([nn.Identity(), *(OwnModules(owner, of_expert) for of_expert in maps)])
+    def _make(self, owner: nn.Module, maps: list[Maps], heads: bool = False) -> None:
+        self.experts = nn.ModuleList([nn.Identity(), *(OwnModules(owner, of_expert, heads) for of_expert in maps)])
         self.own: list[dict[str, str]] = [
             {name: own_name(name, update) for name, update in of_expert.items()} for of_expert in ({}, *maps)
         ]
@@ -324,11 +328,13 @@ class LayerModules(Choosing, ExpandedLayer):
 class OuterModules(Choosing, nn.Module):
     """The classes' own modules outside the layers: those of the decoder, or of the whole model."""
 
-    def __init__(self, owner: nn.Module, maps: list[Maps], config: Any, control: RoutingControl) -> None:
+    def __init__(
+        self, owner: nn.Module, maps: list[Maps], config: Any, control: RoutingControl, heads: bool = False
+    ) -> None:
         super().__init__()
         self.control, self.model_config, self.classes = control, config, len(maps) + 1
         self.untold = Untold.of(config, len(maps))
-        self._make(owner, maps)
+        self._make(owner, maps, heads)
 
 
 class _Looking(type):
@@ -430,7 +436,7 @@ class ModelOfLanguages:
             owner.register_forward_hook(partial(_end, control), always_call=True)
             maps = [entry.get(field) or {} for entry in entries]
             if any(maps) and (field == "outside" or model.get_output_embeddings() is not None):
-                owner.adapters = OuterModules(owner, maps, model.config, control)
+                owner.adapters = OuterModules(owner, maps, model.config, control, field == "head")
                 if field == "head":
                     self._tie(owner.adapters, place)
         for name, module in list(model.named_modules()):

@@ -279,7 +279,7 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     assert compare(Recipe, schema, schema) >= 12
     items = schema["properties"]["expansions"]["items"]
     (expansion,) = options(items, schema)
-    whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join"}
+    whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "tuned"}
     whole |= {"evaluation", "allow_lost_text", "inherits"}
     assert set(expansion["properties"]) == set(schema["properties"]) - whole
     plans = {}

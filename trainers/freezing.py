@@ -12,6 +12,7 @@ from torch import nn
 from ..core.errors import InputError
 from ..core.schema import shown_value
 from ..modeling.part_joined import joins_packs
+from ..modeling.part_languages import OuterModules
 
 # The base of the mixins: a type checker lets it have all that the Trainer behind a mixin has.
 TrainerBase: Any = object
@@ -92,10 +93,12 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     check_is_expanded(model)
     model.requires_grad_(trained.everything)
     freeze_fitted(model)
-    parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
+    parts, counted = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0), set()
     for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
-        parts[kind] += sum(_size(parameter) for parameter in module.parameters())
+        own = {id(parameter): parameter for parameter in module.parameters()}  # a head may be tied to an embedding
+        parts[kind] += sum(_size(parameter) for key, parameter in own.items() if key not in counted)
+        counted |= own.keys()
     parameters = list(model.parameters())
     trainable = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     parts["base"] = trainable - sum(parts.values())
@@ -115,6 +118,9 @@ def _size(parameter: nn.Parameter) -> int:
 
 def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, nn.Module]]:
     joined = joins_packs(model.config)  # its packs count as one expansion
+    for outer in (module for module in model.modules() if isinstance(module, OuterModules)):
+        first = {"none": len(outer.experts), "last": -1, "new": 1 if joined else -1}[trained.experts]
+        yield from (("experts", expert) for expert in outer.experts[first:])
     for ffn in model.expanded_ffns().values():  # type: ignore[operator]
         new = 1 if joined else ffn.experts_after_expansion[-2]
         first = {"none": len(ffn.experts), "last": -1, "new": new}[trained.experts]

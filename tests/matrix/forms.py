@@ -297,6 +297,11 @@ class Form:
     # --- what it is ---------------------------------------------------------------------------------------------------
 
     @property
+    def joins(self) -> bool:
+        """Whether all its expansions are packs, none newer than another: fine-tunes are."""
+        return {"tuned", "grown"} <= self.facts or ("joined" in self and "grown" not in self)
+
+    @property
     def expansions(self) -> int:
         return 1 + ("joined" in self) + ("grown" in self)
 

@@ -25,6 +25,7 @@ from hf_moe_expand import (
 from hf_moe_expand.data.pairs import SentencePair
 from hf_moe_expand.modeling import auto_class
 from hf_moe_expand.modeling.part_added import AddedFFN
+from hf_moe_expand.modeling.part_languages import OuterModules
 from matrix import oracles
 from matrix.forms import ALPHABETS, Form, lines, load, pairs
 
@@ -144,12 +145,15 @@ def of_last_expansion(form: Form) -> set[str]:
     names = {module: name for name, module in form.model.named_modules()}
     for layer, ffn in form.model.expanded_ffns().items():
         before = [1, *(counts[layer] for counts in getattr(config, "earlier_experts_per_layer", None) or [])][-1]
-        first = 1 if "joined" in form and "grown" not in form else before
+        first = 1 if form.joins else before
         for inner, _ in ffn.named_parameters():
             new = inner.startswith("experts.") and int(inner.split(".")[1]) >= first
             if new or inner.startswith(("router.", "conditional_gate.")):
                 found.add(f"{names[ffn]}.{inner}")
-    return found
+    for outer in (module for module in names if isinstance(module, OuterModules)):
+        first = 1 if form.joins else len(outer.experts) - 1
+        found |= {f"{names[outer]}.{n}" for n, _ in outer.named_parameters() if int(n.split(".")[1]) >= first}
+    return found & {name for name, _ in form.model.named_parameters()}  # of tied ones, the embedding's
 
 
 # --- what it computes -------------------------------------------------------------------------------------------------
@@ -221,7 +225,8 @@ def decisions(form: Form) -> None:
             with model.use_expert(number):
                 assert torch.equal(logits(model, form), logits(model, form, languages=code))
         return
-    is_judged = "gated" in form or ("exclusive" in form and "classifiers" in form)  # by text or token, if nobody tells
+    # By text or token, or home, if nobody tells.
+    is_judged = "gated" in form or form.joins or ("exclusive" in form and "classifiers" in form)
     for more in [*([] if is_judged else [{}]), *told_each(form)]:
         with model.capture_routing() as routing, _calls(model) as calls:
             logits(model, form, **more)

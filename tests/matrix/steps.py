@@ -79,7 +79,7 @@ def train(form: Form, out: Path, stage: type[StageConfig] | None = None, stop: A
         block_size=16, max_steps=3, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
         disable_tqdm=True, **settings,
     )  # fmt: skip
-    languages = form.languages[1:] if "joined" in form and "grown" not in form else form.languages[-1:]
+    languages = form.languages[1:] if form.joins else form.languages[-1:]
     data = {code: form.text(code) for code in (form.languages if "dmoe" in form or stage else languages)}
     made = StageConfig.make_trainer
 

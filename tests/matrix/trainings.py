@@ -94,7 +94,7 @@ def quietly(run: Callable[[], str]) -> str:
 
 def trained(form: Form, stage: str) -> str:
     config, everything = STAGES[stage]
-    newest = form.languages[1:] if "joined" in form and "grown" not in form else form.languages[-1:]
+    newest = form.languages[1:] if form.joins else form.languages[-1:]
     data = {code: form.text(code) for code in (form.languages if everything or "dmoe" in form else newest)}
     out = form.place(stage)
     train_stage(form.whole, out, data, config(**QUICK))
