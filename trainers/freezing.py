@@ -93,7 +93,7 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     check_is_expanded(model)
     model.requires_grad_(trained.everything)
     freeze_fitted(model)
-    parts, counted = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0), set()
+    parts, counted = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0), set[int]()
     for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
         own = {id(parameter): parameter for parameter in module.parameters()}  # a head may be tied to an embedding
