@@ -58,7 +58,7 @@ _MAY_DIFFER = (
     "tie_word_embeddings", "history", "task_specific_params", "id2label", "label2id", "problem_type",
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "attention_probs_dropout_prob", "hidden_dropout_prob", "router_aux_loss_coef", "output_router_logits",
-    "unsloth_version", "unsloth_fixed", "pretraining_tp", "max_position_embeddings_of_training",
+    "unsloth_version", "unsloth_fixed", "pretraining_tp",
 )  # fmt: skip
 _OF_LIBRARY = ("transformers_version", "_from_model_config")
 _UNRELATED = 1.0  # the relative change of weights that have nothing to do with the base's is at least this
