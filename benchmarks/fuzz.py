@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.cli import app
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.runs import pipeline
+from hf_moe_expand.runs.run_record import RunRecord
 from hf_moe_expand.stages import run as stage_run
 
 # What replaces a value of a JSON file, a value or a key of a YAML file, and the rows of a text.
@@ -213,7 +213,7 @@ def run_case(number: int, seed: int, whole: Path, limit: float) -> tuple[str, st
         before = {*made.parent.rglob("*")}
         with (
             patch.object(stage_run, "load_tokenizer", side_effect=SystemExit(0)),  # before it would train
-            patch.object(pipeline._Record, "attempt", side_effect=SystemExit(0)),
+            patch.object(RunRecord, "attempt", side_effect=SystemExit(0)),
             patch.object(datasets.config, "HF_DATASETS_CACHE", Path(cache)),
         ):
             ending, reason = watched(line.format(made=made, out=made.parent / "out").split(), limit)

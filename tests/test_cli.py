@@ -185,16 +185,6 @@ def heavy_imports(*arguments):
     return int(exit_code), done.stderr, set(found)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["validate", "recipe.yaml"], ["run", "recipe.yaml"]], ids=lambda arguments: arguments[0]
-)
-def test_a_misspelt_key_waits_for_neither_torch_nor_transformers(tmp_path, arguments):
-    (tmp_path / "recipe.yaml").write_text("base: x\noutput: y\nnew: {el: z}\npost_pretrain: {learning_rat: 1}\n")
-    code, error, imported = heavy_imports(arguments[0], tmp_path / arguments[1])
-    assert (code, imported) == (2, set()), error
-    assert "post_pretrain: unknown key `learning_rat`; did you mean `learning_rate`?" in error
-
-
 class Sized(Schema):
     """Settings of a verb that is made up."""
 

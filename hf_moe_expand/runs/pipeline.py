@@ -1,12 +1,9 @@
 """`run` and `validate`: run or check all steps of a recipe. Finished steps are not run again."""
 
-import hashlib
-import json
 import re
 import shlex
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +15,7 @@ from ..checkpoint.source import base_config_at_hand, load_base_config, load_conf
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checkpoint.writer import check_apart, check_writable
 from ..core.disk import check_room, free_bytes, peak, readable_size
-from ..core.errors import InputError, errors_at, goes_on, named_as
+from ..core.errors import errors_at, goes_on, named_as
 from ..core.jsonfile import write_json, write_text
 from ..core.recipe_paths import RECIPE, SETTINGS, unset_variable, without_paths
 from ..core.schema import changed, checked
@@ -31,21 +28,16 @@ from ..evaluation.known import swapped
 from ..evaluation.report import Evaluation
 from ..inference.asking import why_no_base_inside
 from ..modeling import stack_sizes
-from ..stages.config import StageConfig
 from ..stages.distributed import launched
 from ..stages.kind import StepResult
 from ..stages.trial import Trial, weight_bytes, write_base
 from .recipe import Recipe
-from .run_record import BEGUN, FORM, StepAtWork, StepDone, read_steps
-from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
-from .steps.base_gate import FitBaseGate, changes_base, fits_base
-from .steps.evaluate import Evaluate
-from .steps.expanding import Expand
-from .steps.joining import JoinPacks
-from .steps.planning import MakePlan
-from .steps.stage import StageStep, TrainStep
+from .run_record import RunRecord, read_steps
+from .steps.analyses import changes_base, deviation_step, gate_step, gates_base, similarity_step
+from .steps.evaluate import evaluate_step
+from .steps.expanding import expand_step, join_step, plan_step, tuned_step
+from .steps.stage import stage_step
 from .steps.step import ExpansionRun, Step
-from .steps.tuning import JoinFineTunes
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 
@@ -60,35 +52,33 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
         work = ExpansionRun(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
-        if not recipe.joins:
-            steps += _planned(work)
-        else:
-            join = JoinFineTunes(work, recipe.tuned) if recipe.join is None else JoinPacks(work, recipe.join)
-            steps.append(join)
-            models[join.writes] = str(join.output)
+        steps += _made(work)
+        if recipe.joins:
+            models[steps[-1].output.name] = str(steps[-1].output)
         for stage, settings in expansion.stages():
-            if stage.key == "gates" and fits_base(work) and not changes_base(work):
+            if stage.key == "gates" and gates_base(work) and not changes_base(work):
                 continue
-            step = TrainStep if isinstance(settings, StageConfig) else StageStep
-            steps.append(step(work, stage, settings, steps[-1].output))
+            steps.append(stage_step(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.result_name] = str(steps[-1].output)
         start, old = str(steps[-1].output), [*old, *expansion.new]
         if lifelong:
             models[f"after expansion {number}"] = start
     if recipe.test:
-        steps.append(Evaluate(recipe, models))
+        steps.append(evaluate_step(recipe, models))
     return steps, Path(start)
 
 
-def _planned(work: ExpansionRun) -> list[Step]:
-    """The steps from the analyses to the expanded checkpoint."""
-    steps: list[Step] = []
-    if needs := work.expansion.needs:
-        steps.append({"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[needs](work))
-    if fits_base(work):
-        steps.append(FitBaseGate(work))
-    return [*steps, MakePlan(work), Expand(work)]
+def _made(work: ExpansionRun) -> list[Step]:
+    """The steps that make an expansion's model, which its stages then train."""
+    if work.recipe.join is not None:
+        return [join_step(work, work.recipe.join)]
+    if work.recipe.tuned:
+        return [tuned_step(work, work.recipe.tuned)]
+    steps = [similarity_step(work)] if work.expansion.needs == "similarity" else []
+    steps += [deviation_step(work)] if work.expansion.needs == "deviation" else []
+    steps += [gate_step(work)] if gates_base(work) else []
+    return [*steps, plan_step(work), expand_step(work)]
 
 
 @checked
@@ -178,12 +168,13 @@ def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, in
             copy = changed(copy, base=str(base), revision=None)
         with named_as(output, recipe.output), named_as(base, recipe.base):
             for step, named in zip(steps_of(copy)[0], steps_of(recipe)[0], strict=True):
-                base_is_there = trial.config is not None and getattr(step, "before", output.parent).exists()
-                if not base_is_there and not isinstance(step, Evaluate):
+                base_is_there = trial.config is not None and (step.before is None or step.before.exists())
+                if not base_is_there and not step.repeatable:
                     continue
                 lines += step.check(trial)
                 if (step.output / "config.json").is_file():
-                    written.append((named.output, weight_bytes(step.output), step.beside))
+                    beside = trial.beside.get(step.name, 0)
+                    written.append((named.output, weight_bytes(step.output), beside))
     return lines, written
 
 
@@ -250,11 +241,9 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
     lines, written = _checked(recipe)
     steps, final = steps_of(recipe)
     base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
-    # The inputs of every step.
-    start = {"form": FORM, "base": [recipe.base, recipe.revision, base], "seed": recipe.seed}
-    record = _StepRecord(root, steps, start, state.is_main_process)
-    record.refuse_foreign(recipe.text)
-    record.refuse_changes()
+    start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}
+    record = RunRecord(root, steps, start, state.is_main_process)
+    record.check(recipe.text)
     if state.is_main_process:
         check_room(root, peak(written), _WRITTEN)
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
@@ -288,145 +277,23 @@ def _what_follows(root: Path, final: Path) -> list[str]:
     return [shlex.join(["hf-moe-expand", *command]) for command in commands]
 
 
-def _run_steps(steps: list[Step], record: "_StepRecord", state: Any, say: Callable[[str], None]) -> None:
+def _run_steps(steps: list[Step], record: RunRecord, state: Any, say: Callable[[str], None]) -> None:
     """Runs the steps that are not done."""
     for number, step in enumerate(steps, start=1):
         label = f"[{number}/{len(steps)}] {step.name}"
-        exists, replaced_by = step.output.exists(), record.replaced_by(step, steps[number:])
-        redo = step.repeatable and bool(record.changes(step))
+        is_done, replaced_by = record.is_done(step), record.replaced_by(step)
         state.wait_for_everyone()  # all ranks have looked before the first one writes
-        if step.name in record.done and exists and not redo:
+        if is_done:
             say(f"{label}: done already ({record.done[step.name].summary})")
             continue
         if replaced_by:
             say(f"{label}: done, its output is no longer kept; to run it again, delete {replaced_by.output} too")
             continue
         say(f"{label} ...")
-        unrecorded = exists and record.is_begun(step)
         done = StepResult("")
-        with record.attempt(step, steps[number:]):
+        with record.attempt(step):
             if step.every_rank or state.is_main_process:
-                done = (step.finish() if unrecorded else None) or step.work()
+                done = step.work()
         state.wait_for_everyone()
         if state.is_main_process:
-            seconds = record.end(step, done)
-            say(f"{label}: {done.summary} ({seconds:.0f} s)")
-
-
-class _StepRecord:
-    """`steps.json`: the finished steps with hashes of their inputs, and the running step; one rank `writes` it."""
-
-    def __init__(self, root: Path, steps: list[Step], start: dict[str, Any], writes: bool) -> None:
-        self.root, self.path, self.steps, self.writes = root, root / "steps.json", steps, writes
-        self.done, self.begun = read_steps(self.path)
-        # A step is made from all that the steps before it were made from.
-        self.inputs_of: dict[str, dict[str, str]] = {}
-        before = _hashed(start)
-        for step in steps:
-            before = {**before, **_hashed({f"{step.name}: {key}": value for key, value in step.inputs().items()})}
-            self.inputs_of[step.name] = before
-
-    def is_begun(self, step: Step) -> bool:
-        return self.begun is not None and self.begun.step == step.name
-
-    def changes(self, step: Step) -> list[str]:
-        """The inputs that changed since the step ran."""
-        unrecorded = self.is_begun(step) and step.output.exists()
-        earlier = self.begun if unrecorded else self.done.get(step.name)
-        if earlier is None:
-            return []
-        before, now = earlier.made_from, self.inputs_of[step.name]
-        if before.get("form") != now["form"]:
-            raise InputError(
-                f"{self.path}: was written by another version of this package: give another `output`, or finish the "
-                "run with that version."
-            )
-        return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
-
-    def refuse_foreign(self, text: str | None) -> None:
-        """Refuses a first run whose output folder holds files that its steps would overwrite."""
-        if self.done or self.begun:
-            return
-        recipe_file = self.root / RECIPE
-        same = text is not None and recipe_file.is_file() and recipe_file.read_bytes() == text.encode()
-        written = [*([] if same else [recipe_file, self.root / SETTINGS]), *(step.output for step in self.steps)]
-        if there := [path for path in written if path.exists()]:
-            raise InputError(
-                f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
-                f"({self.path.name}): give another `output`, or move the folder away."
-            )
-
-    def refuse_changes(self) -> None:
-        """Refuses a run whose inputs were changed after a step on which others depend had run with them."""
-        if alone := [step for step in self.steps if step.name in {f"expansion 1: {name}" for name in self.done}]:
-            raise InputError(
-                f"{self.root}: holds a run of one expansion, whose steps have other names and folders than those of "
-                f"several (`{alone[0].name}`): give another `output`, or grow the finished model with a recipe of its "
-                "own (`base`)."
-            )
-        for step in self.steps:
-            if not step.repeatable and (changed := self.changes(step)):
-                raise InputError(
-                    f"{self.root}: {', '.join(changed[:3])}: changed after step `{step.name}` had run with it. Give "
-                    "another `output`, undo the change, or delete this folder."
-                )
-
-    def replaced_by(self, step: Step, later: list[Step]) -> Step | None:
-        """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
-        before it, a plan replaces an analysis; only the last checkpoint replaces an output that later steps read."""
-        if step.repeatable or step.name not in self.done:
-            return None
-        if step.read_later:
-            later = [other for other in later if not other.repeatable][-1:]
-        for other in later:
-            stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
-            if stands_for and other.output.exists() and (other.name in self.done or self.is_begun(other)):
-                return other
-        return None
-
-    @contextmanager
-    def attempt(self, step: Step, later: list[Step]) -> Iterator[None]:
-        """Records that a step is running, and adds the time inside to the step's; forgets later repeatable steps, which
-        used its former output. A step that was interrupted with the same inputs is at its next attempt. Where one with
-        other inputs is refused, the file still tells of the attempts before."""
-        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.inputs_of[step.name])
-        other = self.begun if self.is_begun(step) else None
-        if other is not None and other.made_from == begun.made_from:
-            begun, other = changed(begun, seconds=other.seconds, attempts=other.attempts + 1), None
-        for repeatable in (one.name for one in later if one.repeatable):
-            self.done.pop(repeatable, None)
-        self._write(begun)
-        started, refused = time.monotonic(), False
-        try:
-            yield
-        except InputError:
-            refused = True
-            raise
-        finally:
-            begun = changed(begun, seconds=round(begun.seconds + time.monotonic() - started, 1))
-            self._write((refused and other) or begun)
-
-    def end(self, step: Step, done: StepResult) -> float:
-        """Records that the step is done; returns the seconds that its attempts took."""
-        assert self.begun is not None
-        seconds, attempts = self.begun.seconds, self.begun.attempts
-        several = {"attempts": attempts} if attempts > 1 else {}
-        self.done[step.name] = StepDone(
-            seconds=seconds, summary=done.summary, **several, output=step.output.relative_to(self.root).as_posix(),
-            facts=done.facts, made_from=self.inputs_of[step.name],
-        )  # fmt: skip
-        self._write(None)
-        return seconds
-
-    def _write(self, begun: StepAtWork | None) -> None:
-        self.begun = begun
-        if self.writes:
-            records = {**self.done, **({} if begun is None else {BEGUN: begun})}
-            write_json(self.path, {name: record.model_dump(exclude_unset=True) for name, record in records.items()})
-
-
-def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
-    return {
-        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-        for key, value in inputs.items()
-    }
+            say(f"{label}: {done.summary} ({record.end(step, done):.0f} s)")

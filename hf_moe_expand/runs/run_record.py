@@ -1,13 +1,23 @@
-"""steps.json: the record of a run's steps."""
+"""steps.json: the record of a run's steps, with hashes of what each was made from."""
 
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from ..core.errors import InputError
-from ..core.jsonfile import read_json
-from ..core.schema import Coefficient, Count, Schema, Text, read
+from ..core.jsonfile import read_json, write_json
+from ..core.recipe_paths import RECIPE, SETTINGS
+from ..core.schema import Coefficient, Count, Schema, Text, changed, read
+
+if TYPE_CHECKING:
+    from ..stages.kind import StepResult
+    from .steps.step import Step
 
 # The key under which the step at work stands.
 BEGUN = "begun"
@@ -49,3 +59,123 @@ def read_steps(path: Path) -> tuple[dict[str, StepDone], StepAtWork | None]:
     steps = read_json(path, "the record of a run") if path.is_file() else {}
     begun = read(StepAtWork, steps.pop(BEGUN), f"{path}: {BEGUN}") if BEGUN in steps else None
     return {name: read(StepDone, step, f"{path}: {name}") for name, step in steps.items()}, begun
+
+
+class RunRecord:
+    """`steps.json` of the run in `root`; one rank `writes` it. A step is made from all that those before it were made
+    from: the first ones from `start`."""
+
+    def __init__(self, root: Path, steps: "list[Step]", start: dict[str, Any], writes: bool) -> None:
+        self.root, self.path, self.steps, self.writes = root, root / "steps.json", steps, writes
+        self.done, self.begun = read_steps(self.path)
+        self.inputs_of: dict[str, dict[str, str]] = {}
+        made_from = _hashed({"form": FORM, **start})
+        for step in steps:
+            made_from |= _hashed({f"{step.name}: {key}": value for key, value in step.inputs().items()})
+            self.inputs_of[step.name] = dict(made_from)
+
+    def is_done(self, step: "Step") -> bool:
+        """Whether its output is there, of the inputs that it has now."""
+        redo = step.repeatable and self._changes(step)
+        return step.name in self.done and step.output.exists() and not redo
+
+    def _changes(self, step: "Step") -> list[str]:
+        """The inputs that changed since the step ran."""
+        unrecorded = self._is_begun(step) and step.output.exists()
+        earlier = self.begun if unrecorded else self.done.get(step.name)
+        if earlier is None:
+            return []
+        before, now = earlier.made_from, self.inputs_of[step.name]
+        if before.get("form") != now["form"]:
+            raise InputError(
+                f"{self.path}: was written by another version of this package: give another `output`, or finish the "
+                "run with that version."
+            )
+        return [key for key in {**now, **before} if before.get(key) != now.get(key)]
+
+    def _is_begun(self, step: "Step") -> bool:
+        return self.begun is not None and self.begun.step == step.name
+
+    def check(self, text: str | None) -> None:
+        """Refuses a folder that is no run of this recipe, whose file has this text: a first run whose outputs are there
+        already, and one whose inputs were changed after a step on which others depend had run with them."""
+        recipe_file = self.root / RECIPE
+        same = text is not None and recipe_file.is_file() and recipe_file.read_bytes() == text.encode()
+        written = [*([] if same else [recipe_file, self.root / SETTINGS]), *(step.output for step in self.steps)]
+        there = [path for path in written if path.exists()]
+        if there and not (self.done or self.begun):
+            raise InputError(
+                f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
+                f"({self.path.name}): give another `output`, or move the folder away."
+            )
+        for step in self.steps:
+            if step.name.removeprefix("expansion 1: ") in {*self.done} - {step.name}:
+                raise InputError(
+                    f"{self.root}: holds a run of one expansion, whose steps have other names and folders than those "
+                    f"of several (`{step.name}`): give another `output`, or grow the finished model with a recipe of "
+                    "its own (`base`)."
+                )
+            if not step.repeatable and (changed := self._changes(step)):
+                raise InputError(
+                    f"{self.root}: {', '.join(changed[:3])}: changed after step `{step.name}` had run with it. Give "
+                    "another `output`, undo the change, or delete this folder."
+                )
+
+    def replaced_by(self, step: "Step") -> "Step | None":
+        """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
+        before it, a plan replaces an analysis."""
+        if step.repeatable or step.name not in self.done:
+            return None
+        for other in self.steps[self.steps.index(step) + 1 :]:
+            stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
+            if stands_for and other.output.exists() and (other.name in self.done or self._is_begun(other)):
+                return other
+        return None
+
+    @contextmanager
+    def attempt(self, step: "Step") -> Iterator[None]:
+        """Records that a step is running, and adds the time inside to the step's; forgets later repeatable steps, which
+        used its former output. A step that was interrupted with the same inputs is at its next attempt. Where one with
+        other inputs is refused, the file still tells of the attempts before."""
+        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.inputs_of[step.name])
+        other = self.begun if self._is_begun(step) else None
+        if other is not None and other.made_from == begun.made_from:
+            begun, other = changed(begun, seconds=other.seconds, attempts=other.attempts + 1), None
+        for later in self.steps[self.steps.index(step) + 1 :]:
+            if later.repeatable:
+                self.done.pop(later.name, None)
+        self._write(begun)
+        started, refused = time.monotonic(), False
+        try:
+            yield
+        except InputError:
+            refused = True
+            raise
+        finally:
+            begun = changed(begun, seconds=round(begun.seconds + time.monotonic() - started, 1))
+            self._write((refused and other) or begun)
+
+    def end(self, step: "Step", done: "StepResult") -> float:
+        """Records that the step is done; returns the seconds that its attempts took."""
+        assert self.begun is not None
+        seconds, attempts = self.begun.seconds, self.begun.attempts
+        several = {"attempts": attempts} if attempts > 1 else {}
+        self.done[step.name] = StepDone(
+            seconds=seconds, summary=done.summary, **several, output=step.output.relative_to(self.root).as_posix(),
+            facts=done.facts, made_from=self.inputs_of[step.name],
+        )  # fmt: skip
+        self._write(None)
+        return seconds
+
+    def _write(self, begun: StepAtWork | None) -> None:
+        self.begun = begun
+        if self.writes:
+            records = {**self.done, **({} if begun is None else {BEGUN: begun})}
+            write_json(self.path, {name: record.model_dump(exclude_unset=True) for name, record in records.items()})
+
+
+def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in inputs.items()
+    }

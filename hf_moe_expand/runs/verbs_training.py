@@ -70,10 +70,8 @@ def _train(
         only_new_blocks: train only the blocks of `expand --blocks` (`method: new-blocks`).
     """
     from ..core.yamlfile import read_yaml
-    from .keys import check_stage_keys
 
     mapping = {} if config is None else read_yaml(config)
-    check_stage_keys(key, mapping, str(config))
     if key != "dense":
         expanded(model, {})
     placing = {"classifier_layers": classifier_layers, "classifier_choice": classifier_choice}

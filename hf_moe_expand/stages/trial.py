@@ -1,6 +1,6 @@
 """What the steps of a recipe know while they are tried, on checkpoints without their tensors, before anything runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class Trial:
         config: its configuration; None if it is not on this machine.
         offline: download nothing; skip checks that need an absent file, with a line that says so.
         here: refuse what this machine cannot do; else another one may be the one that trains.
+        beside: by a step's name, the most bytes of the files beside its output that it removes at its end.
     """
 
     base: str
@@ -30,6 +31,7 @@ class Trial:
     config: Any
     offline: bool
     here: bool = True
+    beside: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,1 +1,1 @@
-"""The steps of a recipe: each can check itself before anything runs (`validate`) and do its work (`run`)."""
+"""The steps of a recipe, a function each: it returns what the step is made from, how it is tried, and its work."""

@@ -1,6 +1,5 @@
 """The last step, which scores every checkpoint of the run on held-out text."""
 
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,107 +23,80 @@ from .step import Step
 _PAIRS = 1000  # of a held-out text, of which one must fit the model
 
 
-@dataclass
-class Evaluate(Step):
-    """Scores the base and each stage's model.
+def evaluate_step(recipe: Recipe, models: dict[str, str]) -> Step:
+    """Scores the base and each stage's model; `models` has the folder or hub id of each, by its name in the results."""
+    output, settings = Path(recipe.output) / "evaluation.json", recipe.evaluation
+    files = {code: LanguageText(code, file) for code, file in (settings.questions or {}).items()}
+    unmeasured = [code for code in recipe.training_sources if code not in {*recipe.test, UNDETERMINED}]
 
-    Attributes:
-        models: folder or hub id of each model, by its name in the results.
-    """
+    def inputs() -> dict[str, Any]:
+        questions = {"questions": contents(files)} if files else {}
+        return {"evaluation": settings.model_dump(), "test": contents(recipe.test_sources), **questions}
 
-    repeatable = True
-    name = "evaluate"
-
-    recipe: Recipe
-    models: dict[str, str]
-
-    def __post_init__(self) -> None:
-        self.output = Path(self.recipe.output) / "evaluation.json"
-
-    def inputs(self) -> dict[str, Any]:
-        questions = {"questions": contents(files)} if (files := self._files()) else {}
-        return {
-            "evaluation": self.recipe.evaluation.model_dump(),
-            "test": contents(self.recipe.test_sources),
-            **questions,
-        }
-
-    def _unmeasured(self) -> list[str]:
-        """The recipe's languages without held-out text."""
-        return [code for code in self.recipe.training_sources if code not in {*self.recipe.test, UNDETERMINED}]
-
-    def _files(self) -> dict[str, LanguageText]:
-        """The files with questions of the chat check."""
-        return {code: LanguageText(code, file) for code, file in (self.recipe.evaluation.questions or {}).items()}
-
-    def _questions(self) -> dict[str, list[str]]:
-        """The questions of the chat check, by old language."""
-        if self.recipe.evaluation.questions is None:
-            return {code: list(QUESTIONS[code]) for code in self.recipe.old if code in QUESTIONS}
-        return {code: list(file.documents()) for code, file in self._files().items()}
-
-    def check(self, trial: Trial) -> list[str]:
-        """Refuses held-out text of whose beginning nothing would be scored, and that is training text too; says if
-        `max_tokens` cuts it, and which languages have none."""
-        recipe, most, lines = self.recipe, self.recipe.evaluation.max_tokens, list[str]()
+    def tried(trial: Trial) -> list[str]:
+        """Says if `max_tokens` cuts held-out text, and which languages have none."""
+        lines = list[str]()
         if codes := sorted(set(recipe.test).difference(*recipe.evaluated_languages)) if not recipe.joins else []:
             lines.append(
                 f"test: {', '.join(codes)}: under neither `old` nor `new`, so scored as unnamed, to see that they lose "
                 "nothing"
             )
-        if codes := self._unmeasured():
-            lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
-        for code, file in self._files().items():
+        if unmeasured:
+            lines.append(f"test: no held-out text in {', '.join(unmeasured)}: what becomes of it is not measured")
+        for code, file in files.items():
             with errors_at(f"evaluation.questions.{code}"):
                 if not trial.offline or not unset_variable(file.source):
                     file.check()
-        if trial.config is None:
-            return lines
-        pairs = trial.config.is_encoder_decoder
-        tokenizer = trial.tokenizer
-        if recipe.evaluation.questions and (pairs or (tokenizer is not None and not tokenizer.chat_template)):
-            raise InputError(
-                "evaluation.questions: they are asked in the base's chat template, and "
-                f"{'an encoder-decoder' if pairs else 'this base'} has none: leave them out."
-            )
-        sources = {key: text for key, text in recipe.keyed_sources() if not unset_variable(text.source)}
-        tests = {key: text for key, text in sources.items() if key.startswith("test.")}
-        training = {key: text for key, text in sources.items() if key not in tests}
-        lines += check_held_out(tests, training, pairs)
-        for key, source in tests.items() if not trial.offline else ():
-            if source.files():
-                rows = islice(source.pairs() if pairs else source.documents(), _PAIRS if pairs else 1)
-                some = [SentencePair(**row) if isinstance(row, dict) else row for row in rows]
-                with errors_at(key):
-                    stream_for(trial.config, source.language, {source.language: some}, trial.tokenizer, most)
-        return lines
+        return lines if trial.config is None else lines + _check_texts(recipe, trial)
 
-    def _languages(self) -> list[list[str]]:
-        """The base's languages, then those of each expansion: of a join, those that its packs name."""
-        if not self.recipe.joins:
-            return self.recipe.evaluated_languages
-        final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
-        return Facts(load_config(final)).history.by_expansion
-
-    def work(self) -> StepResult:
-        recipe = self.recipe
-        present = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
-        models = {name: (path, recipe.revision if name == "base" else None) for name, path in present.items()}
-        result = score_models(models, recipe.test_sources, self._languages(), recipe.evaluation)
-        first, *_, last = models.values()
-        if len(models) > 1 and not load_config(Path(last[0])).is_encoder_decoder:
-            asked = self._questions().items()
-            compared = (check_chat(first[0], last[0], code, questions, first[1]) for code, questions in asked)
+    def work() -> StepResult:
+        present = {name: path for name, path in models.items() if name == "base" or Path(path).exists()}
+        revisions = {name: (path, recipe.revision if name == "base" else None) for name, path in present.items()}
+        final = load_config(Path([*present.values()][-1])) if len(present) > 1 else None
+        languages = recipe.evaluated_languages
+        if recipe.joins:  # those that the packs name
+            languages = Facts(final).history.by_expansion
+        result = score_models(revisions, recipe.test_sources, languages, settings)
+        if final is not None and not final.is_encoder_decoder:
+            last = [*present.values()][-1]
+            asked = {code: list(file.documents()) for code, file in files.items()}
+            if settings.questions is None:
+                asked = {code: list(QUESTIONS[code]) for code in recipe.old if code in QUESTIONS}
+            compared = (check_chat(recipe.base, last, *one, recipe.revision) for one in asked.items())
             result.chats = list(filter(None, compared))
-        result.to_json(self.output)
-        missing = [name for name in self.models if name not in present]
-        gone = f" ({', '.join(missing)}: no longer kept)" if missing else ""
-        chats = "; no chat: a model has no template" if self.recipe.evaluation.questions and not result.chats else ""
-        chats += "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
+        result.to_json(output)
+        said = [f"{len(recipe.test)} languages, {len(present)} models"]
+        if missing := [name for name in models if name not in present]:
+            said[0] += f" ({', '.join(missing)}: no longer kept)"
         moved = {code: result.change([code]) or 0.0 for code in result.unnamed}
-        unnamed = ""
         if moved and len(present) > 1:
             worst = max(moved, key=lambda code: moved[code])
-            unnamed = f"; of unnamed languages {worst} changes most: {in_percent(moved[worst])}"
-        without = f"; no held-out text in {', '.join(codes)}" if (codes := self._unmeasured()) else ""
-        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{unnamed}{chats}{without}")
+            said.append(f"of unnamed languages {worst} changes most: {in_percent(moved[worst])}")
+        if settings.questions and not result.chats:
+            said.append("no chat: a model has no template")
+        said += [f"chat in {chat.language}: {chat.equal:.0%} of answers are the base's" for chat in result.chats]
+        said += [f"no held-out text in {', '.join(unmeasured)}"] if unmeasured else []
+        return StepResult("; ".join(said))
+
+    return Step("evaluate", output, inputs, work, tried, repeatable=True)
+
+
+def _check_texts(recipe: Recipe, trial: Trial) -> list[str]:
+    """Refuses held-out text of whose beginning nothing would be scored, or that is training text too, and questions for
+    a base without a chat template."""
+    pairs, tokenizer, most = trial.config.is_encoder_decoder, trial.tokenizer, recipe.evaluation.max_tokens
+    if recipe.evaluation.questions and (pairs or (tokenizer is not None and not tokenizer.chat_template)):
+        raise InputError(
+            "evaluation.questions: they are asked in the base's chat template, and "
+            f"{'an encoder-decoder' if pairs else 'this base'} has none: leave them out."
+        )
+    sources = {key: text for key, text in recipe.keyed_sources() if not unset_variable(text.source)}
+    tests = {key: text for key, text in sources.items() if key.startswith("test.")}
+    lines = check_held_out(tests, {key: text for key, text in sources.items() if key not in tests}, pairs)
+    for key, source in tests.items() if not trial.offline else ():
+        if source.files():
+            rows = islice(source.pairs() if pairs else source.documents(), _PAIRS if pairs else 1)
+            some = [SentencePair(**row) if isinstance(row, dict) else row for row in rows]
+            with errors_at(key):
+                stream_for(trial.config, source.language, {source.language: some}, tokenizer, most)
+    return lines

@@ -1,87 +1,219 @@
-"""The step that expands a dense checkpoint, or grows an expanded one."""
+"""The steps that make the model of an expansion: plan and new experts, or language packs or fine-tunes joined."""
 
 from pathlib import Path
 from typing import Any
 
-from ...analysis.gating import gate_from_file
+from ...analysis.gating import anchors_for, gate_from_file
 from ...analysis.routers import nearest_experts
 from ...checkpoint.expand import expand_checkpoint, grow_checkpoint
-from ...checkpoint.reader import headers_alone
-from ...checkpoint.source import load_config
+from ...checkpoint.facts import Facts
+from ...checkpoint.join import Pack, join_expansions, load_packs
+from ...checkpoint.operation_settings import JoinSettings
+from ...checkpoint.reader import CheckpointReader, headers_alone
+from ...checkpoint.source import load_config, pack_and_name, resolve_checkpoint
+from ...checkpoint.stored import StoredModel
+from ...checkpoint.tuned import codes_of, expand_tuned
 from ...core.errors import InputError, errors_at
+from ...data.sources import counted
 from ...inference.models import load_for_inference
+from ...modeling.part_expansion_only import RECORD
+from ...planning.make import make_plan
 from ...planning.plan import Plan
+from ...planning.results import DeviationResult, SimilarityResult
 from ...stages.kind import StepResult
 from ...stages.trial import Trial
-from .analyze import check_tokens
-from .base_gate import gate_file
-from .step import RunStep
+from .analyses import ANALYSIS, GATE, check_tokens, gates_base
+from .step import ExpansionRun, Step, digest_of
+
+PLAN = "plan.json"
 
 
-class Expand(RunStep):
-    """Writes the checkpoint with new experts."""
+def plan_step(run: ExpansionRun) -> Step:
+    """Decides how many experts each layer gets."""
+    planned, output = run.expansion.planned, run.folder / PLAN
 
-    title, writes = "expand", "expanded"
+    def inputs() -> dict[str, Any]:
+        vectors = digest_of(getattr(planned, "grouping", None))  # a file of linguistic vectors, if it is one
+        return {**vectors, "plan": planned.model_dump(), "old": run.old, "new": run.new}
 
-    @property
-    def _copies_nearest(self) -> bool:
-        return self.run.number > 1 and self.run.expansion.expand.copy_from == "nearest"
+    def made(needs: str | None, measured: bool) -> Plan:
+        facts = Facts(load_config(resolve_checkpoint(run.start, run.revision)))
+        plan = make_plan(
+            planned, len(facts.counts), run.old, run.new,
+            SimilarityResult.from_json(run.folder / ANALYSIS) if needs == "similarity" else None, run.recipe.seed,
+            DeviationResult.from_json(run.folder / ANALYSIS) if needs == "deviation" else None,
+            grows_from=facts.counts if facts.grown else (), encoder_layers=facts.encoder_layers,
+            exclusive=facts.exclusive, measured=measured,
+        )  # fmt: skip
+        output.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(output)
+        return plan
 
-    def inputs(self) -> dict[str, Any]:
-        inputs = {"expand": self.run.expansion.expand.model_dump()}
-        if self._copies_nearest:
-            inputs |= {"analysis": self.run.expansion.analysis.model_dump(), "texts": self.run.contents(self.run.new)}
-        return inputs
+    def tried(trial: Trial) -> list[str]:
+        """Makes the largest plan that the analysis may give."""
+        plan = made(None, measured=False)
+        line = f"expansion {run.number}: {plan.method}, {plan.total_experts} experts, "
+        waits = "; the analysis says in which layers, and these are the most" if planned.needs else ""
+        return [line + _classifiers(run, len(plan.classifier_layers)) + waits]
 
-    def check(self, trial: Trial) -> list[str]:
-        lines = check_tokens(self.run, trial) if self._copies_nearest else []
+    def work() -> StepResult:
+        plan = made(planned.needs, measured=True)
+        summary = f"experts per layer {plan.counts_in_words}"
+        if plan.groups:
+            return StepResult(f"{summary}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
+        classifiers = f"; classifiers in layers {plan.classifiers_in_words}" if plan.classifier_layers else ""
+        return StepResult(f"{summary}{classifiers}")
+
+    return run.step("plan", PLAN, inputs, work, tried)
+
+
+def _classifiers(run: ExpansionRun, placed: int) -> str:
+    expansion = run.expansion
+    if later := next((s.classifier_layers for stage, s in expansion.stages() if stage.key == "review"), None):
+        return f"{counted(later, 'classifier')}, placed after stage 1"
+    return counted(placed, "classifier") + ("" if placed else expansion.planned.without_classifiers)
+
+
+def expand_step(run: ExpansionRun) -> Step:
+    """Writes the checkpoint with new experts: of a dense checkpoint, or of an expanded one, which grows."""
+    settings, analysis = run.expansion.expand, run.expansion.analysis.model_dump()
+    copies_nearest = run.number > 1 and settings.copy_from == "nearest"
+
+    def inputs() -> dict[str, Any]:
+        nearest = {"analysis": analysis, "texts": run.contents(run.new)} if copies_nearest else {}
+        return {"expand": settings.model_dump(), **nearest}
+
+    def tried(trial: Trial) -> list[str]:
+        lines = check_tokens(run, trial) if copies_nearest else []
         with errors_at("expand"), headers_alone():
-            self._write(Plan.load(self.run.folder / "plan.json"), 0 if self._copies_nearest else self._certain())
+            written(0 if copies_nearest else _certain(run))
         return lines
 
-    def _certain(self) -> int:
-        """The expert that new ones copy; refuses one of a further expansion that some layer may not have."""
-        copied, number = self.run.expansion.expand.copy_from, self.run.number
-        if number == 1 or copied == "nearest":
-            return 0
-        config: Any = load_config(Path(self.run.start))
-        plans = [expansion.planned for expansion in self.run.recipe.all_expansions[: number - 1]]
-        least = min(count for count in config.num_experts_per_layer if count > 1)
-        if not all(plan.fixed_counts for plan in plans):
-            further = [plan for plan in plans[1:] if not getattr(plan, "only_layers", None)]  # else others do not grow
-            least = (getattr(plans[0], "minimum", None) or 2) + sum(getattr(p, "minimum", None) or 1 for p in further)
-        if int(copied) >= least:
-            raise InputError(
-                f"expansion {number}: copy_from is {copied}, but a layer may have only experts 0..{least - 1}: give "
-                "one of these."
-            )
-        return int(copied)
+    def work() -> StepResult:
+        if not copies_nearest:
+            return written(settings.copy_from)
+        model, tokenizer = load_for_inference(run.start)
+        return written(nearest_experts(model, tokenizer, run.texts(run.new, model.config), **analysis))
 
-    def work(self) -> StepResult:
-        plan = Plan.load(self.run.folder / "plan.json")
-        return self._write(plan, self._nearest() if self._copies_nearest else self.run.expansion.expand.copy_from)
-
-    def _write(self, plan: Plan, copied: Any) -> StepResult:
+    def written(copied: Any) -> StepResult:
         """Writes the checkpoint; `copied` is the expert that further experts copy, or that of each layer."""
-        run, settings = self.run, self.run.expansion.expand
-        options: dict[str, Any] = {
-            "seed": run.recipe.seed, "max_shard_size": settings.max_shard_size, "overwrite": True
-        }  # fmt: skip
+        plan, out = Plan.load(run.folder / PLAN), run.folder / "expanded"
+        options: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "seed": run.recipe.seed}
         if plan.grows_from:
             origin = copied if isinstance(copied, dict) else dict.fromkeys(range(len(plan.grows_from)), copied)
-            grow_checkpoint(run.start, self.output, plan, copy_from=origin, **options)
-            summary = f"{plan.total_experts - sum(plan.grows_from)} new experts"
-            near = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if self._copies_nearest else ""
-            return StepResult(summary + near)
-        gate = None
-        if (file := gate_file(run)) is not None:
+            grow_checkpoint(run.start, out, plan, copy_from=origin, overwrite=True, **options)
+            near = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if copies_nearest else ""
+            return StepResult(f"{plan.total_experts - sum(plan.grows_from)} new experts{near}")
+        gate, file = None, run.folder / GATE
+        if gates_base(run) and file.is_file():
             gate, _ = gate_from_file(file, run.start, plan.new, run.revision)
-        report = expand_checkpoint(
-            run.start, self.output, plan, **settings.experts.model_dump(), revision=run.revision, gate=gate, **options
-        )
+        options |= {"revision": run.revision, "gate": gate, "overwrite": True}
+        report = expand_checkpoint(run.start, out, plan, **settings.experts.model_dump(), **options)
         return StepResult(f"{report.base_parameters:,} -> {report.parameters:,} parameters")
 
-    def _nearest(self) -> dict[int, int]:
-        model, tokenizer = load_for_inference(self.run.start)
-        settings = self.run.expansion.analysis.model_dump()
-        return nearest_experts(model, tokenizer, self.run.texts(self.run.new, model.config), **settings)
+    return run.step("expand", "expanded", inputs, work, tried)
+
+
+def _certain(run: ExpansionRun) -> int:
+    """The expert that new ones copy; refuses one of a further expansion that some layer may not have."""
+    copied, number = run.expansion.expand.copy_from, run.number
+    if number == 1 or copied == "nearest":
+        return 0
+    config: Any = load_config(Path(run.start))
+    plans = [expansion.planned for expansion in run.recipe.all_expansions[: number - 1]]
+    least = min(count for count in config.num_experts_per_layer if count > 1)
+    if not all(plan.fixed_counts for plan in plans):
+        further = [plan for plan in plans[1:] if not getattr(plan, "only_layers", None)]  # else others do not grow
+        least = (getattr(plans[0], "minimum", None) or 2) + sum(getattr(p, "minimum", None) or 1 for p in further)
+    if int(copied) >= least:
+        raise InputError(
+            f"expansion {number}: copy_from is {copied}, but a layer may have only experts 0..{least - 1}: give one of "
+            "these."
+        )
+    return int(copied)
+
+
+def join_step(run: ExpansionRun, settings: JoinSettings) -> Step:
+    """Writes the model that joins language packs, in place of a plan, an expansion and stage 1."""
+    out = run.folder / "joined"
+
+    def inputs() -> dict[str, Any]:
+        return {"join": settings.model_dump(), "packs": _fingerprints(pack_and_name(it)[0] for it in settings.packs)}
+
+    def tried(trial: Trial) -> list[str]:
+        """Checks all but the bytes of the packs' bases, which `work` compares."""
+        if trial.offline and not all(map(_is_whole_folder, settings.packs)):
+            return ["skipped: join: base and packs are not whole on this machine"]
+        with headers_alone():
+            done = work()
+        _check_languages(run, load_config(out))
+        return [f"join: {done.summary}"]
+
+    def work() -> StepResult:
+        with errors_at("join.packs"):
+            _check_base(run, load_packs(settings.packs, out, overwrite=True)[0])
+            report = join_expansions(settings.packs, out, max_shard_size=settings.max_shard_size, overwrite=True)
+        counts = " ".join(map(str, report.experts_per_layer))
+        return StepResult(f"{', '.join(report.packs)}; experts per layer {counts}")
+
+    return run.step("join", "joined", inputs, work, tried)
+
+
+def tuned_step(run: ExpansionRun, models: dict[str, str]) -> Step:
+    """Writes the model whose languages are fine-tunes of the base, by language, in place of a plan, an expansion and
+    stage 1."""
+
+    def inputs() -> dict[str, Any]:
+        return {"tuned": models, "models": _fingerprints(models.values())}
+
+    def tried(trial: Trial) -> list[str]:
+        """Checks all but the tensors, which `work` compares with the base's."""
+        new = [code for codes in models for code in codes_of(codes)]
+        if wrong := [code for code in run.new if code not in new]:
+            raise InputError(f"new: {', '.join(wrong)}: `tuned` has no fine-tune for it (it has {', '.join(new)}).")
+        if trial.offline and not all(Path(model).is_dir() for model in (run.start, *models.values())):
+            return ["skipped: tuned: base and fine-tunes are not all on this machine"]
+        with headers_alone():
+            return [f"tuned: {work().summary}, if all of their tensors differ"]
+
+    def work() -> StepResult:
+        size = run.expansion.expand.max_shard_size
+        options: dict[str, Any] = {"revision": run.revision, "max_shard_size": size, "overwrite": True}
+        with errors_at("tuned"):
+            report = expand_tuned(run.start, models, run.folder / "tuned", list(run.old), **options)
+        return StepResult(f"{', '.join(models)}; {report.base_parameters:,} -> {report.parameters:,} parameters")
+
+    return run.step("tuned", "tuned", inputs, work, tried)
+
+
+def _fingerprints(models: Any) -> list[Any]:
+    return [CheckpointReader(resolve_checkpoint(model)).fingerprint() for model in models]
+
+
+def _check_base(run: ExpansionRun, pack: Pack) -> None:
+    """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""
+    if any(stage.changes_everything for stage in pack.history.stages):
+        return
+    base = StoredModel(run.recipe.base, revision=run.recipe.revision)
+    for dense, key in sorted(pack.stored.base.items()):
+        same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
+        if not same or not base[dense].same_bytes(pack.stored[key]):
+            raise InputError(f"{pack.name}: is no expansion of `base`, {run.recipe.base}: tensor {dense!r} differs.")
+
+
+def _check_languages(run: ExpansionRun, config: Any) -> None:
+    """Refuses text of languages that the packs do not have so, and a gate without text of each new one."""
+    old, new = Facts(config).languages
+    for kind, ours, theirs in (("old", run.old, old), ("new", run.new, new)):
+        if wrong := [code for code in ours if code not in theirs]:
+            raise InputError(
+                f"{kind}: {', '.join(wrong)}: the packs do not have it as {'an' if kind == 'old' else 'a'} {kind} "
+                f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
+            )
+    if run.expansion.has("gates"):
+        anchors_for(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
+
+
+def _is_whole_folder(pack: str) -> bool:
+    place = Path(pack_and_name(pack)[0])
+    return place.is_dir() and not (place / RECORD).is_file()

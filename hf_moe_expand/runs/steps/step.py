@@ -1,11 +1,10 @@
-"""The base class of a recipe's steps, and what a step knows of its expansion."""
+"""A recipe's step, and what a step knows of its expansion."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ...checkpoint.reader import headers_alone
 from ...checkpoint.records import History
@@ -14,6 +13,40 @@ from ...data.sources import LanguageText, contents
 from ...stages.kind import StepResult
 from ...stages.trial import Trial
 from ..recipe import Expansion, Recipe
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: a function that makes an output of inputs.
+
+    Attributes:
+        name: its name in the run's record and on the screen.
+        output: file or folder that it writes, whole or not at all.
+        inputs: returns what it is made from besides the steps before it, as JSON: keys of the recipe, and contents of
+            files.
+        work: writes `output`.
+        tried: refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; returns a line
+            for each check that passed or was skipped. By default it is `work`, on checkpoints without tensors.
+        before: the checkpoint of an earlier step that it works on.
+        every_rank: whether all ranks work, and not only the first.
+        repeatable: whether it runs again if its inputs changed, since no other step depends on it.
+    """
+
+    name: str
+    output: Path
+    inputs: Callable[[], dict[str, Any]]
+    work: Callable[[], StepResult]
+    tried: Callable[[Trial], list[str]] | None = None
+    before: Path | None = None
+    every_rank: bool = False
+    repeatable: bool = False
+
+    def check(self, trial: Trial) -> list[str]:
+        if self.tried is not None:
+            return self.tried(trial)
+        with headers_alone():
+            self.work()
+        return []
 
 
 def digest_of(path: str | Path | None) -> dict[str, str]:
@@ -43,10 +76,13 @@ class ExpansionRun:
     old: list[str]
     sources: dict[str, LanguageText]
 
-    @property
-    def prefix(self) -> str:
-        """The prefix of its steps' names."""
-        return f"expansion {self.number}: " if len(self.recipe.all_expansions) > 1 else ""
+    def step(self, title: str, writes: str, inputs: Any, work: Any, tried: Any = None, **more: Any) -> Step:
+        """A step of this expansion, which writes a file or folder of its folder."""
+        return Step(self.named(title), self.folder / writes, inputs, work, tried, **more)
+
+    def named(self, title: str) -> str:
+        """The name of a step, with the expansion's number where there are several."""
+        return f"expansion {self.number}: {title}" if len(self.recipe.all_expansions) > 1 else title
 
     @property
     def new(self) -> list[str]:
@@ -75,59 +111,3 @@ class ExpansionRun:
     def contents(self, languages: Iterable[str]) -> dict[str, Any]:
         """The fingerprint of these languages' text: its sources, and a hash of each local file."""
         return contents({code: self.sources[code] for code in languages})
-
-
-class Step(ABC):
-    """One step of a run.
-
-    Attributes:
-        name: its name in the run's record and on the screen.
-        output: file or folder that it writes.
-        every_rank: whether all ranks work, and not only the first.
-        repeatable: whether it runs again if its inputs changed, since no other step depends on it.
-        read_later: whether steps read its output besides the checkpoint before them.
-        beside: after its check, the most bytes of the files beside its output that it removes at its end.
-    """
-
-    every_rank: ClassVar[bool] = False
-    repeatable: ClassVar[bool] = False
-    read_later: ClassVar[bool] = False
-    name: str
-    output: Path
-    beside = 0
-
-    @abstractmethod
-    def inputs(self) -> dict[str, Any]:
-        """The inputs of the step as JSON: keys of the recipe, and contents of files."""
-
-    def check(self, trial: Trial) -> list[str]:
-        """Refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; by default it does
-        its work on checkpoints without tensors. Returns a line for each check that passed or was skipped."""
-        with headers_alone():
-            self.work()
-        return []
-
-    @abstractmethod
-    def work(self) -> StepResult:
-        """Runs the step, which writes `output`."""
-
-    def finish(self) -> StepResult | None:
-        """Finishes a step that was interrupted after it wrote its output; None if the step must run again."""
-        return None
-
-
-@dataclass
-class RunStep(Step):
-    """A step of one expansion.
-
-    Attributes:
-        title: its name, without the expansion's number.
-        writes: the file or folder that it writes in the expansion's folder.
-    """
-
-    title: ClassVar[str]
-    writes: ClassVar[str]
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.name, self.output = f"{self.run.prefix}{self.title}", self.run.folder / self.writes
