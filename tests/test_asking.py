@@ -149,6 +149,13 @@ def test_an_unknown_command_is_not_sent(home, line, is_sent):
     assert found.exit_code == 0
 
 
+def test_a_language_that_no_model_knows_is_refused_before_one_is_loaded(home, tmp_path):
+    (tmp_path / "el").mkdir()
+    (tmp_path / "el" / "config.json").write_bytes((home / "el" / "config.json").read_bytes())
+    for models in ([tmp_path / "el"], [home / "el", "--base", tmp_path / "el"]):
+        refused(invoke, "chat", *models, "--prompt", "a", "--languages", "de", says=r"el: .*'de'")
+
+
 ASKED = ["What is water?", "Who are you?"]
 
 

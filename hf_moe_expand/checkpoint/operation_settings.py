@@ -73,6 +73,15 @@ class GraftSettings(Schema):
     )
 
 
+class TunedSettings(Schema):
+    """How fine-tunes of the base become languages."""
+
+    rank: Count | None = Field(
+        None, description="with --tuned: keep the best low-rank update of each map's difference; by default all is kept"
+    )
+    weight: Number = Field(1.0, description="with --tuned: times the difference; 0.5 is the mean with the base")
+
+
 class AverageSettings(Schema):
     """`weight * expert + (1 - weight) * FFN`, of each new expert and the FFN from which it was copied."""
 

@@ -1,12 +1,9 @@
-"""The verbs, by what a person wants. The module of a verb is imported when the verb runs: `--help` imports none."""
+"""The verbs, by what a person wants. The module of a verb is imported when it is named."""
 
-import ast
 import sys
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -61,7 +58,7 @@ class Verbs(TyperGroup):
 
 
 class _AllVerbs(Verbs):
-    """The verbs and groups, imported when they run."""
+    """The verbs and groups, imported when they are named; a verb does so with torch, and its like, when it runs."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -75,7 +72,7 @@ class _AllVerbs(Verbs):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, verbs in _VERBS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, _summary(module, name)) for name, module in verbs.items()])
+                formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(300)) for name in verbs])
 
 
 def _imported(name: str) -> Any:
@@ -85,19 +82,6 @@ def _imported(name: str) -> Any:
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     add(alone, found, name)
     return typer.main.get_command(alone)
-
-
-@cache
-def _summary(module: str, name: str) -> str:
-    """The first sentence of a verb's docstring, or what a group is about, from the source."""
-    file = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-            return f"{text.partition('. ')[0].removesuffix('.')}."
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return str(ast.literal_eval(node.value.args[0]))  # type: ignore[attr-defined]
-    raise AssertionError(name)
 
 
 def add(app: typer.Typer, verb: Verb, name: str, fixed: Mapping[str, Any] = {}, **keywords: Any) -> None:

@@ -17,11 +17,11 @@ from ..checkpoint.arguments import (
     each,
     expanded,
 )
-from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings
+from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings, TunedSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
 from ..core.printing import print_table
-from ..core.verbs import Given, Group, Keys, Kind, belongs, without_effect
+from ..core.verbs import Given, Group, Keys, Kind, belongs, flag, without_effect
 from ..evaluation.scoring_settings import EvaluationSettings
 
 _SCORES = tuple(key for key in EvaluationSettings.model_fields if key != "questions")
@@ -36,8 +36,7 @@ def expand(
     settings: Annotated[ExpandSettings, Keys(without=("copy_from",))],
     gate: Path | None = None,
     tuned: Sequence[str] = (),
-    rank: int | None = None,
-    weight: float = 1.0,
+    how: TunedSettings,
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
     old: OldCodes = (),
     data: Texts | None = None,
@@ -56,8 +55,8 @@ def expand(
     training, for text that is told its language or, after `gates`, recognised; --data then prints bits per byte of the
     base, of each language alone, of text that is told its language, and, with --gate, of text that nobody told. With
     --branches, dense models are the experts, and all other weights are averaged (Branch-Train-Mix); then `train joint`.
-    With --blocks, the model stays dense: copied blocks are inserted that at
-    first have no effect (LLaMA-Pro); then `train dense --only-new-blocks`.
+    With --blocks, the model stays dense: copied blocks are inserted that at first have no effect (LLaMA-Pro); then
+    `train dense --only-new-blocks`.
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
 
@@ -65,17 +64,11 @@ def expand(
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el-hu --tuned el=me/qwen-el --tuned hu=lora-hu
 
-    Example: hf-moe-expand expand qwen-el qwen-mix --branches qwen-tr --plan plan.json
-
-    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-pro --blocks 8
-
     Args:
         plan: plan.json of `plan`; with --branches, of `plan dmoe`.
         gate: file of `gates BASE`: the language gate, for the plan's or the fine-tunes' languages.
         tuned: LANGUAGE=MODEL, a folder or hub id of a fine-tune of BASE, a whole model or a LoRA of PEFT; several
             languages of one by comma; repeat.
-        rank: with --tuned: keep the best low-rank update of each map's difference; by default all is kept.
-        weight: with --tuned: times the difference; 0.5 is the mean with the base.
         dtype: with --tuned: the base's type, to which a fine-tune in another one is converted.
         old: with --tuned: codes of the old languages, e.g. en,es,zh.
         data: with --tuned: LANGUAGE=FILE of any language, to score; repeat.
@@ -85,31 +78,27 @@ def expand(
     _check_mode(given, plan)
     written: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite}
     if tuned:
-        models = _by_language(tuned)
-        classes = {code.strip(): number for number, codes in enumerate(models, 1) for code in codes.split(",")}
-        _expand_tuned(
-            base, models, out, old, data or {}, scores, rank=rank, weight=weight, dtype=dtype, revision=revision,
-            gate=_gate(gate, base, classes, revision), **written,
-        )  # fmt: skip
+        made = {"gate": gate, "dtype": dtype, "revision": revision, **how.model_dump(), **written}
+        _expand_tuned(base, tuned, out, old, data or {}, scores, **made)
     elif blocks is not None:
         from ..baselines.depth import expand_depth
 
         print(f"wrote {out}: layers {', '.join(map(str, expand_depth(base, out, blocks, **written)))} are new")
     else:
-        options = {**written, "seed": seed}
-        _expand_by_plan(base, out, plan, branches, gate, revision, settings.experts.model_dump(), options)
+        experts = settings.experts.model_dump()
+        _expand_by_plan(base, out, plan, branches, gate, revision, experts, {**written, "seed": seed})
 
 
 def _check_mode(given: Given, plan: Any) -> None:
     """Refuses options of `expand` that have no effect beside others."""
-    ways = ("gate", "revision", "old", "data", "rank", "weight", "dtype", *_SCORES)
-    beside = {"tuned": ways, "blocks": (), "branches": ("plan", "seed")}
+    of_tuned = ("old", "data", "dtype", *TunedSettings.model_fields)
+    beside = {"tuned": ("gate", "revision", *of_tuned, *_SCORES), "blocks": (), "branches": ("plan", "seed")}
     chosen = [mode for mode in ("tuned", "branches", "blocks") if mode in given]
     if len(chosen) > 1:
         raise InputError(f"--{chosen[0]} and --{chosen[1]}: give only one of them.")
     belongs(given, "data", *_SCORES)
     if chosen != ["tuned"]:
-        belongs(given, "tuned", "old", "data", "rank", "weight", "dtype")
+        belongs(given, "tuned", *of_tuned)
     if plan is None and chosen not in (["tuned"], ["blocks"]):
         raise InputError("Give --plan (plan.json of `plan`), --tuned or --blocks: what the model gets.")
     for mode in chosen:
@@ -168,11 +157,16 @@ def _by_language(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _expand_tuned(
-    base: str, models: dict[str, str], out: Path, old: Any, data: dict[str, Any], scores: Any, **others: Any
-) -> None:
+    base: str, tuned: Sequence[str], out: Path, old: Any, data: dict[str, Any], scores: Any, gate: Path | None = None,
+    **others: Any,
+) -> None:  # fmt: skip
     """Writes and scores the model of fine-tunes."""
     from ..checkpoint.tuned import expand_tuned
 
+    models = _by_language(tuned)
+    if gate is not None:
+        classes = {code.strip(): number for number, codes in enumerate(models, 1) for code in codes.split(",")}
+        others["gate"] = _gate(gate, base, classes, others["revision"])
     report = expand_tuned(base, models, out, old, **others)
     print("\n".join([*report.warnings, f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters"]))
     if data:
@@ -180,7 +174,7 @@ def _expand_tuned(
 
         print("bits per byte")
         print_table(*score_ways(out, data, scores).rows())
-    if others.get("gate") is None:
+    if gate is None:
         print(f"no gate            text that is told no language gets the base, until you run `gates {out} OUT`")
 
 
@@ -190,8 +184,7 @@ def grow(
     *,
     plan: PlanFile | None = None,
     tuned: Sequence[str] = (),
-    rank: int | None = None,
-    weight: float = 1.0,
+    how: TunedSettings,
     settings: AnalysisSettings,
     copy_from: str = "0",
     data: Texts | None = None,
@@ -216,17 +209,16 @@ def grow(
     Args:
         plan: plan.json of `plan ... --from MODEL`.
         tuned: LANGUAGE=MODEL, a fine-tune of the model's dense base; several languages of one by comma; repeat.
-        rank: with --tuned: keep the best low-rank update of each map's difference; by default all is kept.
-        weight: with --tuned: times the difference; 0.5 is the mean with the base.
         copy_from: expert that new experts copy: a number, or nearest: the one that --data uses most.
         data: LANGUAGE=FILE of a new language, for nearest; repeat.
     """
     if tuned:
-        without_effect(given, "--tuned", "tuned", "model", "out", "rank", "weight", "max_shard_size", "overwrite")
+        own = ("tuned", "model", "out", "max_shard_size", "overwrite", *TunedSettings.model_fields)
+        without_effect(given, "--tuned", *own)
         written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-        _expand_tuned(model, _by_language(tuned), out, (), {}, None, rank=rank, weight=weight, **written)
+        _expand_tuned(model, tuned, out, (), {}, None, **how.model_dump(), **written)
         return
-    belongs(given, "tuned", "rank", "weight")
+    belongs(given, "tuned", *TunedSettings.model_fields)
     if plan is None:
         raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
     from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
@@ -246,7 +238,7 @@ def grow(
 def _number(copy_from: str, given: Given) -> int:
     """The expert that new ones copy; refuses options that are for the nearest one."""
     if idle := sorted(given & {"data", *AnalysisSettings.model_fields}):
-        raise InputError(f"--{idle[0].replace('_', '-')} belongs to --copy-from nearest, which is not given.")
+        raise InputError(f"{flag(idle[0])} belongs to --copy-from nearest, which is not given.")
     if not copy_from.isdecimal():
         raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
     return int(copy_from)

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..checkpoint.facts import Facts
-from ..checkpoint.source import name_in_results
+from ..checkpoint.source import load_config, name_in_results, resolve_checkpoint
 from ..core.errors import InputError, first_line
 from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig
@@ -135,13 +135,25 @@ class ChatModel:
 
     def not_told(self, language: str) -> str | None:
         """Why it cannot be told this language; None if it can."""
-        if not isinstance(self.model.config, ExpandedConfig):
-            return "is a dense model, which knows no languages"
-        try:
-            classes_of(self.model.config, language)
-        except ValueError as error:
-            return str(error)
-        return None
+        return not_told(self.model.config, language)
+
+
+def not_told(config: Any, language: str) -> str | None:
+    """Why a model of this configuration cannot be told a language; None if it can."""
+    if not isinstance(config, ExpandedConfig):
+        return "is a dense model, which knows no languages"
+    try:
+        classes_of(config, language)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_told(name: str, revision: str | None, language: str) -> None:
+    """Refuses a language that an expanded model does not know; reads its config.json alone."""
+    config = load_config(resolve_checkpoint(name, revision, weights=False))
+    if isinstance(config, ExpandedConfig) and (why := not_told(config, language)) is not None:
+        raise InputError(f"{name_in_results(name)}: {why}")
 
 
 def why_no_base_inside(config: Any) -> str | None:

@@ -44,8 +44,11 @@ def chat(
     belongs(given, "prompt", "plain")
     if base not in (None, "inside"):
         checkpoint(str(base), {})
-    from .asking import ChatModel
+    from .asking import ChatModel, check_told
 
+    if languages is not None:
+        for name, at in {model: revision, **({} if base in (None, "inside") else {str(base): None})}.items():
+            check_told(name, at, languages)
     first = ChatModel.load(model, revision)
     models = [first]
     if base == "inside":
