@@ -71,7 +71,7 @@ vllm: $(VENV)-vllm/.installed
 OPTIONS ?=
 study: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
-	$(BIN)/python benchmarks/study_bases.py --out runs/bases < /dev/null
+	$(BIN)/python benchmarks/study_bases.py --out runs/bases
 	$(BIN)/python benchmarks/study.py run smollm2 --base runs/bases/smollm2 --data $(DATA) --out runs/study $(OPTIONS)
 	$(BIN)/python benchmarks/study.py report --csv runs/study/study.csv --figure runs/study/study.svg
 

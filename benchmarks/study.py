@@ -11,9 +11,11 @@ scores what is left and writes OUT/study.csv after each row, a line a model; sto
 goes on; other settings take another OUT. py3langid, if installed, judges the language of answers. `--workers N` runs N
 rows side by side on one device. `report` takes several CSVs, such as docs/study.csv and one of further seeds.
 
-Text is scored in float32 (on a GPU with products of 19 bits, TF32): bits per byte token by token, judged by the
-text's end where a model has a gate, and told the language where it is a new one; and the share of tokens that go to
-new experts. Seconds a step of rows that ran side by side are upper bounds (`workers` says how many ran).
+Text is scored in float32 (on a GPU with products of 19 bits, TF32): bits per byte, judged first where a model has a
+gate, and told the language where it is a new one; and the share of texts that go to new languages. `averages: best`
+takes the weight, of `weights`, by which told sentences and documents of FLORES score best that are scored nowhere else.
+A row with `tuned` joins full fine-tunes, one for each new language, which all such rows share. Seconds a step of rows
+that ran side by side are upper bounds (`workers` says how many ran).
 """
 
 import argparse
@@ -29,7 +31,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,19 +40,18 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 from study_report import report
+from study_scores import chat, lines_of, scores, share_in, texts_of
 from timing import reset_peak, resident_bytes
 from transformers import AutoTokenizer
 
 import hf_moe_expand as moe
 from hf_moe_expand.analysis import gating
+from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.data.anchors import shipped_anchors
-from hf_moe_expand.evaluation.perplexity import batch_nats
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
 SETTINGS = Path(__file__).with_name("study.yaml")
-LONGEST = 512  # tokens of a text that is scored
-AT_ONCE = {"cuda": 8192, "cpu": 1024}  # tokens of a scored batch, padding counted
 
 
 class Study:
@@ -115,7 +115,11 @@ class Study:
             if not kept.exists():
                 begun, folder = time.time(), self.out / "models" / kept.stem
                 shutil.rmtree(folder, ignore_errors=True)
-                lines = [self.scored(job, weight, model, cost) for weight, model, cost in self.made(job, folder)]
+                homes: dict[tuple[str, str, int], float] = {}
+                lines: list[dict[str, Any]] = []
+                for weight, model, cost in self.made(job, folder):
+                    same = next((one for one in lines if one["weight"] == weight), None)
+                    lines.append(same | cost if same else self.scored(job, weight, model, cost, homes))
                 write(kept, json.dumps(lines, ensure_ascii=False, indent=1))
                 shutil.rmtree(folder, ignore_errors=True)
                 self.write_csv()
@@ -127,24 +131,85 @@ class Study:
         name, tokens, seed = job
         row, base = self.rows[name], self.options.base
         if name == "base":
-            yield 1.0, base, {}
+            yield 1.0, base, {"held.0": self.held_out(base)}
             return
         folder.mkdir(parents=True)
         reset_memory()
-        trained = (self.train_dense if "dense" in row else self.run_recipe)(row, tokens, seed, folder)
-        cost = step_cost(folder)
-        yield 1.0, trained, cost
-        for weight in row.get("averages", []):
-            averaged = folder / f"averaged-{weight}"
-            if "dense" in row:
-                average_checkpoints([trained, base], averaged, [weight, 1 - weight])
-            else:
-                average_experts(trained, averaged, weight)
-            yield weight, averaged, cost
+        if "tuned" in row:
+            tuned = self.fine_tunes(row, tokens, seed)
+            cost = json.loads((tuned / "cost.json").read_text("utf-8"))
+        else:
+            trained = (self.train_dense if "dense" in row else self.run_recipe)(row, tokens, seed, folder)
+            cost = step_cost(folder)
 
-    def train_dense(self, row: Mapping[str, Any], tokens: int, seed: int, folder: Path) -> Path:
-        replay, out = row.get("replay", 0.0), folder / "dense"
-        shares = dict.fromkeys(self.new, (1 - replay) / len(self.new))
+        def averaged(weight: float) -> Path:
+            out = folder / f"weight-{weight}"
+            if out.exists():
+                return out
+            if "tuned" in row:
+                begun = time.time()
+                models = {code: tuned / code for code in self.new}
+                numbers = {code: number for number, code in enumerate(self.new, start=1)}
+                gate, _ = moe.gate_from_file(tuned / "gate.safetensors", base, numbers)
+                moe.expand_tuned(base, models, out, self.languages["kept"], weight=weight, gate=gate, **row["tuned"])
+                cost["made_in"] = round(time.time() - begun, 1)
+            elif weight == 1:
+                return trained
+            elif "dense" in row:
+                average_checkpoints([trained, base], out, [weight, 1 - weight])
+            else:
+                average_experts(trained, out, weight)
+            return out
+
+        yield 1.0, averaged(1.0), dict(cost)
+        weights = row.get("averages", [])
+        if weights == "best":
+            held = {weight: self.held_out(averaged(weight)) for weight in self.settings["weights"]}
+            weights = [min(held, key=lambda weight: held[weight])]
+            cost |= {"is_best": 1} | {f"held.{weight:g}": bits for weight, bits in held.items()}
+        for weight in weights:
+            yield weight, averaged(weight), dict(cost)
+
+    def fine_tunes(self, row: Mapping[str, Any], tokens: int, seed: int) -> Path:
+        """A folder with a full fine-tune of each new language, on its share of the tokens, and the gate; kept."""
+        folder = self.out / "tuned" / f"{self.options.name}.{tokens}.{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "cost.json").exists():
+                each = tokens / len(self.new)
+                files = {c: self.text(c) for c in self.languages["kept"]}
+                files |= {c: self.text(c, max(each, 4000)) for c in self.new}  # what a gate reads
+                for code in self.new:
+                    if not (folder / code).exists():
+                        work = folder / f"work-{code}"
+                        shutil.rmtree(work, ignore_errors=True)
+                        self.train_dense({"dense": {"method": "full"}}, each, seed, work, [code]).rename(folder / code)
+                begun = time.time()
+                with self.without_anchors():
+                    moe.fit_base_gate(
+                        self.options.base, folder / "gate.safetensors",
+                        {code: lines_of(Path(file)) for code, file in files.items()}, self.new,
+                        settings=GateSettings(**row["gates"]), overwrite=True,
+                    )  # fmt: skip
+                cost = step_cost(folder) | {"gate_in": round(time.time() - begun, 1)}
+                write(folder / "cost.json", json.dumps(cost))
+        return folder
+
+    def held_out(self, model_folder: Path) -> float:
+        """Bits per byte of the new languages' told text that chooses a weight: the mean over languages and kinds."""
+        begin, count = self.settings["sentences"], self.settings["held_out"]
+        texts = {code: texts_of(self.options.data, code, count, begin) for code in self.new}
+        for kinds in texts.values():
+            kinds.pop("pages", None)
+        found = scores(*loaded(model_folder), texts, self.new)
+        told = [bits for name, bits in found.items() if name.startswith("told.")]  # none of the base
+        return round(statistics.mean(told or found.values()), 5)
+
+    def train_dense(
+        self, row: Mapping[str, Any], tokens: float, seed: int, folder: Path, new: Sequence[str] = ()
+    ) -> Path:
+        replay, out, new = row.get("replay", 0.0), folder / "dense", new or self.new
+        shares = dict.fromkeys(new, (1 - replay) / len(new))
         shares |= dict.fromkeys(self.languages["kept"] if replay else [], replay / len(self.languages["kept"]))
         data = {code: moe.LanguageText(code, self.text(code, tokens * share)) for code, share in shares.items()}
         rate = "lora" if row["dense"].get("method") == "lora" else "dense"
@@ -163,14 +228,13 @@ class Study:
             file = folder / f"{name}.yaml"
             file.write_text(yaml.safe_dump(whole, allow_unicode=True), "utf-8")
             say = lambda line: print(f"  {folder.name}: {line}", flush=True)  # noqa: E731
-            with without_anchors([code for part in ("kept", "unnamed", "new") for code in self.languages[part]]):
+            with self.without_anchors():
                 return moe.run_recipe(moe.Recipe.load(file), say=say)
 
         recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
         reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
         parts = len(self.new) if row.get("packs") else 1
-        has_adapters = recipe.get("expand", {}).get("expert_kind") == "adapter"
-        kind = "lora" if has_adapters else "post_pretrain"
+        kind = "lora" if recipe.get("expand", {}).get("expert_kind") == "adapter" else "post_pretrain"
         recipe["post_pretrain"] = self.stage(kind, tokens * (1 - reviewed) / parts)
         if reviewed:
             recipe["review"] = self.stage("review", tokens * reviewed) | recipe["review"]
@@ -180,6 +244,11 @@ class Study:
             return run("run", self.new, 1.0, recipe)
         packs = [str(run(f"pack-{code}", [code], 1 / parts, recipe)) for code in self.new]
         return run("joined", self.new, 1.0, {"join": {"packs": packs}})
+
+    def without_anchors(self) -> Any:
+        """Inside, the package has no anchors in languages that no gate may read any of."""
+        codes = [code for part in ("kept", "unnamed", "new") for code in self.languages[part]]
+        return patch.object(gating, "shipped_anchors", lambda leave_out: shipped_anchors([*codes, *leave_out]))
 
     def stage(self, kind: str, tokens: float) -> dict[str, Any]:
         """The settings of a stage on a number of tokens."""
@@ -209,7 +278,9 @@ class Study:
             write(file, "".join(taken))
         return str(file)
 
-    def scored(self, job: tuple[str, int, int], weight: float, model_folder: Path, cost: dict) -> dict[str, Any]:
+    def scored(
+        self, job: tuple[str, int, int], weight: float, model_folder: Path, cost: dict, homes: dict
+    ) -> dict[str, Any]:
         """A line of the CSV, and the answers of the chat."""
         device = f"CPU {torch.backends.cpu.get_cpu_capability()}"
         if torch.cuda.is_available():
@@ -219,14 +290,12 @@ class Study:
             "base": self.options.name, "row": name, "weight": weight, "tokens": tokens, "seed": seed, "device": device,
             "workers": self.options.beside, **cost,
         }  # fmt: skip
-        free()
-        model, tokenizer = moe.load_for_inference(model_folder)
-        model.float().eval()
+        model, tokenizer = loaded(model_folder)
         line["parameters"] = sum(one.numel() for one in model.parameters())
         codes = [code for group in self.languages.values() for code in group]
         texts = {code: texts_of(self.options.data, code, self.settings["sentences"]) for code in codes}
         torch.set_float32_matmul_precision("high")
-        line |= scores(model, tokenizer, texts, self.new)
+        line |= scores(model, tokenizer, texts, self.new, homes)
         torch.set_float32_matmul_precision("highest")
         answers = {code: chat(model, tokenizer, asked) for code, asked in self.settings["questions"].items()}
         line["answers"] = answers
@@ -234,7 +303,6 @@ class Study:
             (base,) = self.result(("base", 0, 0))
             line["chat.en"] = statistics.mean(map(str.__eq__, base["answers"]["en"], answers["en"]))
         line["chat.hu"] = share_in("hu", answers["hu"])
-        line["tokens_a_second"] = generation_speed(model)
         return line
 
     def write_csv(self) -> None:
@@ -270,9 +338,11 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def without_anchors(codes: Sequence[str]) -> Any:
-    """Inside, the package has no anchors in these languages, of which no gate may read any."""
-    return patch.object(gating, "shipped_anchors", lambda leave_out: shipped_anchors([*codes, *leave_out]))
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """The model of a folder, in float32, and its tokenizer."""
+    free()
+    model, tokenizer = moe.load_for_inference(folder)
+    return model.float().eval(), tokenizer
 
 
 def write(file: Path, text: str) -> None:
@@ -280,107 +350,6 @@ def write(file: Path, text: str) -> None:
     partial = file.with_name(f"{file.name}.{os.getpid()}")
     partial.write_text(text, "utf-8")
     partial.rename(file)
-
-
-def lines_of(file: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
-
-
-def texts_of(data: Path, code: str, count: int) -> dict[str, list[str]]:
-    """A language's test text by kind; documents are six sentences each."""
-    sentences = lines_of(data / "flores" / f"{code}.dev.jsonl")[:count]
-    pages = [text[:2000] for text in lines_of(data / "help" / f"{code}.test.jsonl")[: count // 6]]
-    documents = [" ".join(sentences[i : i + 6]) for i in range(0, len(sentences), 6)]
-    kinds = {"pages": pages, "documents": documents, "sentences": sentences}
-    return {kind: texts for kind, texts in kinds.items() if texts}
-
-
-def batches(texts: Sequence[str], tokenizer: Any, device: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Left-padded tokens and masks, and the bytes of the scored text; texts of like lengths together."""
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    rows = [[begin, *tokenizer(text, add_special_tokens=False).input_ids[: LONGEST - 1]] for text in texts]
-    rows.sort(key=len)
-    while rows:
-        longest = len(rows[-1])
-        count = max(1, AT_ONCE[device.type] // longest)
-        rows, part = rows[:-count], rows[-count:]
-        ids = torch.tensor([[begin] * (longest - len(row)) + row for row in part])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in part])
-        yield ids.to(device), mask.to(device), sum(len(tokenizer.decode(row[1:]).encode()) for row in part)
-
-
-@torch.no_grad()
-def scores(model: Any, tokenizer: Any, texts: Mapping[str, Any], new: Sequence[str]) -> dict[str, float]:
-    """Bits per byte by way, kind of text and language, and the share of texts that go to new experts."""
-    rule = getattr(model.config, "language_gate", None)
-    found: dict[str, float] = {}
-    control = getattr(model, "routing_control", None)
-    for code, kinds in texts.items():
-        ways = ["read", *(["told"] if control and code in new else [])]
-        for kind, some in kinds.items():
-            taken = [0, 0]
-            for way in ways:
-                nats, size = 0.0, 0
-                for ids, mask, width in batches(some, tokenizer, model.device):
-                    size += width
-                    positions = (mask.cumsum(1) - 1).clamp(min=0)
-                    wanted = (mask[:, 1:] > 0) & (positions[:, 1:] > 0)
-                    targets = torch.where(wanted, ids[:, 1:], -100)
-                    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-                    with model.use_languages(code) if way == "told" else nullcontext():
-                        nats += batch_nats(model, targets, **inputs).sum().item()
-                    if rule and way == "read":
-                        taken[0] += int((model.judge(ids, mask) > 0).sum())
-                        taken[1] += len(ids)
-                found[f"{way}.{kind}.{code}"] = round(nats / math.log(2) / size, 5)
-            if rule:  # a text is judged by its end before it is read
-                found[f"end.{kind}.{code}"] = found[f"read.{kind}.{code}"]
-                found[f"new.{kind}.{code}"] = round(taken[0] / max(taken[1], 1), 5)
-    return found
-
-
-def in_template(tokenizer: Any, asked: Sequence[str]) -> list[str]:
-    """Questions as prompts of the chat template, where there is one."""
-    if not tokenizer.chat_template:
-        return list(asked)
-    messages = [[{"role": "user", "content": question}] for question in asked]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-@torch.no_grad()
-def chat(model: Any, tokenizer: Any, asked: Sequence[str], tokens: int = 24) -> list[str]:
-    """Greedy answers to questions; without a chat template, how the model goes on."""
-    asked = in_template(tokenizer, asked)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"
-    batch = tokenizer(asked, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def share_in(code: str, answers: Sequence[str]) -> float | None:
-    """The share of answers in a language; None without py3langid."""
-    try:
-        import py3langid
-    except ImportError:
-        print("py3langid is not installed: the language of the answers is not judged", flush=True)
-        return None
-    return statistics.mean(py3langid.classify(one)[0] == code for one in answers)
-
-
-@torch.no_grad()
-def generation_speed(model: Any, batch: int = 8, tokens: int = 48) -> float:
-    """Generated tokens a second, greedy, of prompts of 32 tokens; the second of two runs."""
-    ids = torch.randint(100, 250, (batch, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
-    for _ in range(2):
-        begun = time.perf_counter()
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-            pad_token_id=0,
-        ).tolist()  # fmt: skip
-    return round(batch * tokens / (time.perf_counter() - begun), 1)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,8 +15,9 @@ from tables import markdown_table
 GENERAL = ("documents", "sentences")
 KINDS = (*GENERAL, "pages")
 WAYS = {"read": "token by token", "end": "by the end", "told": "told"}
+HELD = r"^held\.(?!0$)"
+TUNED = "tuned"
 WHOLE = "full fine-tuning"  # the measure of what a gate lets through
-COSTS = {"M parameters": "{:.1f}", "GB": "{:.1f}", "s a step": "{:.2f}", "side by side": "{:.0f}"}
 Languages = Mapping[str, Sequence[str]]
 Groups = Mapping[int, tuple[pandas.DataFrame, Languages]]  # by tokens: lines and languages
 
@@ -36,7 +37,11 @@ def report(options: argparse.Namespace) -> None:
         for tokens, some in lines.groupby("tokens", sort=False):
             panels[f"{base}, {tokens:,} tokens"] = some
             groups[tokens] = some, languages
-            parts += [f"**{base}, {tokens:,} tokens**", quality(some, list(found)), costs(some)]
+            parts += [f"**{base}, {tokens:,} tokens**", quality(some, list(found))]
+            if (some["name"] == TUNED).any():
+                parts += ["**Joined fine-tunes**", joined(some, languages["new"])]
+            if some.filter(regex=HELD).notna().any(axis=None):
+                parts += ["**Weights on held-out text, told**", swept(some)]
         gated = lines[lines.filter(regex=r"^new\.").notna().any(axis=1)]
         if len(gated):
             parts += ["**To new experts, %**", astray(gated, languages)]
@@ -72,10 +77,14 @@ def changes(file: Path) -> pandas.DataFrame:
         lines = lines[lines["row"] != "base"].copy()
         for name in lines.filter(regex=r"^(read|end|told)\."):
             lines[name] = 100 * (lines[name] / own.iloc[0][f"read.{name.partition('.')[2]}"] - 1)
+        for name in lines.filter(regex=HELD):
+            lines[name] = 100 * (lines[name] / own.iloc[0]["held.0"] - 1)
         found.append(lines)
     frame = pandas.concat(found).copy()  # in one piece
-    names = zip(frame["row"], frame["weight"], strict=True)
-    return frame.assign(name=[row if weight == 1 else f"{row}, {weight:g}" for row, weight in names])
+    best = frame["is_best"] == 1 if "is_best" in frame else [False] * len(frame)
+    names = zip(frame["row"], frame["weight"], best, strict=True)
+    weights = [", best" if chosen else "" if weight == 1 else f", {weight:g}" for _, weight, chosen in names]
+    return frame.assign(name=frame["row"] + weights)
 
 
 def measures(lines: pandas.DataFrame, languages: Languages) -> pandas.DataFrame:
@@ -108,19 +117,28 @@ def quality(lines: pandas.DataFrame, names: Sequence[str]) -> str:
     return markdown_table(["row", "seed", *names], rows)
 
 
-def costs(lines: pandas.DataFrame) -> str:
-    """Size, memory and time; tokens a second of rows that ran alone."""
-    columns = {"parameters": "M parameters", "peak_gigabytes": "GB", "seconds_a_step": "s a step"}
-    lines = lines[lines["weight"] == 1].rename(columns=columns | {"workers": "side by side"})
-    lines["M parameters"] /= 1e6
-    forms = dict(COSTS)
-    if (lines["side by side"] == 1).all():
-        forms["tokens_a_second"] = "{:,.0f}"
+def joined(lines: pandas.DataFrame, new: Sequence[str]) -> str:
+    """What joined fine-tunes gain where they are told, and in brackets the share of it, in %, of what they gain whole;
+    and the surgery's seconds."""
+    rows = []
+    for name, some in lines[lines["made_in"].notna()].groupby("name", sort=False):
+        whole = lines[(lines["name"] == TUNED) & lines["seed"].isin(some["seed"])]
+        gains = [(gain(some, "told", kind, new), gain(whole, "told", kind, new)) for kind in KINDS]
+        cells = [f"{cell(ours)} ({cell(100 * ours / theirs, '{:.0f}')})" for ours, theirs in gains]
+        facts = [cell(some["parameters"].mean() / 1e6, "{:.1f}"), cell(some["made_in"].mean(), "{:.1f}")]
+        rows.append([name, seeds_of(some), *cells, cell(some["others by the end, worst"].max()), *facts])
+    return markdown_table(["row", "seed", *KINDS, "others, worst", "M parameters", "made in s"], rows)
+
+
+def swept(lines: pandas.DataFrame) -> str:
+    """The change on held-out text at each weight, a row's mean over its seeds, and the best weight of each seed."""
+    lines = lines[lines["name"].str.endswith(", best")]
+    weights = list(lines.filter(regex=HELD))
     rows = [
-        [*names, *(cell(some[one].mean(), form) for one, form in forms.items())]
-        for names, some in lines.groupby(["row", "device"], sort=False)
+        [row, seeds_of(some), *map(cell, some[weights].mean()), ", ".join(map("{:g}".format, some["weight"]))]
+        for row, some in lines.groupby("row", sort=False)
     ]
-    return markdown_table(["row", "device", *forms], rows)
+    return markdown_table(["row", "seed", *(name.removeprefix("held.") for name in weights), "best"], rows)
 
 
 def astray(gated: pandas.DataFrame, languages: Languages) -> str:
@@ -145,7 +163,10 @@ def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[
         cells = []
         for kind in KINDS:
             of = gain(whole, "read", kind, new)
-            cells += [cell(100 * gain(some, way, kind, new) / of, "{:.0f}") if of < 0 else "" for way in WAYS]
+            gains = [gain(some, way, kind, new) for way in WAYS]
+            if gains[0] == gains[1]:
+                gains[0] = math.nan  # judged first alone
+            cells += [cell(100 * one / of, "{:.0f}") if of < 0 else "" for one in gains]
         rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
     return markdown_table(["tokens", "row", "seed", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
 
@@ -282,14 +303,14 @@ def draw(panels: Mapping[str, pandas.DataFrame], file: Path) -> None:
     shown: dict[str, Any] = {}
     for (title, lines), ax in zip(panels.items(), axes[0], strict=True):
         means = lines.assign(gain=-lines[[f"new: {kind}" for kind in GENERAL]].mean(axis=1))
-        means = means.groupby(["row", "weight"], sort=False)[["gain", "all others"]].mean()
+        means = means.groupby(["row", "name"], sort=False)[["gain", "all others"]].mean()
         for row, some in means.groupby("row", sort=False):
             colour = colours.setdefault(row, pyplot.get_cmap("tab20")(2 * len(colours) % 20 + len(colours) // 10))
             ax.plot(some["gain"], some["all others"], "-", color=colour, linewidth=1)
-            for (_, weight), (gain, lost) in some.iterrows():
-                face = colour if weight == 1 else "white"
+            for (_, name), (gain, lost) in some.iterrows():
+                face = colour if name == row else "white"
                 (dot,) = ax.plot(gain, lost, "o", color=colour, markerfacecolor=face)
-                if weight == 1:
+                if name == row:
                     shown.setdefault(row, dot)
         ax.set(title=title, xlabel="new languages, general text: gained, %", ylabel="all others: lost, %")
     place = {"bbox_to_anchor": (1.02, 1), "loc": "upper left", "title": "hollow: averaged with the base"}

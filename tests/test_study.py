@@ -27,11 +27,10 @@ def study(monkeypatch):
 
 @pytest.fixture
 def small_study(study, tmp_path, help_text, quick_gates, monkeypatch):
-    """`small_study("run", ...)` runs a command of the study on a tiny base, with two rows and little text."""
+    """`small_study("run", ...)` runs a command of the study on a tiny base, with three rows and little text."""
     few = gating.shipped_anchors  # of `quick_gates`
     monkeypatch.setattr(study, "shipped_anchors", lambda codes: few(leave_out=codes))
-    for name, fewer in (("chat", {"tokens": 3}), ("generation_speed", {"batch": 2, "tokens": 3})):
-        monkeypatch.setattr(study, name, functools.partial(getattr(study, name), **fewer))
+    monkeypatch.setattr(study, "chat", functools.partial(study.chat, tokens=3))
     save_dense(tmp_path / "base", max_position_embeddings=512)
     for folder, split in (("help", "train"), ("help", "test"), ("flores", "dev")):
         (tmp_path / "data" / folder).mkdir(parents=True, exist_ok=True)
@@ -39,14 +38,17 @@ def small_study(study, tmp_path, help_text, quick_gates, monkeypatch):
             texts = [text[:80] for text in help_text(code, "train" if split == "train" else "test", 12)]
             write_texts(tmp_path / "data" / folder / f"{code}.{split}.jsonl", texts)
     settings = yaml.safe_load((BENCHMARKS / "study.yaml").read_text("utf-8"))
-    rates = {"dense": 0.1, "post_pretrain": 0.1}
+    rates = {"dense": 0.01, "post_pretrain": 0.1}
     settings |= {
-        "rows": {name: settings["rows"][name] for name in ("base", "exclusive", "25 % replay")}, "sentences": 6,
+        "rows": {name: settings["rows"][name] for name in ("base", "exclusive", "25 % replay", "tuned")},
+        "sentences": 6, "held_out": 6, "weights": [0.6],
         "languages": {"kept": ["en"], "anchored": ["zh"], "unnamed": ["es"], "new": ["hu"]},
         "questions": {"en": ["Why?"], "hu": ["Miért?"]}, "claims": [["hu", "exclusive", None, "new: documents", 0]],
         "bases": {"tiny": {"tokens": {256: [0]}, "block": 32, "batch": 2, "bf16": False, "rates": rates}},
     }  # fmt: skip
-    settings["rows"]["exclusive"]["gates"] = {"unseen_share": 0.99}
+    for name in ("exclusive", "tuned"):
+        settings["rows"][name]["gates"] = {"unseen_share": 0.99}
+    settings["rows"]["tuned"]["tuned"] = {"rank": 4}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
 
     def run(command, *words):
@@ -76,7 +78,9 @@ def test_a_study_goes_on_where_it_was_stopped(small_study, study, tmp_path, caps
     assert len(kept) == 2  # the base and the first row
     capsys.readouterr()
     small_study("left")
-    assert capsys.readouterr().out == "1 rows are left\n  25 % replay, 256 tokens, seed 0\n"
+    assert capsys.readouterr().out == "2 rows are left\n" + "".join(
+        f"  {row}, 256 tokens, seed 0\n" for row in ("25 % replay", "tuned")
+    )
     small_study("run")
     assert capsys.readouterr().out.endswith("0 rows are left\n")
     assert (
@@ -86,9 +90,14 @@ def test_a_study_goes_on_where_it_was_stopped(small_study, study, tmp_path, caps
     assert list((tmp_path / "out" / "models").iterdir()) == []
 
     frame = pandas.read_csv(tmp_path / "out" / "study.csv").set_index(["row", "weight"])
-    assert list(frame.index) == [*((row, w) for row in ("exclusive", "25 % replay") for w in (1, 0.6)), ("base", 1)]
-    base, expert, dense = (frame.loc[key] for key in (("base", 1), ("exclusive", 1), ("25 % replay", 1)))
-    assert expert["parameters"] > dense["parameters"] == base["parameters"]
+    rows = ("exclusive", "25 % replay", "tuned")
+    assert list(frame.index) == [*((row, weight) for row in rows for weight in (1, 0.6)), ("base", 1)]
+    base, expert, dense, tuned = (frame.loc[key] for key in (("base", 1), *((row, 1) for row in rows)))
+    assert min(expert["parameters"], tuned["parameters"]) > dense["parameters"] == base["parameters"]
+    chosen = frame[frame["is_best"] == 1]  # by text that no line scores
+    assert list(chosen.index) == [("exclusive", 0.6), ("tuned", 0.6)]
+    assert not set(chosen["held.0.6"]) & {base["held.0"], *frame.filter(regex=r"\.hu$").stack()}
+    assert tuned["told.documents.hu"] != pytest.approx(base["read.documents.hu"], abs=1e-4)
     # A whole text judged as home is the base's; the told language is not.
     assert expert["told.documents.hu"] != pytest.approx(base["read.documents.hu"], abs=1e-4)
     homes = [code for code in ("en", "es", "zh") if expert[f"new.documents.{code}"] == 0]
@@ -99,7 +108,8 @@ def test_a_study_goes_on_where_it_was_stopped(small_study, study, tmp_path, caps
     small_study("report", "--csv", str(tmp_path / "out" / "study.csv"), "--figure", str(tmp_path / "study.svg"))
     said = capsys.readouterr().out
     assert "**tiny, 256 tokens**" in said
-    assert "**To new experts, %**" in said
+    titles = ("To new experts, %", "Joined fine-tunes", "Weights on held-out text, told")
+    assert all(f"**{title}**" in said for title in titles)
     assert "<svg" in (tmp_path / "study.svg").read_text("utf-8")
 
 
