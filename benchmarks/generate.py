@@ -23,7 +23,9 @@ from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import parser, ratio, report, time_in_turn
 from torch import nn
 
-from hf_moe_expand import LayerMoEConfig, expand_model, expand_tuned
+from hf_moe_expand import Plan, expand_model, expand_tuned
+from hf_moe_expand.checkpoint.gate import Gate
+from hf_moe_expand.modeling.language_gate import GateRule
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
 EAGER = "expanded, eager"
@@ -66,11 +68,10 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
 
 def _gated(base: Any, layer: int, to_new: bool) -> Any:
     """The base with a gate that sends every token home or to the new experts, which are exclusive copies."""
-    config = LayerMoEConfig.from_dense(
-        base.config, num_experts_per_layer=[1] * layer + [2] * (base.config.num_hidden_layers - layer),
-        exclusive_experts=True, language_gate={"layer": layer, "languages": [["en"], ["el"]]},
-    )  # fmt: skip
-    model = copy.deepcopy(expand_model(base, config))
+    counts = [1] * layer + [2] * (base.config.num_hidden_layers - layer)
+    plan = Plan("exclusive", counts, old=["en"], new=["el"], exclusive=True)
+    gate = Gate(GateRule(layer, [["en"], ["el"]]), torch.zeros(2, base.config.hidden_size), torch.zeros(2))
+    model = copy.deepcopy(expand_model(base, plan, gate=gate))
     with torch.no_grad():
         model.language_gate.bias.copy_(torch.tensor([float(not to_new), float(to_new)]))
     return model

@@ -9,9 +9,9 @@ from .checkpoint.average import average_checkpoints as average_checkpoints
 from .checkpoint.average import average_experts as average_experts
 from .checkpoint.expand import expand_checkpoint as expand_checkpoint
 from .checkpoint.expand import expand_model as expand_model
-from .checkpoint.expand import grow_checkpoint as grow_checkpoint
 from .checkpoint.expansion_only import save_expansion as save_expansion
 from .checkpoint.graft import graft_delta as graft_delta
+from .checkpoint.grow import grow_checkpoint as grow_checkpoint
 from .checkpoint.join import join_expansions as join_expansions
 from .checkpoint.peft import export_peft as export_peft
 from .checkpoint.tuned import expand_tuned as expand_tuned

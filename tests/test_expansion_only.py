@@ -15,7 +15,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hf_moe_expand import (
     DMoEConfig,
     DMoEForCausalLM,
-    LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
     average_checkpoints,
@@ -210,27 +209,6 @@ def test_the_dense_model_stays_as_it_was():
     assert torch.equal(dense(ids).logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("config_class", "fields", "method"),
-    [
-        (LayerMoEConfig, {"num_experts_per_layer": [3, 1, 2], "classifier_layers": [2]}, "layer-moe"),
-        (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], "conditional_routing": True}, "moe-lpr"),
-        (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], **LORA}, "moe-lpr"),
-        (DMoEConfig, {"num_experts_per_layer": [1, 2, 2], "language_groups": [["el"], ["hu"]]}, "dmoe"),
-    ],
-)
-def test_a_configuration_does_instead_of_a_plan(config_class, fields, method):
-    dense = tiny_dense("qwen2")
-    config = config_class.from_dense(dense.config, router_top_k=1, **fields)
-    model = expand_model(dense, config)
-    assert type(model.config) is type(config)
-    for name, value in {**fields, "router_top_k": 1}.items():
-        assert getattr(model.config, name) == value
-    (entry,) = model.config.expansions
-    assert (entry["method"], entry["base_model"]) == (method, "Qwen2ForCausalLM")
-    assert config.expansions is None
-
-
 def test_the_base_is_named_without_a_local_path(tmp_path, monkeypatch):
     save_dense(tmp_path / "my-base")
     monkeypatch.chdir(tmp_path)
@@ -287,13 +265,6 @@ def test_models_that_cannot_be_expanded_are_refused(tmp_path):
     refused(dense, "lora_rank is 90", expert_kind="lora", lora_rank=90)
     groups = Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu"]])
     refused(dense, "which in a DMoE belongs to a group", groups, conditional_routing=True)
-    other = LayerMoEConfig.from_dense(tiny_config("qwen2", rms_norm_eps=0.5), num_experts_per_layer=[2, 2, 2])
-    refused(dense, "for another model: its rms_norm_eps is 0.5", other)
-    fits = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=[2, 2, 2])
-    for options in ({"conditional_routing": True}, {"lora_rank": 3}, {"lora_alpha": 99.0}, {"expert_width": 9}):
-        refused(dense, "fields of the configuration: set them in `from_dense`", fits, **options)
-    fits.expansions = [{"method": "uniform", "old_languages": ["en"], "new_languages": ["el"]}]
-    refused(dense, "has expansions already", fits)
 
 
 @pytest.mark.parametrize("model_class", [LayerMoEForCausalLM, DMoEForCausalLM])

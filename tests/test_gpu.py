@@ -11,8 +11,10 @@ from layers import assert_is_the_definition, build, drawn
 from test_adapters import KIND, PLAN, merged
 from test_dispatch import WAYS
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, expand_model
+from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_model
+from hf_moe_expand.checkpoint.gate import Gate
 from hf_moe_expand.modeling.dispatch import FEW_ROWS
+from hf_moe_expand.modeling.language_gate import GateRule
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest value
 # No mask, so that transformers' own code, which reads values of one on the host, does not run.
@@ -26,14 +28,11 @@ def models(device, dtype, experts, judge=None, differ=True, exclusive=False, **c
     """A dense model and its expansion, with classifiers or a gate; `differ`: its experts are no copies."""
     dense = tiny_dense("qwen2", dtype=dtype, **changes)
     layers = dense.config.num_hidden_layers
-    config = LayerMoEConfig.from_dense(
-        dense.config, num_experts_per_layer=[experts] * layers, exclusive_experts=exclusive,
-        classifier_layers=list(range(layers)) if judge == "classifier" else [],
-        language_gate={"layer": 0, "languages": [["en"], ["el"]]} if judge == "gate" else None,
-    )  # fmt: skip
-    model = expand_model(tiny_dense("qwen2", dtype=dtype, **changes), config).eval()
-    known = {"method": "x", "old_languages": ["en"], "new_languages": ["el"]}
-    model.config.expansions = [known]
+    classifiers = list(range(layers)) if judge == "classifier" else []
+    plan = Plan("own", [experts] * layers, classifiers, old=["en"], new=["el"], exclusive=exclusive)
+    weight, bias = torch.zeros(2, dense.config.hidden_size), torch.zeros(2)
+    gate = Gate(GateRule(0, [["en"], ["el"]]), weight, bias) if judge == "gate" else None
+    model = expand_model(tiny_dense("qwen2", dtype=dtype, **changes), plan, gate=gate).eval()
     if differ:
         draw = torch.Generator().manual_seed(2)
         with torch.no_grad():

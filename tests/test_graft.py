@@ -18,8 +18,8 @@ from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.expand import grow_checkpoint
 from hf_moe_expand.checkpoint.graft import merge_delta
+from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.errors import InputError
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.analysis.routers import nearest_experts
 from hf_moe_expand.analysis.settings import AnalysisSettings
-from hf_moe_expand.checkpoint.expand import add_experts, versions
+from hf_moe_expand.checkpoint.expand import versions
+from hf_moe_expand.checkpoint.grow import add_experts
 from hf_moe_expand.checkpoint.new_experts import new_weight
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.records import ExpansionRecord

@@ -18,7 +18,8 @@ import hf_moe_expand
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.arguments import check_file
-from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
+from hf_moe_expand.checkpoint.expand import check_plan_of_gate
+from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.core.errors import InputError

@@ -17,7 +17,7 @@ from .graft import dense_names
 from .kinds import kind_of, kinds_of
 from .operation_settings import AverageSettings
 from .records import History, StageRecord
-from .stored import BASE_FIELDS, Place, Source, check_alike, own_tensors
+from .stored import BASE_FIELDS, Place, Source, check_alike
 from .table import Copy, Mix, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE
 
@@ -150,16 +150,13 @@ def average_experts(
     if not 0 <= weight <= 1:
         raise InputError(f"weight is {weight}: must be from 0 to 1.")
     (stored,) = opened([model], out, overwrite)
-    origins, own = _origins(stored), own_tensors(stored.network)
+    origins = _origins(stored)
 
     def rule(place: Place) -> Copy | Mix:
         origin = origins.get((place.layer, place.expert))
-        if origin is not None and place.key in own and own[place.key].factor is None:
-            if origin:
-                return Mix([Copy(place.of_expert(origin)), Copy(place.key)], partial(torch.lerp, weight=weight))
-            return Mix([Copy(own[place.key].dense), Copy(place.key)], partial(torch.lerp, weight=weight))
         if origin is not None and place.dense is not None:
-            return Mix([Copy(place.of_expert(origin)), Copy(place.key)], partial(torch.lerp, weight=weight))
+            begun = place.of_expert(origin) if origin else stored.base.get(place.dense, place.dense)
+            return Mix([Copy(begun), Copy(place.key)], partial(torch.lerp, weight=weight))
         if origin is not None and place.inner.endswith(_UPDATES):
             return Mix([Copy(place.key)], lambda update: weight * update)
         return Copy(place.key)

@@ -21,15 +21,12 @@ from ..core.errors import InputError
 from ..core.jsonfile import read_json
 from ..modeling import layer_names
 from ..modeling.configuration_dmoe import DMoEConfig
-from ..modeling.part_lora import LoraLinear
 from ..modeling.parts import PARTS
 from ..modeling.routing_control import classes_of
-from ..modeling.updates import LoraUpdate
 from .compare import moved_tensors
-from .kinds import has_ffn
 from .records import StageRecord
 from .source import GENERATION, TEMPLATE, load_expanded_config, resolve_checkpoint
-from .stored import Place, StoredModel, block_names, network_of, own_tensors
+from .stored import Place, StoredModel, network_of
 from .table import Copy, New, Rule, rewrite, widened
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
@@ -149,20 +146,16 @@ def _dense(source: StoredModel, experts: Sequence[int], number: int) -> Rule:
         raise InputError(
             f"{source.folder}: {REFUSED['added', 'export-language']}: only expert 0, the base, is written (--expert 0)."
         )
-    updates, keys = lora_updates(source, experts, number), {}
-    for key, place in source.places.items():
-        expert = experts[place.layer] if place.layer >= 0 else 0
-        if place.dense and place.expert in (None, expert if has_ffn(source.config, place.layer, expert) else 0):
-            keys[place.dense] = key
-    own = {key: one for key, one in own_tensors(source.network).items() if one.number == number}
-    keys |= {one.dense: key for key, one in own.items() if one.factor is None}
-    biases = {one.dense: (key, one.update.scaling) for key, one in own.items() if one.update and "bias" in key}
+    own = own_places(source, experts, number)
+    keys = source.base | {place.dense: place.key for place in own if place.dense}
+    updates = updates_of(source, own)
+    biases = {place.updates: place for place in own if place.factor == "lora_B.bias"}
 
     def rule(place: Place) -> Copy | New:
-        key = keys[place.key]
+        key = keys.get(place.key, place.key)
         if place.key in biases:
-            return New(lambda: _sum(source, key, *biases[place.key]), source[key].dtype)
-        update = updates.get(key)
+            return New(lambda: _sum(source, key, biases[place.key]), source[key].dtype)
+        update = updates.get(place.key)
         return Copy(key) if update is None else New(partial(_merged, source, key, update), source[key].dtype)
 
     return rule
@@ -188,25 +181,29 @@ class StoredUpdate:
     rank: int
 
 
-def lora_updates(source: StoredModel, experts: Sequence[int], number: int) -> dict[str, StoredUpdate]:
-    """The updates of one expert of each layer, or of a class's own maps, by the names of the weights they change."""
-    found: dict[str, tuple[str, LoraUpdate]] = {}
-    for layer, block in block_names(source.network).items():
-        place = f"{block}.experts.{experts[layer]}"
-        for inner, module in source.network.get_submodule(place).named_modules(prefix=place):
-            if isinstance(module, LoraLinear):
-                found[f"{block}.experts.0.{module.name}.weight"] = inner, module
-    for key, own in own_tensors(source.network).items():
-        if own.update is not None and own.number == number and key in source and key.endswith(".lora_A.weight"):
-            found[own.dense] = key.removesuffix(".lora_A.weight"), own.update
+def own_places(source: StoredModel, experts: Sequence[int], number: int) -> list[Place]:
+    """The places of what the experts of each layer, or a class, have of their own."""
+    return [
+        place
+        for place in source.places.values()
+        if place.expert and (experts[place.layer] if place.number is None else number) == (place.number or place.expert)
+    ]
+
+
+def updates_of(source: StoredModel, own: Sequence[Place]) -> dict[str, StoredUpdate]:
+    """The low-rank updates among these places, by the names in the dense model of the weights that they change."""
     return {
-        weight: StoredUpdate(f"{name}.lora_B.weight", f"{name}.lora_A.weight", one.scaling, len(one.lora_A.weight))
-        for weight, (name, one) in found.items()
+        place.updates or "": StoredUpdate(
+            place.key.replace(".lora_A.", ".lora_B."), place.key, place.update.scaling, place.shape[0]
+        )
+        for place in own
+        if place.update is not None and place.factor == "lora_A.weight" and place.key in source
     }
 
 
-def _sum(source: StoredModel, key: str, added: str, scaling: float) -> torch.Tensor:
-    return widened(source[key].load()) + scaling * widened(source[added].load())
+def _sum(source: StoredModel, key: str, bias: Place) -> torch.Tensor:
+    assert bias.update is not None
+    return widened(source[key].load()) + bias.update.scaling * widened(source[bias.key].load())
 
 
 def _merged(source: StoredModel, key: str, update: StoredUpdate) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..modeling import ExpandedConfig, decoder_ffns
 from .reader import StoredTensor, is_finite
 from .records import History, StageRecord
 from .source import TOKENIZER_FILES, differences
-from .stored import Place, Source, StoredModel, check_alike, layer_list, own_tensors
+from .stored import Place, Source, StoredModel, check_alike, layer_list
 from .table import Copy, Mix, Rule, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
@@ -219,8 +219,6 @@ def dense_names(target: Source) -> dict[str, str | None]:
     expert; None for routers, classifiers and gates, and for inserted blocks."""
     layers, new = f"{layer_list(target.network)}.", getattr(target.config, "new_layers", None) or []
     homes = {key: target.places[key].dense for key in target.tensors}
-    whole = {key: own.dense for key, own in own_tensors(target.network).items() if own.factor is None}
-    homes |= {key: dense for key, dense in whole.items() if key in homes}
     for key, home in homes.items():
         if home is not None and home.startswith(layers):
             number, inner = home.removeprefix(layers).split(".", 1)

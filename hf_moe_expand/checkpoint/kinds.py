@@ -3,7 +3,6 @@
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
-from ..modeling.expanded_ffn import copy_ffn
 from ..modeling.part_languages import maps_of
 
 
@@ -126,11 +125,6 @@ def kind_of(config: Any, first: int = 0, end: int | None = None) -> ExpertKind:
 def kinds_of(config: Any) -> list[ExpertKind]:
     """The kind of the experts of each expansion."""
     return [kind_of(config, number, number + 1) for number in range(len(config.counts_of_expansions))]
-
-
-def has_ffn(config: Any, layer: int, expert: int) -> bool:
-    """Whether an expert is an FFN of the backbone's own."""
-    return expert == 0 or ("languages" not in config.parts and config.make_expert(layer, expert) is copy_ffn)
 
 
 def set_part(config: Any, name: str, settings: Any) -> None:

@@ -21,7 +21,7 @@ from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.schema import checked, shown_value
 from .compare import moved_tensors
-from .export import StoredUpdate, class_of, dense_config, experts_of, lora_updates
+from .export import StoredUpdate, class_of, dense_config, experts_of, own_places, updates_of
 from .kinds import kind_of
 from .new_experts import lora_maps
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
@@ -33,7 +33,7 @@ from .source import (
     resolve_adapter,
     resolve_checkpoint,
 )
-from .stored import StoredModel, network_of, own_tensors, stored_tensors
+from .stored import StoredModel, network_of, stored_tensors
 from .table import given_tensor
 from .writer import OutputTensor, check_apart, check_output, new_folder, write_tensors
 
@@ -302,12 +302,11 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
             continue
         code = record.new_languages[0]
         kept = next((stage.settings for stage in record.stages if ADAPTER in (stage.settings or {})), None) or {}
-        updates = lora_updates(source, experts_of(source, code), class_of(source, code))
-        own = {key: one for key, one in own_tensors(source.network).items() if one.number == number}
-        whole = {one.dense: key for key, one in own.items() if one.factor is None}
+        own = own_places(source, experts_of(source, code), class_of(source, code))
+        updates, whole = updates_of(source, own), {place.dense: place.key for place in own if place.dense}
         if not updates or any(len(source.shapes[key]) > 1 for key in whole.values()):
             raise InputError(f"{source.folder}: {code}: {_WHOLE}: `export --language` writes its dense model.")
-        biases = {one.dense.rpartition(".")[0]: key for key, one in own.items() if one.factor == "lora_B.bias"}
+        biases = {(one.updates or "").rpartition(".")[0]: one.key for one in own if one.factor == "lora_B.bias"}
         maps = [network.get_submodule(key.removesuffix(".weight")) for key in updates]
         if biases and any(isinstance(module, nn.Embedding) for module in maps):
             raise InputError(

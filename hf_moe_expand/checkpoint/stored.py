@@ -18,11 +18,10 @@ from transformers.integrations import deepspeed
 
 from ..core.errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
-from ..modeling.expanded_ffn import ExpandedLayer
-from ..modeling.part_languages import Choosing, OuterModules
+from ..modeling.expanded_ffn import ExpandedLayer, copy_ffn
+from ..modeling.part_languages import Choosing
 from ..modeling.part_mixture import mixture_rules
 from ..modeling.updates import LoraUpdate
-from .kinds import has_ffn
 from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor
 from .source import load_base_config, load_config, name_and_commit, resolve_checkpoint
 from .writer import DTYPE_NAMES, OutputTensor
@@ -87,11 +86,11 @@ class Source:
                 return self._stored[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
 
-    def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
+    def copies(self, key: str, name: str | None, whole: bool) -> list[OutputTensor]:
         """A byte-for-byte copy of a tensor, under its name in the files or under `name`; of a tensor whose parts are
-        stored, a mixture's, copies of its parts under the names of the same layout."""
+        stored, a mixture's, copies of its parts under the names of the same layout, unless it is to be `whole`."""
         parts = self._parts(key)
-        if not parts:
+        if whole or not parts:
             return [OutputTensor.copy_of(self[key], name)]
         name = name or key
         same = 0  # characters at the end of both names, which are the tensor's name in the block
@@ -324,11 +323,15 @@ class Place:
 
     Attributes:
         key: its name in the model.
-        dense: its name in the dense model; None for routers, classifiers, gates, updates and added experts.
+        dense: its name in the dense model, or that of the tensor in whose place an expert or a language has it; None
+            for routers, classifiers, gates, updates and added experts.
         shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers, where a language's number is its `expert`.
         expert: number of its expert; None outside the experts.
         inner: its name inside the layer's block: the FFN, or the adapters; of a gate, inside the layer.
+        number: the class of the language whose own module has it; None elsewhere.
+        update: the low-rank update of which it is a factor.
+        updates: the name in the dense model of the tensor which that changes.
     """
 
     key: str
@@ -337,11 +340,19 @@ class Place:
     layer: int = -1
     expert: int | None = None
     inner: str = ""
+    number: int | None = None
+    update: LoraUpdate | None = None
+    updates: str | None = None
 
     @property
     def is_routing(self) -> bool:
         """Whether it is of a router, classifier or gate."""
         return self.layer >= 0 and self.expert is None
+
+    @property
+    def factor(self) -> str | None:
+        """`lora_A.weight`, `lora_B.weight` or `lora_B.bias` of an update; None of any other tensor."""
+        return None if self.update is None else ".".join(self.key.rsplit(".", 2)[1:])
 
     def beside(self, inner: str) -> str:
         """The name in the model of another tensor of the same block."""
@@ -352,46 +363,53 @@ class Place:
         return self.beside(f"experts.{expert}.{self.inner.split('.', 2)[2]}")
 
 
-def block_names(network: Any) -> dict[int, str]:
-    """The name in an expanded model of each expanded layer's block: its FFN, or its adapters."""
-    return {block.layer_index: name for name, block in network.named_modules() if isinstance(block, ExpandedLayer)}
+def _home_in_base(block: Any, expert: int, inner: str, name: str) -> dict[str, Any]:
+    """What an expert's tensor is in the dense model, as fields of its `Place`.
+
+    Args:
+        name: the name in the dense model of the layer's FFN; for languages' own modules, the prefix of their names.
+    """
+    rest = inner.split(".", 2)[2]
+    update = block.get_submodule(inner.rsplit(".", 2)[0])
+    update = update if isinstance(update, LoraUpdate) else None
+    if not isinstance(block, Choosing):
+        if update is not None:
+            return {"update": update, "updates": f"{name}.{update.name}.weight"}
+        is_ffn = expert == 0 or block.model_config.make_expert(block.layer_index, expert) is copy_ffn
+        return {"dense": f"{name}.{rest}"} if is_ffn else {}
+    child, _, tensor = rest.partition(".")
+    owned = next(owned for owned, own in block.own[expert].items() if own == child)
+    number = next(number for number in range(1, block.classes) if (block.expert_of(number) or 0) == expert)
+    if update is not None:
+        kind = "bias" if tensor.endswith("bias") else "weight"
+        return {"number": number, "update": update, "updates": f"{name}{owned}.{kind}"}
+    return {"number": number, "dense": f"{name}{owned}.{tensor}"}
 
 
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
-    by_key = {key: Place(key, key, tuple(value.shape)) for key, value in network.state_dict().items()}
-    blocks = block_names(network)
-    ffns = decoder_ffns(network) if blocks else []
-    for layer, name in blocks.items():
-        for inner in network.get_submodule(name).state_dict():
-            key, dense, expert = f"{name}.{inner}", None, None
+    found = {key: Place(key, key, tuple(value.shape)) for key, value in network.state_dict().items()}
+    ffns = decoder_ffns(network) if isinstance(network.config, ExpandedConfig) else []
+    for name, block in network.named_modules():
+        if not isinstance(block, ExpandedLayer | Choosing):
+            continue
+        layer = getattr(block, "layer_index", -1)
+        for inner in block.state_dict():
+            key, expert, home = f"{name}.{inner}", None, {}
             if inner.startswith("experts."):
-                expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
-                dense = f"{ffns[layer].name}.{rest}" if has_ffn(network.config, layer, expert) else None
-            by_key[key] = Place(key, dense, by_key[key].shape, layer, expert, inner)
-    for name, outer in network.named_modules():
-        if isinstance(outer, OuterModules):
-            for inner in outer.state_dict():
-                key = f"{name}.{inner}"
-                by_key[key] = Place(key, None, by_key[key].shape, expert=int(inner.split(".")[1]), inner=inner)
+                expert = int(inner.split(".")[1])
+                owner = name.removesuffix("adapters") if isinstance(block, Choosing) else ffns[layer].name
+                home = _home_in_base(block, expert, inner, owner)
+            found[key] = Place(key, home.pop("dense", None), found[key].shape, layer, expert, inner, **home)
     if (rule := getattr(network.config, "language_gate", None)) is not None:
         for inner in GATE_ROWS:
             key = f"{gate_home(network, rule['layer'])}.{inner}"
-            by_key[key] = Place(key, None, by_key[key].shape, rule["layer"], inner=inner)
-    return by_key
+            found[key] = Place(key, None, found[key].shape, rule["layer"], inner=inner)
+    return found
 
 
 @dataclass(frozen=True)
 class OwnTensor:
-    """A tensor of a module that a language has of its own.
-
-    Attributes:
-        number: the language's class.
-        dense: the tensor of the base in whose place it stands, or which it updates; by its name in the dense model.
-        factor: `lora_A.weight`, `lora_B.weight` or `lora_B.bias`; None of a whole module.
-        update: the low-rank update; None of a whole module.
-    """
-
     number: int
     dense: str
     factor: str | None = None
@@ -399,24 +417,11 @@ class OwnTensor:
 
 
 def own_tensors(network: Any) -> dict[str, OwnTensor]:
-    """The tensors of the modules that languages have of their own, by their names in the model."""
-    found = {}
-    for place, holder in network.named_modules():
-        if not isinstance(holder, Choosing):
-            continue
-        owner = place.removesuffix("adapters")
-        for number in range(1, holder.classes):
-            expert = holder.expert_of(number) or 0
-            for name in holder.own[expert]:
-                own: Any = holder.get(expert, name)
-                for inner in own.state_dict():
-                    key = f"{place}.experts.{expert}.{holder.own[expert][name]}.{inner}"
-                    if isinstance(own, LoraUpdate):
-                        kind = "bias" if inner.endswith("bias") else "weight"
-                        found[key] = OwnTensor(number, f"{owner}{name}.{kind}", inner, own)
-                    else:
-                        found[key] = OwnTensor(number, f"{owner}{name}.{inner}")
-    return found
+    return {
+        key: OwnTensor(one.number, one.dense or one.updates or "", one.factor, one.update)
+        for key, one in places(network).items()
+        if one.number is not None
+    }
 
 
 def gate_home(network: Any, layer: int) -> str:

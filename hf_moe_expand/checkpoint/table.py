@@ -185,7 +185,7 @@ def _tensors(
     if names is None and stays:
         name = first.name
     if isinstance(entry, Copy):
-        copies = source.copies(of.key, None if names is None and stays else name)
+        copies = source.copies(of.key, None if names is None and stays else name, whole=place.number is not None)
         return [_checked(copies[0], place, first)] if len(copies) == 1 else copies
     if isinstance(entry, Rows):
         shape = (len(entry.index) if entry.more is None else place.shape[0], *first.shape[1:])

@@ -221,7 +221,7 @@ def grow(
     belongs(given, "tuned", *TunedSettings.model_fields)
     if plan is None:
         raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
-    from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.grow import check_growth, classifier_changes, grow_checkpoint
     from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
 

@@ -19,7 +19,7 @@ from hf_moe_expand import (
     make_card,
 )
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.stored import own_tensors
+from hf_moe_expand.checkpoint.stored import places
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from matrix import oracles
@@ -108,10 +108,10 @@ def graft(form: Form) -> None:
         close(logits(model, form), logits(tuned, form), rtol=1e-5)
     base, after_base, before, after = map(weights, (form.dense, tuned, form.model, model))
     deltas = {name: after_base[name] - base[name] for name in base}
-    seen, own_modules = 0, own_tensors(form.model)
+    seen, own_modules = 0, {key: one for key, one in places(form.model).items() if one.number and one.dense}
     for name, value in before.items():
         delta = deltas.get(name)
-        if name in own_modules and own_modules[name].factor is None:
+        if name in own_modules:
             delta = deltas.get(own_modules[name].dense)
         if ".experts.0." in name or ("copies" in form and ".experts." in name):
             head, rest = name.split(".experts.", 1)

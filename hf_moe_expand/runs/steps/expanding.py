@@ -5,8 +5,9 @@ from typing import Any
 
 from ...analysis.gating import anchors_for, gate_from_file
 from ...analysis.routers import nearest_experts
-from ...checkpoint.expand import expand_checkpoint, grow_checkpoint
+from ...checkpoint.expand import expand_checkpoint
 from ...checkpoint.facts import Facts
+from ...checkpoint.grow import grow_checkpoint
 from ...checkpoint.join import Pack, join_expansions, load_packs
 from ...checkpoint.operation_settings import JoinSettings
 from ...checkpoint.reader import CheckpointReader, headers_alone
