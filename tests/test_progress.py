@@ -7,7 +7,7 @@ from tqdm.auto import tqdm
 
 from hf_moe_expand.core import progress
 from hf_moe_expand.stages.recording import Progress, _shares
-from hf_moe_expand.trainers.log_table import LogTable
+from hf_moe_expand.trainers.log_lines import LogLines
 
 LOGS = {"loss": 5.43219, "grad_norm": 0.5, "learning_rate": 0.01, "balance_loss": 1.25, "epoch": 0.1}
 
@@ -22,9 +22,9 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=
     now = [0.0]
     trainer = SimpleNamespace(
         get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None,
-        router_losses=(None,), row_tokens=50,
+        router_losses=(None,), row_tokens=50, mix=None,
     )  # fmt: skip
-    callback = Progress(trainer, lambda: now[0], True)
+    callback = Progress(trainer, True, lambda: now[0])
     arguments = SimpleNamespace(disable_tqdm=disable_tqdm, lr_scheduler_type="cosine", learning_rate=0.01)
     state = SimpleNamespace(global_step=begin, max_steps=steps, is_world_process_zero=True)
     callback.on_train_begin(arguments, state, None)
@@ -44,18 +44,6 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_log_tells_of_it_in_each_quarter_of_a_minute(capsys):
-    lines = said(capsys, 4.0, True)
-    assert lines[0] == "step 3 of 1,000, 25 tokens a second, about 1 h 6 min left"
-    assert lines[1] == "step 6 of 1,000, 25 tokens a second, about 1 h 6 min left"
-    assert len(lines) == 333
-    assert said(capsys, 60.0, True)[0].startswith("step 1 of 1,000, 2 tokens a second, about 16 h 39 min")
-
-
-def test_beside_a_progress_bar_once(capsys):
-    assert len(said(capsys, 4.0, False)) == 1
-
-
 class Beat:
     """In place of a heart: it beats when it is told to."""
 
@@ -65,17 +53,6 @@ class Beat:
     def said(self): ...
 
     def stop(self): ...
-
-
-def test_a_long_step_is_told_of_before_it_ends(capsys, monkeypatch):
-    monkeypatch.setattr("hf_moe_expand.trainers.log_table.Heartbeat", Beat)
-    now, state = [0.0], SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
-    table = LogTable(lambda: now[0])
-    with table.beating():
-        table.on_train_begin(SimpleNamespace(disable_tqdm=True), state, None)
-        for state.global_step, now[0] in ((0, 15.0), (1, 31.0)):
-            table.heart.beat()
-    assert capsys.readouterr().out.splitlines() == ["step 0 of 9, 15 s so far", "step 1 of 9, about 4 min left"]
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -98,41 +75,36 @@ def test_where_there_is_no_terminal_a_bar_is_lines(capsys, monkeypatch, ours):
     assert [line.partition("<")[0] + "<" for line in capsys.readouterr().err.splitlines()] == lines[: 1 + ours]
 
 
-def test_each_logging_step_is_a_row_on_a_terminal(capsys):
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_log_has_the_step_the_speed_and_the_time_left_on_every_line(capsys, disable_tqdm):
     ends = {"train_runtime": 1234.5, "train_loss": 5.5, "balance_loss": 1.1}
-    speed, *lines = said(capsys, 4.0, False, every=250, ends=ends)
-    assert "tokens a second" in speed
-    assert [line.split() for line in lines[:3]] == [
-        ["grad", "learning", "balance"],
-        ["step", "left", "loss", "norm", "rate", "loss"],
-        ["250", "of", "1,000", "50", "min", "5.432", "0.5", "0.01", "1.25"],
-    ]
-    assert [line.split(" of ")[0].strip() for line in lines[3:-1]] == ["500", "750", "1,000"]
-    assert lines[-1] == "trained 1,000 steps in 21 min, mean loss 5.5"
-
-
-def test_a_log_has_the_step_and_the_time_left_on_every_line(capsys):
-    lines = said(capsys, 4.0, True, every=2, begin=500)
-    assert all(line.startswith("step ") and line.partition(":")[0].endswith(" left") for line in lines)
-    assert lines[50] == (
-        "step 600 of 1,000, 27 min left: loss 5.432, grad_norm 0.5, learning_rate 0.01, balance_loss 1.25"
+    lines = said(capsys, 4.0, disable_tqdm, every=2, begin=500, ends=ends)
+    assert len(lines) == 251
+    assert lines[49] == (
+        "step 600 of 1,000, 25 tokens a second, 27 min left: loss 5.432, grad_norm 0.5, learning_rate 0.01, "
+        "balance_loss 1.25"
     )
-    assert len(lines) == 251  # a row every 8 seconds: nothing more need be said, but the tokens a second
+    assert lines[-2].startswith("step 1,000 of 1,000: loss 5.432")
+    assert lines[-1] == "trained 500 steps in 21 min, mean loss 5.5"
+    assert said(capsys, 0.5, True, pairs=True, every=20)[0].startswith("step 20 of 1,000, 4 sentence pairs a second")
 
 
 def test_an_evaluation_before_any_training(capsys):
     state = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=True)
-    table, arguments = LogTable(), SimpleNamespace(disable_tqdm=False)
-    table.on_prediction_step(arguments, state, None, eval_dataloader=[1])
-    table.on_log(arguments, state, None, logs={"eval_loss": 3.0})
-    table.on_evaluate(arguments, state, None)
+    lines, arguments = LogLines(), SimpleNamespace(disable_tqdm=False)
+    lines.on_prediction_step(arguments, state, None, eval_dataloader=[1])
+    lines.on_log(arguments, state, None, logs={"eval_loss": 3.0})
+    lines.on_evaluate(arguments, state, None)
     assert capsys.readouterr().out == "eval_loss 3\n"
 
 
-def test_a_resumed_training_counts_its_own_steps(capsys):
-    (line,) = said(capsys, 1.0, False, begin=900)[:1]
-    assert line == "step 910 of 1,000, 100 tokens a second, about 2 min left"
-    assert said(capsys, 0.5, True, pairs=True)[0].startswith("step 20 of 1,000, 4 sentence pairs a second")
+def test_a_training_that_fails_leaves_no_bar():
+    lines, state = LogLines(), SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
+    lines.on_train_begin(SimpleNamespace(disable_tqdm=False), state, None)
+    bar = lines.training_bar
+    lines.close()
+    assert bar.disable or bar._heart._ended.is_set()
+    assert lines.training_bar is None
 
 
 def test_each_languages_share_is_said_before_a_training():

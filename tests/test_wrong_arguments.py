@@ -245,7 +245,7 @@ def test_a_wrong_argument_of_the_chat_trainer_is_named(tmp_path):
             refused(kind, **{**good, argument: value}, says=argument)
     columns = good | {"train_dataset": of_rows(content=["a"])}
     refused(kind, **columns, says="train data set has the columns content")
-    refused(kind, **good, tokenizer=TOKENIZER, says="unknown key `tokenizer`")
+    refused(kind, **good, tokenizer=TOKENIZER, says="unexpected keyword argument 'tokenizer'", raises=TypeError)
 
 
 DIGITS_27 = 10**26 + 1

@@ -28,7 +28,7 @@ from .encoder_decoder import (
 )
 from .evaluation import EvaluationMixin
 from .freezing import check_is_expanded, freeze_fitted
-from .log_table import LogTable, took_away_usual
+from .log_lines import LogLines, took_away_usual
 from .losses import (
     LOGGED,
     OLD,
@@ -112,7 +112,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
         freeze_fitted(self.accelerator.unwrap_model(self.model))
-        self._shown = self.table(took_away_usual(self))
+        self._shown = self.shown(took_away_usual(self))
         self.add_callback(self._shown)
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -120,9 +120,9 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             self.compute_loss_func = partial(target_loss, label_smoothing=self.args.label_smoothing_factor)
         self._check_arguments()
 
-    def table(self, shows: bool) -> LogTable:
+    def shown(self, shows: bool) -> LogLines:
         """The callback that shows the training, in place of the library's unless another one shows it."""
-        return LogTable(shows=shows)
+        return LogLines(shows)
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.ddp_find_unused_parameters is None:
@@ -232,8 +232,10 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         if self.accelerator.distributed_type.startswith("MULTI_"):
             # After `evaluate` accelerate takes the model as prepared, without DDP: each rank would train by itself.
             self.model._is_accelerate_prepared = False
-        with self._shown.beating():
+        try:
             return super().train(*args, **kwargs)
+        finally:
+            self._shown.close()
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # To the end of the backward pass, in which checkpointing runs the forward pass again.

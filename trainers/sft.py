@@ -1,7 +1,6 @@
 """MoESFTTrainer: TRL's supervised fine-tuning with the routers' losses."""
 
 import copy
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,9 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..core.errors import InputError, errors_at, first_line
+from ..core.errors import InputError, first_line
 from ..core.saying import say_once
-from ..core.schema import check_types, shown_value, unknown_key
+from ..core.schema import checked, shown_value
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .bfloat16 import NO_BFLOAT16, has_bfloat16
 from .encoder_decoder import target_loss
@@ -30,20 +29,6 @@ from .router_losses import RouterLossMixin, classes_matter
 from .watching import CHANGE_THE_LOSS, without_compiler
 
 _COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
-_TYPES: dict[str, Any] = {
-    "model": str | nn.Module,
-    "args": TrainingArguments | None,
-    "data_collator": Callable | None,
-    "train_dataset": Dataset | IterableDataset,
-    "eval_dataset": Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None,
-    "processing_class": PreTrainedTokenizerBase | ProcessorMixin | None,
-    "compute_metrics": Callable | None,
-    "callbacks": Sequence | None,
-    "optimizers": tuple,
-    "peft_config": PeftConfig | None,
-    "formatting_func": Callable | None,
-    "language_classes": Mapping[str, int] | Sequence[int] | None,
-}
 _READ_BESIDE = (
     "labels", "language_ids", "language", "completion_mask", "assistant_masks", "attention_mask", "position_ids",
     "seq_lengths", "image", "images", "tools", "chat_template_kwargs", "rejected", "token_type_ids",
@@ -94,27 +79,41 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         InputError: a loss needs languages, but a data set lacks their column or holds wrong values in it.
     """
 
+    @checked
     def __init__(
         self,
-        model: Any,
-        args: Any = None,
-        *others: Any,
+        model: str | nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Dataset | IterableDataset = None,  # type: ignore[assignment]  # without one TRL refuses
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        *,
         language_classes: Mapping[str, int] | Sequence[int] | None = None,
-        **kwargs: Any,
+        callbacks: Sequence | None = None,
+        peft_config: PeftConfig | None = None,
+        **others: Any,
     ) -> None:
+        # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
+        if not isinstance(args, SFTConfig | None) and type(args) is not TrainingArguments:
+            raise InputError(f"args is {shown_value(args)}: must be SFTConfig or None.")
         model = without_compiler(model)
-        _check_arguments(language_classes, model, args, *others, **kwargs)
-        if getattr(_config_of(model, args), "is_encoder_decoder", False):
+        config = _config_of(model, args)
+        if getattr(config, "is_encoder_decoder", False):
             raise InputError(f"model: {REFUSED['encoder-decoder', 'sft-on-top']}.")
         # TRL loads a name's weights in float32, in which small steps do not round away.
-        self._stored_dtype = _stored_dtype(model, args)
+        self._stored_dtype = _stored_dtype(config, args) if isinstance(model, str) else None
         self._codes_given = isinstance(language_classes, Mapping)
         self._ids_given = language_classes is not None and not self._codes_given
-        class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
+        recorded = recorded_classes(getattr(config, "expansions", None) or [])
+        class_of_code: Any = language_classes if self._codes_given else recorded
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
-        self._classes_matter = classes_matter(_config_of(model, args))
-        super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
+        self._classes_matter = classes_matter(config)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, language_classes=class_of_id,
+            callbacks=callbacks, peft_config=peft_config, **others,
+        )  # fmt: skip
         if self.args.bf16 and not has_bfloat16():
             warnings.warn(f"{NO_BFLOAT16}give SFTConfig bf16=False, since TRL's default is True.", stacklevel=2)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
@@ -244,29 +243,12 @@ def _part(name: str) -> str:
     return next((part for part in ("router", "classifier", "conditional_gate") if f".{part}." in name), "base")
 
 
-def _stored_dtype(model: Any, args: Any) -> torch.dtype | None:
-    """The type of the weights of a checkpoint that is named, if the arguments name none."""
-    if not isinstance(model, str) or "dtype" in (getattr(args, "model_init_kwargs", None) or {}):
+def _stored_dtype(config: Any, args: Any) -> torch.dtype | None:
+    """The type of a named checkpoint's weights, if the arguments name none."""
+    if "dtype" in (getattr(args, "model_init_kwargs", None) or {}):
         return None
-    config = _config_of(model, args)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     return getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-
-
-def _check_arguments(language_classes: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses what TRL's constructor does not take."""
-    signature = inspect.signature(SFTTrainer)
-    known = [*signature.parameters, "language_classes", "router_losses"]
-    with errors_at("MoESFTTrainer"):
-        if unknown := next((name for name in kwargs if name not in known), None):
-            raise InputError(f"{unknown_key(unknown, known)} The arguments are {', '.join(known)}.")
-        given = signature.bind_partial(*args, **{n: one for n, one in kwargs.items() if n != "router_losses"}).arguments
-        given |= {"language_classes": language_classes, "train_dataset": given.get("train_dataset")}
-        check_types(given, _TYPES)
-        settings = given.get("args")
-        # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
-        if not isinstance(settings, SFTConfig | None) and type(settings) is not TrainingArguments:
-            raise InputError(f"args is {shown_value(settings)}: must be SFTConfig or None.")
 
 
 def _check_columns(columns: Sequence[str], text: str, name: str) -> None:
@@ -279,10 +261,6 @@ def _check_columns(columns: Sequence[str], text: str, name: str) -> None:
         )
     if left:
         say_once(f"The {name} data set: nothing reads the column{'s' * (len(left) > 1)} {', '.join(left)}")
-
-
-def _recorded(model: Any, args: Any) -> dict[str, int]:
-    return recorded_classes(getattr(_config_of(model, args), "expansions", None) or [])
 
 
 def _config_of(model: Any, args: Any) -> Any:

@@ -23,7 +23,7 @@ from transformers import (
 from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
 from ..trainers.bfloat16 import has_bfloat16
-from ..trainers.log_table import LogTable, took_away_usual
+from ..trainers.log_lines import LogLines, took_away_usual
 
 END = "<|endoftext|>"
 
@@ -110,7 +110,7 @@ def make_base(
             report_to="none",
         )
         trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages)
-        trainer.add_callback(LogTable(shows=took_away_usual(trainer)))
+        trainer.add_callback(LogLines(took_away_usual(trainer)))
         trainer.train()
         if "output_router_logits" in settings.fields:
             model.config.output_router_logits = False  # with them comes the loss that balances the experts

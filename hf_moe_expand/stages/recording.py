@@ -8,25 +8,23 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..core.progress import EARLY
 from ..data.lost import lost_lines
 from ..data.packing import small_shares
-from ..trainers.log_table import NOT_SHOWN, LogTable
+from ..trainers.log_lines import LogLines
 
 
-class Progress(LogTable):
-    """Says how long the training is, and from which step an interrupted one goes on. Then shows what is logged, and
-    where it is: steps, tokens a second of this attempt, and the time that is left."""
+class Progress(LogLines):
+    """Says how long a stage's training is, and from which step an interrupted one goes on; then shows what is logged,
+    with the tokens a second of this attempt."""
 
-    def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic, shows: bool = True) -> None:
-        super().__init__(clock, shows)
-        self.trainer, self.has_said_speed = trainer, False
+    def __init__(self, trainer: Any, shows: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(shows, clock)
+        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.has_said_speed = False
         trainer = self.trainer
-        if not getattr(trainer, "router_losses", ()):
-            self.not_shown = (*NOT_SHOWN, "next_token_loss")  # it is the loss
+        if not trainer.router_losses:
+            self.not_shown = (*LogLines.not_shown, "next_token_loss")  # it is the loss
         rows, size = trainer.get_total_train_batch_size(args), trainer.row_tokens
         pairs = trainer._is_encoder_decoder  # whose lengths differ
         self.amount: int = rows if pairs else rows * (size or 1)  # of a step
@@ -35,7 +33,7 @@ class Progress(LogTable):
             scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
             rate = f"learning rate {args.learning_rate:g} ({scheduler})"
             print(f"{trainer.trained_as}: {state.max_steps:,} steps of {self.amount:,} {self.unit}, {rate}")
-            if trainer.packed is not None and getattr(trainer, "mix", None) is None:
+            if trainer.packed is not None and trainer.mix is None:
                 print("\n".join(_shares(trainer.packed.tokens)))
             if trainer.packed is not None and trainer.packed.lost:
                 print("\n".join(lost_lines(trainer.packed.lost)))
@@ -43,21 +41,10 @@ class Progress(LogTable):
                 print(f"resumes at step {state.global_step} of {state.max_steps}")
         super().on_train_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **kwargs)
-        # A bar has no tokens; where another callback shows the training, they are said once, too.
-        now = self.clock() - self.begun
-        is_new = not self.has_said_speed and now >= EARLY and state.global_step < state.max_steps
-        if is_new and state.is_world_process_zero:
-            self.say(self.where(state))
-
-    def where(self, state: Any) -> str:
-        if state.global_step == self.first:
-            return super().where(state)
-        self.has_said_speed = True
-        speed = (state.global_step - self.first) * self.amount / (self.clock() - self.begun)
-        step = f"step {state.global_step:,} of {state.max_steps:,}"
-        return f"{step}, {speed:,.0f} {self.unit} a second, about {self.left(state)} left"
+    def speed(self, state: Any) -> str:
+        left, done = super().speed(state), state.global_step - self.first
+        speed = f"{done * self.amount / (self.clock() - self.begun):,.0f}" if left else ""
+        return f", {speed} {self.unit} a second{left}" if left else ""
 
 
 def _shares(tokens: Mapping[str, int]) -> list[str]:

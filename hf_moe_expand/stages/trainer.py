@@ -23,7 +23,7 @@ from ..core.schema import checked, shown_value
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
 from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
-from ..trainers.log_table import LogTable
+from ..trainers.log_lines import LogLines
 from ..trainers.losses import checked_losses
 from ..trainers.masking import Masking, mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
@@ -160,8 +160,8 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         if self.is_world_process_zero() and self.freeze_report is not None:
             print(self.freeze_report)
 
-    def table(self, shows: bool) -> LogTable:
-        return Progress(self, shows=shows)
+    def shown(self, shows: bool) -> LogLines:
+        return Progress(self, shows)
 
     def _config(self, args: Any) -> StageConfig:
         """The stage's configuration, set up for this machine; the caller's stays unchanged."""
