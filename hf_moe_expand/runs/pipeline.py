@@ -17,7 +17,7 @@ from ..checkpoint.writer import check_apart, check_writable
 from ..core.disk import check_room, free_bytes, peak, readable_size
 from ..core.errors import errors_at, goes_on, named_as
 from ..core.jsonfile import write_json, write_text
-from ..core.recipe_paths import RECIPE, SETTINGS, unset_variable, without_paths
+from ..core.recipe_paths import RECIPE, SETTINGS, unset_variable
 from ..core.schema import changed, checked
 from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines, token_line
@@ -153,7 +153,7 @@ def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[
         output = Path(recipe.output)
         needed, free = readable_size(peak(written)), readable_size(free_bytes(output))
         lines.append(f"disk: up to {needed} for {_WRITTEN}; {free} are free at {output}")
-    return lines + recipe.unread() + needs_of_a_push(recipe), written
+    return lines + recipe.unread(), written
 
 
 def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, int, int]]]:
@@ -190,19 +190,6 @@ def _looked_at(source: LanguageText, config: Any) -> str:
         kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
         words.append(f"{'' if whole else 'at the beginning '}{counted(kept, 'document')} kept, {left_out}")
     return "; ".join(filter(None, words))
-
-
-def needs_of_a_push(recipe: Recipe) -> list[str]:
-    """What a push of the finished model will take, one line each."""
-    lines = []
-    if Path(recipe.base).is_dir():
-        lines.append(
-            f"push: {recipe.base} is a local folder: where it is published, name it with `push --base HUB_ID`; "
-            "--expansion-only needs that"
-        )
-    if recipe.text is not None and without_paths(recipe.text) != recipe.text:
-        lines.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
-    return lines
 
 
 @checked

@@ -11,8 +11,8 @@ from ..core.rendering import render
 from ..core.schema import settings_in
 from ..planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
 from ..stages import all_stages
-from ..stages.config import StageConfig, own_fields
-from ..stages.keywords import default_of
+from ..stages.config import StageConfig
+from ..stages.keywords import default_of, own_fields
 from .recipe import Expansion, Recipe
 
 _SAVES = (

@@ -1,30 +1,22 @@
-"""The configuration of a stage that trains: `transformers.TrainingArguments` with the stage's own fields.
+"""The configuration of a stage that trains: its fields, and what it does.
 
 A field is declared once: its type is the check, its `help` the documentation. The object is made once, in Python or
 where a recipe or a `--config` file is read: `__post_init__` refuses what its fields alone tell, `check` what the model
-and the text tell, and `begun` what the machine that trains tells.
+and the text tell, and `begun` what the machine that trains tells (`keywords.py`).
 """
 
-import copy
-import os
-import re
-import typing
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
-import torch
 from datasets import Dataset
-from pydantic import Field, GetCoreSchemaHandler, PlainValidator
-from pydantic_core import core_schema
+from pydantic import Field, PlainValidator
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 
 from ..checkpoint.facts import Facts
-from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config
+from ..checkpoint.source import load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Located, unset_variable
@@ -38,10 +30,6 @@ from ..core.schema import (
     Schema,
     Text,
     Whole,
-    check_keys,
-    check_seed,
-    check_types,
-    read,
 )
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText, pack_texts
@@ -50,27 +38,17 @@ from ..data.sources import LanguageText
 from ..data.stream_reader import OnBadShard
 from ..evaluation.validation import VALIDATION, ValidationCallback, validation_sources
 from ..inference.models import check_block_size, longest_block
-from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from ..trainers.freezing import Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.masking import check_masking
-from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES, check_arguments
+from ..trainers.router_losses import check_arguments
 from ..trainers.samplers import LanguageMix
-from .distributed import SHARDING, check_sharding
 from .keywords import (
-    BOUNDED,
-    LOOSE,
-    Help,
-    as_json,
-    default_value,
-    flat,
-    from_json,
+    CheckedArguments,
     known_losses,
     mapping,
-    plain,
-    refused_by_the_library,
+    own_fields,
     setting,
-    strict,
 )
 from .kind import Stage
 from .libraries import check_libraries
@@ -83,17 +61,8 @@ REPLAY_SHARE = "share of all tokens that the old languages have, each the same; 
 _NOT_FROZEN = "has no frozen expert for old languages to return to"
 REFUSED = {("dmoe", stage): _NOT_FROZEN for stage in ("review", "distillation")}
 
-_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
-# What a run sets itself, with the arguments on which the losses rely.
-_LOOSE = (*LOOSE, "accelerator_config", "debug")  # which take more than their types say
-_SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
-_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
-# Of a reading of fields that are at hand, in which no object is made.
-_FIELDS = {"unset_ok": True}
-_ALIASES = [f"{name}{end}" for name in CHECKPOINTING_NAMES if name != CHECKPOINTING for end in ("", "_kwargs")]
 # Steps that are done again without much loss.
 _FEW_STEPS = 100
-_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
 
 
 class ValidationSettings(Schema):
@@ -110,7 +79,7 @@ Validation = Annotated[ValidationSettings | str | None, mapping(ValidationSettin
 
 
 @dataclass
-class StageConfig(TrainingArguments, Stage):
+class StageConfig(CheckedArguments, Stage):
     """A stage that trains: its settings are fields, and its losses stand in their types.
 
     Every argument of `TrainingArguments` works. Besides those that are declared here, six have other defaults:
@@ -120,7 +89,6 @@ class StageConfig(TrainingArguments, Stage):
     Attributes:
         trains: the parts of the model that it trains.
         trainer_class: its Trainer, set where the Trainer is defined.
-        companions: patterns of files that are copied to the trained model.
 
     Raises:
         InputError: a field has another type, is out of range, or contradicts another field.
@@ -128,8 +96,6 @@ class StageConfig(TrainingArguments, Stage):
 
     trains: ClassVar[Trained]
     trainer_class: ClassVar[Any] = None
-    companions: ClassVar[Sequence[str]] = TOKENIZER_FILES
-    _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
     logging_steps: float = 10
     save_total_limit: int | None = 1
@@ -137,9 +103,6 @@ class StageConfig(TrainingArguments, Stage):
     seed: int = 0
     use_cpu: bool | None = None  # type: ignore[assignment]
     dataloader_num_workers: int | None = None  # type: ignore[assignment]
-    distributed_config: dict | str | None = field(
-        default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
-    )
     block_size: BlockSize = setting(1024, "tokens in a block")
     tokens: Count | None = setting(None, "tokens to train on in all, in place of `max_steps` and `num_train_epochs`")
     stream: Flag | None = setting(
@@ -169,161 +132,10 @@ class StageConfig(TrainingArguments, Stage):
         cls.settings = cls
         cls.__repr__ = TrainingArguments.__str__  # type: ignore  # a dataclass's shows the token
 
-    def __post_init__(self) -> None:
-        own, cls = own_fields(type(self)), type(self)
-        for name in cls._VALID_DICT_FIELDS:
-            if isinstance(value := from_json(getattr(self, name)), dict):
-                setattr(self, name, dict(value))  # the library adds keys to its own
-        changed = [f.name for f in fields(self) if f.init and getattr(self, f.name) != default_value(f)]
-        hints = {name: hint for name, hint in _hints(cls).items() if name in changed}  # type: ignore[arg-type]
-        left = (*own, *BOUNDED, *_LOOSE)
-        check_types(vars(self), {name: hint for name, hint in hints.items() if name not in left})
-        values = {name: plain(getattr(self, name)) for name in (*own, *BOUNDED)}
-        checked: Any = read(cls, values, context=_FIELDS)
-        vars(self).update(checked)
-        if self.report_to is None:
-            self.report_to = "none"
-        if self.data_seed is None:
-            self.data_seed = self.seed
-        if self.use_cpu is None:
-            self.use_cpu = not torch.accelerator.is_available()
-        check_seed(self.seed)
-        check_seed(self.data_seed, "data_seed")
-        self._check_arguments()
-        self.distributed_state = None  # until a device is asked for
-        here = {name: getattr(self, name) for name in ("deepspeed", "tf32", "use_cpu", "dataloader_pin_memory")}
-        vars(self).update(deepspeed=None, tf32=None, use_cpu=True, _setup_devices=torch.device("cpu"))
-        self._as_the_library_has_it()
-        vars(self).update(here)
-        del vars(self)["_setup_devices"]
-        if self.use_cpu:
-            self.dataloader_pin_memory = False
-
-    def _as_the_library_has_it(self) -> None:
-        """Has the library check the arguments, and fill in its own defaults."""
-        workers = self.dataloader_num_workers
-        self.dataloader_num_workers = workers or 0
-        with refused_by_the_library():
-            TrainingArguments.__post_init__(self)
-        self.dataloader_num_workers = workers
-
     def _check_arguments(self) -> None:
-        """Refuses arguments that contradict one another, or give no step."""
-        if self.distributed_config is not None:
-            saves = self._unlike(("save_",)) if plain(self.save_strategy) != "no" else ()
-            check_sharding(self.distributed_config, saves)
-            self.save_strategy = "no"
-        for other in ("max_steps", "num_train_epochs", "curriculum") if self.tokens is not None else ():
-            if other in self._unlike((other,)):
-                raise InputError(f"tokens and {other} both say how long the training is: leave one of them out.")
-        if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs):
-            raise InputError("max_steps and num_train_epochs give no step: set one of them above 0.")
-
-    def _unlike(self, starts: tuple[str, ...]) -> list[str]:
-        """The fields with other values than their defaults, of those whose names start so."""
-        return [f.name for f in fields(self) if f.name.startswith(starts) and getattr(self, f.name) != default_value(f)]
-
-    def begun(self, **changes: Any) -> Self:
-        """A copy, with these changes, that is set up for this machine: its devices, its types and DeepSpeed.
-
-        Raises:
-            InputError: the machine cannot do what the configuration asks for.
-        """
-        made = copy.copy(self)
-        vars(made).update(changes)
-        made.accelerator_config = copy.copy(self.accelerator_config)  # the library takes fields out of it
-        made._as_the_library_has_it()
-        if made.bf16 and not has_bfloat16():
-            warnings.warn(f"{NO_BFLOAT16}leave `bf16: true` out here, or give `fp16: true` on a GPU.", stacklevel=3)
-        return made
-
-    # --- keywords -------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """In YAML: a mapping of keywords."""
-        own, keys = own_fields(cls), {}
-        for name, hint in cls.keyword_types().items():
-            f = cls.__dataclass_fields__[name]
-            shown = {"default": plain(f.default)} if name in own and f.default is not MISSING else {}
-            about = f.metadata.get("help", "an argument of transformers.TrainingArguments").partition(". ")[0]
-            hint = Annotated[hint, Field(description=about, json_schema_extra=shown)]
-            keys[name] = core_schema.typed_dict_field(handler.generate_schema(hint), required=False)
-        return core_schema.with_info_wrap_validator_function(
-            cls._read,
-            core_schema.typed_dict_schema(keys, extra_behavior="forbid"),
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda stage: stage.keywords()),
-        )
-
-    @classmethod
-    def _read(cls, value: Any, handler: Callable[[Any], dict[str, Any]], info: Any) -> Any:
-        if isinstance(value, cls):
-            return value
-        if info.context is _FIELDS:
-            return handler(value)
-        if isinstance(value, Mapping) and "training" in value:
-            value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
-        if isinstance(value, Mapping):
-            keys = {str(name): _CHECKPOINTING.sub(CHECKPOINTING, str(name)) for name in value}
-            if both := next((key for key in value if keys[str(key)] != key and keys[str(key)] in value), None):
-                raise InputError(f"`{both}` is another name of `{keys[both]}`, which is given too: leave one out.")
-            value = {keys[str(name)]: inner for name, inner in value.items()}
-            if name := next((name for name in _SET if name in value), None):
-                raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
-            own = own_fields(cls)
-            check_keys(value, cls.keyword_types(), len(own), " and those of transformers.TrainingArguments")
-        made = cls(**handler(value))
-        made.check_alone()
-        return made
-
-    def check_alone(self) -> None:
-        """Refuses keywords for what a run does itself, where no Trainer is at hand that could do it."""
-        for name in self._unlike(_SCORED):
-            if plain(getattr(self, name)) != "no":
-                raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
-        for name in self._unlike(_PUBLISHED):
-            if plain(getattr(self, name)) != plain(default_value(self.__dataclass_fields__[name])):
-                raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
-        if self.save_strategy == SaveStrategy.BEST:
-            raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
-        if self.save_only_model:
-            raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
-
-    @classmethod
-    @cache
-    def keyword_types(cls) -> dict[str, Any]:
-        """The type of each keyword in YAML, the stage's own first."""
-        hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
-        others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
-        return {name: BOUNDED.get(name) or LOOSE.get(name) or strict(hints[name]) for name in (*own, *others)}
-
-    def changes(self) -> dict[str, Any]:
-        """The fields that have other values than those of a configuration without keywords."""
-        names = [f.name for f in fields(self) if f.init and f.name not in _ALIASES]
-        usual = type(self)()
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
-
-    @property
-    def says_when_to_save(self) -> bool:
-        """Whether training checkpoints are saved by `save_steps` or `save_strategy`, and not by the clock."""
-        return bool(self._unlike(("save_steps",))) or plain(self.save_strategy) != "steps"
-
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of YAML that make the same configuration, as JSON."""
-        return {name: as_json(value) for name, value in self.changes().items() if name not in _SET}
-
-    def recorded(self) -> dict[str, Any]:
-        """The stage's settings for its history, JSON: its declared fields, and all others that are not as usual."""
-        own = {name: getattr(self, name) for name in own_fields(type(self))}
-        left_out = (*_SET[:3], *_PUBLISHED)  # places and secrets, and the seed, which has its own place
-        return {name: as_json(value) for name, value in {**self.changes(), **own}.items() if name not in left_out}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
-        own = {name: as_json(getattr(self, name)) for name in own_fields(type(self))}
-        return {**super().to_dict(), **own}
-
-    # --- what the stage does --------------------------------------------------------------------------------------
+        super()._check_arguments()
+        for other in self._unlike("max_steps", "num_train_epochs", "curriculum") if self.tokens is not None else ():
+            raise InputError(f"tokens and {other} both say how long the training is: leave one of them out.")
 
     def trained(self) -> tuple[str, Trained]:
         """Its name in a history, and the parts of the model that train."""
@@ -371,23 +183,29 @@ class StageConfig(TrainingArguments, Stage):
         saves = self.save_strategy != SaveStrategy.NO or self.distributed_config
         if not saves and not 0 < self.max_steps <= _FEW_STEPS:
             lines.append('save_strategy is "no": after an interruption the stage starts anew')
-        held_out = {} if (validation := getattr(self, "validation", None)) is None else validation_sources(validation)
+        return lines + self._check_files(model, texts, offline, tokenizer)
+
+    def _check_files(self, model: Any, texts: Iterable[str] | None, offline: bool, tokenizer: Any) -> list[str]:
+        """Refuses missing files: of held-out text, of a curriculum, of DeepSpeed; says what it skips."""
+        validation = getattr(self, "validation", None)
+        held_out = {} if validation is None else validation_sources(validation)
         named = [*(text.source for text in held_out.values()), getattr(self, "curriculum", None)]
         if offline and (unset := next(filter(None, map(unset_variable, filter(None, named))), None)):
-            return [*lines, f"skipped: {unset} is not set"]
+            return [f"skipped: {unset} is not set"]
         for code, source in held_out.items():
             with errors_at(f"validation.texts.{code}"):
                 if model.is_encoder_decoder and tokenizer is not None:
                     check_pairs(source, tokenizer)
                 else:
                     source.check()
-        if isinstance(file := self.deepspeed, str) and Path(file).suffix and not Path(file).is_file():
-            if not offline:
-                raise InputError(f"deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
-            lines.append(f"skipped: deepspeed: {file} is not on this machine")
         if texts is not None:
             self.order(list(texts))
-        return lines
+        file = self.deepspeed
+        if not isinstance(file, str) or not Path(file).suffix or Path(file).is_file():
+            return []
+        if offline:
+            return [f"skipped: deepspeed: {file} is not on this machine"]
+        raise InputError(f"deepspeed: {file}: no such file: give DeepSpeed's settings, or their file.")
 
     def check_settings(self, model: Any) -> None:
         """Refuses settings that contradict the model, whatever the text."""
@@ -521,14 +339,3 @@ class StageConfig(TrainingArguments, Stage):
                     losses.append(loss(coef, **{other: getattr(self, other) for other in others}))
         named: Any = self.losses or {}
         return losses + [extensions("losses")[name](coef) for name, coef in named.items()]
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return {**typing.get_type_hints(cls), "output_dir": str | os.PathLike | None}
-
-
-def own_fields(cls: Any) -> dict[str, Any]:
-    """The fields that a stage declares with `setting`, by name; those of the library last."""
-    declared = [f for f in fields(cls) if isinstance(f.metadata.get("help"), Help)]
-    return {f.name: f for f in sorted(declared, key=lambda f: f.name in TrainingArguments.__dataclass_fields__)}

@@ -1,25 +1,49 @@
-"""The keywords of a stage: their types in YAML, which has numbers of its own, and their form in a history."""
+"""A stage's keywords: `TrainingArguments` with fields of its own, their types in YAML, which has its own numbers, and
+their form in a history."""
 
+import copy
 import math
+import os
+import re
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from typing import Annotated, Any, Literal, Union
+from functools import cache
+from typing import Annotated, Any, Literal, Self, Union
 
+import torch
 from accelerate import ParallelismConfig
-from pydantic import AllowInfNan, BeforeValidator, Field, PlainValidator
-from pydantic_core import to_jsonable_python
+from pydantic import AllowInfNan, BeforeValidator, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic_core import core_schema, to_jsonable_python
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import trainer_log_levels
 
 from ..core.errors import InputError
 from ..core.extensions import extensions
 from ..core.jsonfile import parse_json
-from ..core.schema import Coefficient, Count, Flag, Number, Positive, Schema, Text, Whole, read, unknown_key
-from ..trainers.router_losses import CHECKPOINTING
+from ..core.schema import (
+    Coefficient,
+    Count,
+    Flag,
+    Number,
+    Positive,
+    Schema,
+    Text,
+    Whole,
+    check_keys,
+    check_seed,
+    check_types,
+    read,
+    unknown_key,
+)
+from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
+from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
+from .distributed import SHARDING, check_sharding
 
 
 def from_json(value: Any) -> Any:
@@ -156,3 +180,185 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return to_jsonable_python(value, fallback=lambda one: one.item() if hasattr(one, "item") else str(one))
+
+
+_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
+# Arguments that the library replaces by objects.
+_LOOSE = (*LOOSE, "accelerator_config", "debug")
+_PLACES = {"output_dir": str | os.PathLike | None, "seed": int, "data_seed": int | None}
+# What a run sets itself, with the arguments on which the losses rely.
+_SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
+_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
+# Of a reading of fields that are at hand, in which no object is made.
+_FIELDS = {"unset_ok": True}
+_ALIASES = [f"{name}{end}" for name in CHECKPOINTING_NAMES if name != CHECKPOINTING for end in ("", "_kwargs")]
+_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
+
+
+@dataclass
+class CheckedArguments(TrainingArguments):
+    """`TrainingArguments` whose values are checked, in Python and in YAML, with fields of a subclass's own.
+
+    Raises:
+        InputError: a field has another type, is out of range, or contradicts another field.
+    """
+
+    _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
+
+    distributed_config: dict | str | None = field(
+        default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
+    )
+
+    def __post_init__(self) -> None:
+        own, cls = own_fields(type(self)), type(self)
+        for name in cls._VALID_DICT_FIELDS:
+            if isinstance(value := from_json(getattr(self, name)), dict):
+                setattr(self, name, dict(value))  # the library adds keys to its own
+        check_types(vars(self), _PLACES)
+        others = [name for name in self._unlike("") if name in cls.keyword_types() and name not in _LOOSE]
+        values = {name: plain(getattr(self, name)) for name in (*own, *BOUNDED, *others)}
+        checked: Any = read(cls, values, context=_FIELDS)
+        vars(self).update(checked)
+        if self.report_to is None:
+            self.report_to = "none"
+        if self.data_seed is None:
+            self.data_seed = self.seed
+        if self.use_cpu is None:
+            self.use_cpu = not torch.accelerator.is_available()
+        check_seed(self.seed)
+        check_seed(self.data_seed, "data_seed")
+        self._check_arguments()
+        self.distributed_state = None  # until a device is asked for
+        here = {name: getattr(self, name) for name in ("deepspeed", "tf32", "use_cpu", "dataloader_pin_memory")}
+        vars(self).update(deepspeed=None, tf32=None, use_cpu=True, _setup_devices=torch.device("cpu"))
+        self._as_the_library_has_it()
+        vars(self).update(here)
+        del vars(self)["_setup_devices"]
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+
+    def _as_the_library_has_it(self) -> None:
+        """Has the library check the arguments, and fill in its own defaults."""
+        workers = self.dataloader_num_workers
+        self.dataloader_num_workers = workers or 0
+        with refused_by_the_library():
+            TrainingArguments.__post_init__(self)
+        self.dataloader_num_workers = workers
+
+    def _check_arguments(self) -> None:
+        """Refuses arguments that contradict one another, or give no step."""
+        if self.distributed_config is not None:
+            saves = self._unlike("save_") if plain(self.save_strategy) != "no" else ()
+            check_sharding(self.distributed_config, saves)
+            self.save_strategy = "no"
+        if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs):
+            raise InputError("max_steps and num_train_epochs give no step: set one of them above 0.")
+
+    def _unlike(self, *starts: str) -> list[str]:
+        """The fields with other values than their defaults, of those whose names start so."""
+        changed = (f.name for f in fields(self) if f.init and getattr(self, f.name) != default_value(f))
+        return [name for name in changed if name.startswith(starts)]
+
+    def begun(self, **changes: Any) -> Self:
+        """A copy, with these changes, that is set up for this machine: its devices, its types and DeepSpeed.
+
+        Raises:
+            InputError: the machine cannot do what the configuration asks for.
+        """
+        made = copy.copy(self)
+        vars(made).update(changes)
+        made.accelerator_config = copy.copy(self.accelerator_config)  # the library takes fields out of it
+        made._as_the_library_has_it()
+        if made.bf16 and not has_bfloat16():
+            warnings.warn(f"{NO_BFLOAT16}leave `bf16: true` out here, or give `fp16: true` on a GPU.", stacklevel=3)
+        return made
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """In YAML: a mapping of keywords."""
+        own, keys = own_fields(cls), {}
+        for name, hint in cls.keyword_types().items():
+            f = cls.__dataclass_fields__[name]
+            shown = {"default": plain(f.default)} if name in own and f.default is not MISSING else {}
+            about = f.metadata.get("help", "an argument of transformers.TrainingArguments").partition(". ")[0]
+            hint = Annotated[hint, Field(description=about, json_schema_extra=shown)]
+            keys[name] = core_schema.typed_dict_field(handler.generate_schema(hint), required=False)
+        return core_schema.with_info_wrap_validator_function(
+            cls._read,
+            core_schema.typed_dict_schema(keys, extra_behavior="forbid"),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda stage: stage.keywords()),
+        )
+
+    @classmethod
+    def _read(cls, value: Any, handler: Callable[[Any], dict[str, Any]], info: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if info.context is _FIELDS:
+            return handler(value)
+        if isinstance(value, Mapping) and "training" in value:
+            value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
+        if isinstance(value, Mapping):
+            keys = {str(name): _CHECKPOINTING.sub(CHECKPOINTING, str(name)) for name in value}
+            if both := next((key for key in value if keys[str(key)] != key and keys[str(key)] in value), None):
+                raise InputError(f"`{both}` is another name of `{keys[both]}`, which is given too: leave one out.")
+            value = {keys[str(name)]: inner for name, inner in value.items()}
+            if name := next((name for name in _SET if name in value), None):
+                raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
+            own = own_fields(cls)
+            check_keys(value, cls.keyword_types(), len(own), " and those of transformers.TrainingArguments")
+        made = cls(**handler(value))
+        made.check_alone()
+        return made
+
+    def check_alone(self) -> None:
+        """Refuses keywords for what a run does itself, where no Trainer is at hand that could do it."""
+        for name in self._unlike(*_SCORED):
+            if plain(getattr(self, name)) != "no":
+                raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
+        for name in self._unlike(*_PUBLISHED):
+            if plain(getattr(self, name)) != plain(default_value(self.__dataclass_fields__[name])):
+                raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
+        if self.save_strategy == SaveStrategy.BEST:
+            raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
+        if self.save_only_model:
+            raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
+
+    @classmethod
+    @cache
+    def keyword_types(cls) -> dict[str, Any]:
+        """The type of each keyword in YAML, the stage's own first."""
+        hints, own = typing.get_type_hints(cls, include_extras=True), own_fields(cls)
+        others = [f.name for f in fields(cls) if f.init and f.name not in (*own, *_SET)]
+        return {name: BOUNDED.get(name) or LOOSE.get(name) or strict(hints[name]) for name in (*own, *others)}
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that have other values than those of a configuration without keywords."""
+        names = [f.name for f in fields(self) if f.init and f.name not in _ALIASES]
+        usual = type(self)()
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+
+    @property
+    def says_when_to_save(self) -> bool:
+        """Whether training checkpoints are saved by `save_steps` or `save_strategy`, and not by the clock."""
+        return bool(self._unlike("save_steps")) or plain(self.save_strategy) != "steps"
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of YAML that make the same configuration, as JSON."""
+        return {name: as_json(value) for name, value in self.changes().items() if name not in _SET}
+
+    def recorded(self) -> dict[str, Any]:
+        """The stage's settings for its history, JSON: its declared fields, and all others that are not as usual."""
+        own = {name: getattr(self, name) for name in own_fields(type(self))}
+        left_out = (*_SET[:3], *_PUBLISHED)  # places and secrets, and the seed, which has its own place
+        return {name: as_json(value) for name, value in {**self.changes(), **own}.items() if name not in left_out}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
+        own = {name: as_json(getattr(self, name)) for name in own_fields(type(self))}
+        return {**super().to_dict(), **own}
+
+
+def own_fields(cls: Any) -> dict[str, Any]:
+    """The fields that a stage declares with `setting`, by name; those of the library last."""
+    declared = [f for f in fields(cls) if isinstance(f.metadata.get("help"), Help)]
+    return {f.name: f for f in sorted(declared, key=lambda f: f.name in TrainingArguments.__dataclass_fields__)}

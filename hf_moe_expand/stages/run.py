@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -13,7 +14,7 @@ from transformers.utils import logging
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import StageRecord, add_stage
-from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..core.disk import check_room, folder_bytes, readable_size
@@ -95,41 +96,34 @@ def _train_stage(
     config.check_alone()
     check_seed(seed)
     config = config.begun(**({} if seed is None else {"seed": seed, "data_seed": seed}))  # the caller's stays as it is
-    lines, curriculum = config.check(before, data), config.order(list(data))
+    is_first = config.process_index == 0
+    lines, settings = config.check(before, data), config.recorded()
     for code, text in data.items():
         if isinstance(text, LanguageText) and not same_language(code, text.language):
             raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
-    if config.process_index == 0 and lines:
+    if is_first and lines:
         print("\n".join(lines))
-    settings = config.recorded()
-    if curriculum is not None:
+    if (curriculum := config.order(list(data))) is not None:
         settings["curriculum"] = curriculum.model_dump()
         config.max_steps = curriculum.steps
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
-    if config.process_index == 0:
+    if is_first:
         work.lock.refuse_if_held()
     resume = work.resume()
     written = sum(tensor.nbytes for tensor in stored.reader.tensors.values())
     needed = written * (2 if is_split(config) else 1)  # once more where whole weights are gathered
     needed += max(training_disk(stored.network, config) - folder_bytes(work.path), 0)
-    if config.process_index == 0:
+    if is_first:
         check_room(out, needed, "the trained checkpoint and the training checkpoints beside it")
     tokenizer = load_tokenizer(folder, model)
     # The other ranks find the result in the cache; of a stream, each reads its own.
     with nullcontext() if is_streamed(config, data, before) else config.main_process_first(desc="pack"):
         packed = packed_text(config, before, data, tokenizer, allow_lost_text)
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
-    split = sharding(config.distributed_config)  # type: ignore[arg-type]
-    placed = {"config": before} if config.place_classifiers(folder, before, data, resume) else {}
-    with only_errors() if placed else nullcontext():  # the library would report the new classifiers as missing
-        # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
-        network = auto_class(before).from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False, **split, **placed
-        )
-    if not split and not config.deepspeed:  # else a rank holds parts alone
-        check_finite(network, model)
-    with work.begun(config.process_index == 0):  # before the Trainer makes the folder
+    placed = config.place_classifiers(folder, before, data, resume)
+    network = _loaded(model, folder, before, config, placed)
+    with work.begun(is_first):  # before the Trainer makes the folder
         trainer = config.make_trainer(network, packed, callbacks)
         trainer.settings = {**settings, "stream": True} if trainer.stream is not None else settings
         check_deepspeed(trainer, before)
@@ -145,18 +139,34 @@ def _train_stage(
             check_trained(weights, config.name)
             with new_folder(out, overwrite, written) as partial:
                 save_whole(weights, before, partial, folder)
-                copy_companions(folder, partial, config.companions)
-                # Mixed precision skips steps whose gradient overflowed; JSON has no such number.
-                trainer.state.log_history = [
-                    {n: v for n, v in log.items() if not isinstance(v, float) or math.isfinite(v)}
-                    for log in trainer.state.log_history
-                ]
-                trainer.state.save_to_json(str(partial / "trainer_state.json"))
+                copy_companions(folder, partial, TOKENIZER_FILES)
+                _save_state(trainer.state, partial)
                 if callbacks:
                     shutil.copyfile(work.path / VALIDATION, partial / VALIDATION)
             work.remove()
     trainer.accelerator.wait_for_everyone()
     return trainer.record
+
+
+def _loaded(name: Any, folder: Path, before: Any, config: StageConfig, placed: bool) -> Any:
+    """The model of a checkpoint, as it trains: master weights in float32, since a step of 5e-5 would round away in
+    bfloat16; with the classifiers of `before`, if these were `placed`."""
+    split: dict[str, Any] = sharding(config.distributed_config)  # type: ignore[arg-type]
+    with only_errors() if placed else nullcontext():  # the library would report the new classifiers as missing
+        network = auto_class(before).from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, **split, **({"config": before} if placed else {})
+        )
+    if not split and not config.deepspeed:  # else a rank holds parts alone
+        check_finite(network, name)
+    return network
+
+
+def _save_state(state: Any, folder: Path) -> None:
+    """Writes the log. Mixed precision skips steps whose gradient overflowed; JSON has no such number."""
+    state.log_history = [
+        {n: v for n, v in log.items() if not isinstance(v, float) or math.isfinite(v)} for log in state.log_history
+    ]
+    state.save_to_json(str(folder / "trainer_state.json"))
 
 
 @contextmanager

@@ -74,13 +74,11 @@ class WholeRecipe:
     Attributes:
         text: the text of its own file.
         layers: its files, that which inherits nothing first, each with the values that it and all that it inherits
-            have together.
-        absent: nulls for keys that no parent has: they stay.
+            have together. A null for a key that no parent has stays.
     """
 
     text: str
     layers: list[tuple[str, dict[str, Any]]]
-    absent: list[str]
 
     @property
     def mapping(self) -> dict[str, Any]:
@@ -102,14 +100,9 @@ class WholeRecipe:
             InputError: a file is missing, is no YAML mapping, or inherits from itself.
         """
         layers: list[tuple[str, dict[str, Any]]] = []
-        absent: list[str] = []
         for file, mapping in reversed([*_line(text, path)]):
-            if layers:
-                parent = layers[-1][1]
-                absent += _absent(mapping, parent)
-                mapping = _merged(mapping, parent, keeps_null)
-            layers.append((str(file), mapping))
-        return cls(text, layers, absent)
+            layers.append((str(file), _merged(mapping, layers[-1][1], keeps_null) if layers else mapping))
+        return cls(text, layers)
 
     def checked(self, check: Callable[[dict[str, Any]], Any]) -> Any:
         """What `check` returns for the mapping. Its InputError, which begins with the recipe's file and the key that is
@@ -118,8 +111,7 @@ class WholeRecipe:
             return check(self.mapping)
         except InputError as error:
             said = str(error)
-        mine = self.layers[-1][0]
-        wrong = said.removeprefix(f"{mine}: ")
+        wrong = said.removeprefix(f"{self.layers[-1][0]}: ")
         found = re.match(r"(?:unknown key `)?(\w+)", wrong)
         key = found[1] if found else ""
         for file, mapping in self.layers[:-1]:
@@ -129,9 +121,7 @@ class WholeRecipe:
                 except InputError as error:
                     if str(error) == said:
                         raise InputError(f"{file}: {wrong}") from None
-        nothing = next((path for path in self.absent if path.startswith(key) and path.split(".")[-1] in wrong), None)
-        hint = "" if nothing is None else f" `null` takes a key out, but no parent has `{nothing}`: leave it out."
-        raise InputError(said + hint)
+        raise InputError(said)
 
 
 def _line(text: str, path: str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -166,14 +156,3 @@ def _merged(child: dict, parent: dict, keeps_null: Callable[[str], bool] = _neve
         else:
             whole[key] = value
     return whole
-
-
-def _absent(child: dict, parent: dict) -> list[str]:
-    """The keys of a child's nulls that a parent does not have, with those above them."""
-    found = []
-    for key, value in child.items():
-        if isinstance(value, dict) and isinstance(parent.get(key), dict):
-            found += [f"{key}.{inner}" for inner in _absent(value, parent[key])]
-        elif value is None and key not in parent:
-            found.append(str(key))
-    return found

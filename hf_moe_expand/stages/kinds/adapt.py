@@ -5,6 +5,7 @@ Example: hf-moe-expand train adapt qwen-dmoe-2 qwen-dmoe-ro --data ro=ro.jsonl -
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from accelerate.utils import broadcast_object_list
@@ -136,16 +137,7 @@ def adapt_language(
                 f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
             )
     state = launched()
-    perplexities: list[float] = []
-    if state.is_main_process:
-        with built_whole():
-            network, tokenizer = load_for_inference(folder)
-        if is_streamed(config, {language: source}, expanded):
-            texts = sample(source, config.on_bad_shard, seed)
-        else:
-            texts = source.load().shuffle(seed=seed)["text"]
-        perplexities = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
-        del network
+    perplexities = _perplexities(folder, expanded, source, config, seed) if state.is_main_process else []
     perplexities, place = broadcast_object_list([perplexities, sibling(out, "grown")])
     nearest = min(range(len(perplexities)), key=perplexities.__getitem__)
     with scratch_folder(place, state.is_main_process) as scratch, named_as(place / "model", out):
@@ -162,6 +154,17 @@ def adapt_language(
         frozen = check_frozen(grown, out, record.stage)
         state.wait_for_everyone()
     return Adaptation(perplexities, nearest, len(groups), record, frozen)
+
+
+def _perplexities(folder: Path, expanded: Any, source: LanguageText, config: AdaptConfig, seed: int) -> list[float]:
+    """The perplexity of a sample of the text through each expert of the checkpoint."""
+    with built_whole():
+        network, tokenizer = load_for_inference(folder)
+    if is_streamed(config, {source.language: source}, expanded):
+        texts = sample(source, config.on_bad_shard, seed)
+    else:
+        texts = source.load().shuffle(seed=seed)["text"]
+    return expert_perplexities(network, tokenizer, source.language, texts, config.block_size, config.sample_tokens)
 
 
 def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionRecord:

@@ -71,7 +71,7 @@ class PostPretrainConfig(MixedConfig):
 
     def check_settings(self, model: Any) -> None:
         self.check_exclusive(model, "language_prior_coef")
-        gates = [name for name in self._unlike(("budget_coef", "gate_budget")) if getattr(self, name)]
+        gates = [name for name in self._unlike("budget_coef", "gate_budget") if getattr(self, name)]
         if gates and not getattr(model, "conditional_routing", False):
             raise InputError(f"{gates[0]}: is for conditional routing, which the model does not have: leave it out.")
 

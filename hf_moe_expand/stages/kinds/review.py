@@ -83,7 +83,7 @@ class ReviewConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self._unlike(("classifier_choice", "classifier_tokens")) if self.classifier_layers is None else ():
+        for name in self._unlike("classifier_choice", "classifier_tokens") if self.classifier_layers is None else ():
             raise InputError(f"{name}: says where new classifiers go: give classifier_layers too, their number.")
 
     @classmethod
