@@ -23,6 +23,7 @@ class LogLines(ProgressCallback):
     """
 
     not_shown: tuple[str, ...] = _NOT_SHOWN
+    training_bar: Any
 
     def __init__(self, shows: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -33,9 +34,9 @@ class LogLines(ProgressCallback):
         no_bar = args.disable_tqdm or not (self.shows and state.is_world_process_zero)
         self.training_bar = Bar(total=state.max_steps, initial=self.first, dynamic_ncols=True, disable=no_bar)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: Any, *rest: Any, **kwargs: Any) -> None:
         if self.shows and not args.disable_tqdm:
-            super().on_prediction_step(args, state, control, **kwargs)
+            super().on_prediction_step(args, *rest, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not (self.shows and state.is_world_process_zero):
