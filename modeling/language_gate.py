@@ -14,7 +14,8 @@ where there is none): they are evidence for no class.
     s[g] = sum of e over the last `window` tokens of the text
 
 The class is the g with the largest s[g], if that is above 0; else 0, home. In an answer that a model writes the class
-changes to g if the largest s[g] of the answer's own tokens is above 0, and to home if it is below `home`.
+changes to g if the largest s[g] of the answer's own tokens is above 0, or `leave` if it is at home, and to home if it
+is below `home`.
 
 Shape suffixes: B rows, S tokens of a row, M texts, L tokens of a text's end, C classes, E = C - 1; others as in
 `routing.py`.
@@ -48,7 +49,7 @@ class GateRule:
         window: tokens whose evidence counts, at most 128.
         begin: the id that the tokenizer puts before a text; None if it puts none.
         home: nats below which an answer's own tokens send it home.
-        leave: nats for each of an answer's tokens that count, above which they take it from home.
+        leave: nats above which they take it from home.
 
     Raises:
         ValueError: a value has another type or is out of range, or a language stands twice.
@@ -68,12 +69,12 @@ class GateRule:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind):
                 raise ValueError(f"language_gate: {name} is {value!r}: must be a number.")
-        of_answers = self.home <= 0 <= self.leave <= self.bound
+        of_answers = self.home <= 0 <= self.leave
         if self.layer < 0 or not 1 <= self.window <= READ or not 0 < self.bound <= UNIT or not of_answers:
             raise ValueError(
                 f"language_gate: layer is {self.layer}, window {self.window}, bound {self.bound:g}, home {self.home:g} "
                 f"and leave {self.leave:g}: layer must be at least 0, window 1 to {READ}, bound above 0 and at most "
-                f"{UNIT} nats, home at most 0, and leave from 0 to bound."
+                f"{UNIT} nats, home at most 0, and leave at least 0."
             )
         codes = [code for of_class in self.languages for code in of_class]
         if len(self.languages) < 2 or not all(self.languages) or len(set(codes)) < len(codes) or not all(codes):

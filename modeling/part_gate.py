@@ -215,8 +215,8 @@ class Answers:
         if unknown:
             had = [self._class(key[: before + 1]) for key in unknown]
             sums_RE = self.judge(answers_RS[list(unknown.values())])
-            leave = self.rule.leave * min(mark, self.rule.window)
-            now_R = classes_of_sums(sums_RE, torch.tensor(had, device=sums_RE.device), self.rule.home, leave)
+            had_R = torch.tensor(had, device=sums_RE.device)
+            now_R = classes_of_sums(sums_RE, had_R, self.rule.home, self.rule.leave)
             self.classes |= zip(unknown, now_R.tolist(), strict=True)
         return RowClasses.of([self._class(key) for key in keys], ids_RS.device)
 

@@ -27,7 +27,7 @@ from .expanded_ffn import ExpandedLayer, copy_ffn
 from .part import BasePart, calls
 from .routing import TokenClasses
 from .routing_control import RoutingControl, RoutingRequest, Untold
-from .updates import EmbeddingUpdate, LoraFactor, LoraUpdate
+from .updates import EmbeddingUpdate, LoraUpdate, OwnHead
 
 Maps = dict[str, list | None]  # by a module's name: rank, scaling and whether B has a bias; None for a whole copy
 
@@ -48,7 +48,7 @@ class OwnModules(nn.Module):
             module = owner.get_submodule(name)
             if update is None and heads and isinstance(module, nn.Linear):
                 # As quantisers and "all linear layers" leave the base's head alone.
-                own: nn.Module = LoraFactor(module.in_features, module.out_features, module.bias is not None)
+                own: nn.Module = OwnHead(module.in_features, module.out_features, module.bias is not None)
             elif update is None:
                 own = copy_ffn(module)
             else:

@@ -27,6 +27,16 @@ class LoraFactor(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class OwnHead(LoraFactor):
+    """A whole head of a language's own."""
+
+    def init_part(self) -> None:
+        """First weights, as those of `nn.Linear`."""
+        init_kaiming(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+
 def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
     """Kaiming uniform, as PEFT (for A) and `nn.Linear`."""
     init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)

@@ -396,6 +396,19 @@ def test_what_is_no_fine_tune_of_the_base_is_refused(home, tmp_path):
     close(logits(load(tmp_path / "converted"), languages="el"), logits(load(tmp_path / "half").float()))
     no("rank is 99: must be at most 16, the narrowest side of model.layers.0.self_attn.k_proj", home / "el", rank=99)
     no("weight is 3.0: must be above 0", home / "el", weight=3.0)
+    no("dtype is bfloat16, but no tensor of base is", home / "el", dtype="bfloat16")
+    no("tuned", 3)
+    tied = load(home / "el")
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    tied.save_pretrained(tmp_path / "tied")
+    no("tie_word_embeddings is True, but False in base", tmp_path / "tied")
+    broken = load(home / "el")
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+    broken.save_pretrained(tmp_path / "broken")
+    for rank in (None, 4):
+        no("tensor 'model.layers.1.mlp.down_proj.weight', or the base's, has values", tmp_path / "broken", rank=rank)
     refused(expand_tuned, home / "both", {"el": home / "el"}, tmp_path / "out", says="given as an old and as a new")
     refused(expand_tuned, home / "base", {}, tmp_path / "out", says="tuned is empty")
     model = load(home / "both")

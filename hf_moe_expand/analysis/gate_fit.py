@@ -19,9 +19,9 @@ smallest such bias is taken.
 
 `home` (`GateRule`) is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them: at
 64, nine in ten texts of other languages than new ones and their near relatives are below it; or, if that is less, at no
-mark are more than 1 in 50 texts of new languages. `leave` is the evidence above which they take it from home, for each
-of its tokens: at 16, one in ten texts of new languages is below it. A text of an old language that is a relative's says
-too little of itself by then.
+mark are more than 1 in 50 texts of new languages. `leave` is the evidence above which they take it from home, which
+is halfway, at 16 tokens, between what one in a hundred texts of other languages has more of and what one in ten of new
+ones has less of. A text of an old language that is a relative's says too little of itself by then.
 
 The layer is one of the last three of the first third: earlier ones know words, these know languages. Of those that keep
 the promise it is the one in which most new text passes; of equals, the one in which new text is most evidence, by the
@@ -168,7 +168,7 @@ class GateReport:
         unseen_share: the promise.
         bias: the bias that keeps it, in nats.
         home: nats below which an answer's own tokens send it home.
-        leave: nats for each token above which they take it from home.
+        leave: nats above which they take it from home.
         unseen: each anchor, when its language is left out of the fit.
         named: anchors outside the promise, each with the new language that it is taken for.
         new: each new language.
@@ -214,8 +214,7 @@ class GateReport:
             lines.append(f"old languages      {old} of their texts go to new experts")
         lines += [f"{code:<18} {100 * share:.0f} % of its texts go to new experts" for code, share in self.new.items()]
         lines.append(
-            f"answers            go home below {self.home:.0f} nats of evidence, and leave it above {self.leave:.1f} "
-            "for each token"
+            f"answers            go home below {self.home:.0f} nats of evidence, and leave it above {self.leave:.0f}"
         )
         return lines + [f"{code:<18} its text looks like {other}: check it" for code, other in self.doubts.items()]
 
@@ -372,14 +371,14 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
         if share > settings.unseen_share:
             mean_R = gate.scored[code].logits_TR.float().mean(0)
             named[code] = max(sorted(later), key=lambda other: mean_R[gate.codes.index(other)])
-    others = [code for code in [*unseen, *old] if code not in named]
-    first = MARKS[0]
-    leave = max(0.0, _quantile(texts(new, True).sums(bias, first).amax(-1), 0.1)) / first
-    home = home_of(texts(new, True).least(bias), texts(others, True).sums(bias, 64).amax(-1))
+    unrelated = [code for code in unseen if code not in named]
+    new_N, *other_N = (texts(codes, True).sums(bias, MARKS[0]).amax(-1) for codes in (new, unrelated, old))
+    leave = leave_of(new_N, *other_N)
+    home = home_of(texts(new, True).least(bias), texts([*unrelated, *old], True).sums(bias, 64).amax(-1))
     margin = _quantile(of_new.sums(bias).amax(-1), 0.1)
     return GateReport(
         gate.layer, settings.unseen_share, bias, home, at_bias, named, of_new.shares(bias), of_old.shares(bias),
-        margin, gate.doubts, min(leave, settings.bound),
+        margin, gate.doubts, leave,
     )  # fmt: skip
 
 
@@ -391,6 +390,17 @@ def home_of(new_N: torch.Tensor, other_N: torch.Tensor) -> float:
         other_N: the evidence of each text of other languages at 64 tokens.
     """
     return min(0.0, _quantile(new_N, 0.02), _quantile(other_N, 0.9))
+
+
+def leave_of(new_N: torch.Tensor, *other_N: torch.Tensor) -> float:
+    """`leave`, in nats; see above.
+
+    Args:
+        new_N: the evidence of each text of new languages at 16 tokens.
+        other_N: that of texts of other languages, in groups, of which the one with the most counts.
+    """
+    weakest, most = _quantile(new_N, 0.1), max(_quantile(of, 0.99) for of in other_N)
+    return max(0.0, min(weakest, (weakest + most) / 2))
 
 
 def _quantile(sums_N: torch.Tensor, share: float) -> float:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ STAGE = "tuned"  # the step's name in a history
 _MAY_DIFFER = (
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-    "tie_word_embeddings", "history", "task_specific_params", "id2label", "label2id", "problem_type",
+    "history", "task_specific_params", "id2label", "label2id", "problem_type",
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "attention_probs_dropout_prob", "hidden_dropout_prob", "router_aux_loss_coef", "output_router_logits",
     "unsloth_version", "unsloth_fixed", "pretraining_tp",
@@ -125,6 +126,8 @@ class FineTune:
                 (float((b.double() - a.double()).square().sum()), float(a.double().square().sum())) for a, b in pairs
             ]
             change, size = (sum(column) for column in zip(*sums, strict=True))
+            if not isfinite(change):
+                raise InputError(f"{self.name}: tensor {dense!r}, or the base's, has values that are not finite.")
             if change:
                 found.append(dense)
                 if len(ours.shape) > 1 and size:
@@ -210,10 +213,22 @@ class FineTune:
         """A or B of the truncated SVD of a difference `[out, in]`."""
         if self._factors[0] != dense:  # both are written one after the other
             difference = self._difference(dense)
-            U, S, V = torch.linalg.svd(difference.T if is_conv else difference, full_matrices=False)
-            root = S[: self.rank].sqrt()
-            self._factors = dense, {"lora_A": root[:, None] * V[: self.rank], "lora_B": U[:, : self.rank] * root}
+            B, A = best_update(difference.T if is_conv else difference, self.rank or 0)
+            self._factors = dense, {"lora_A": A, "lora_B": B}
         return self._factors[1][which]
+
+
+def best_update(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """B `[out, rank]` and A `[rank, in]` whose product is nearest to a change `[out, in]` in float64: its truncated
+    singular value decomposition, by the eigenvectors of the smaller of its two Gram matrices, which takes a tenth of
+    the time. Both factors have the roots of the singular values."""
+    if change.shape[0] < change.shape[1]:
+        A, B = best_update(change.T, rank)
+        return B.T, A.T
+    V = torch.linalg.eigh(change.T @ change).eigenvectors[:, -rank:].flip(1)
+    product = change @ V
+    root = product.norm(dim=0).sqrt()
+    return product / root.clamp(min=torch.finfo(root.dtype).tiny), root[:, None] * V.T
 
 
 def _torch_name(dtype: str) -> str:
@@ -223,7 +238,7 @@ def _torch_name(dtype: str) -> str:
 @checked
 def expand_tuned(
     base: Any,
-    tuned: Mapping[str, Any],
+    tuned: Mapping[str, str | os.PathLike | PreTrainedModel],
     out: str | os.PathLike | None = None,
     old_languages: Sequence[str] = (),
     *,
@@ -279,6 +294,8 @@ def expand_tuned(
     for one in tuned.values():
         number = 1 + sum(isinstance(other, FineTune) for other in loaded)
         loaded.append(_loaded(home, one, number, rank, weight, stored_type))
+    if stored_type and stored_type not in {home[key].dtype for key in home.tensors}:
+        raise InputError(f"dtype is {dtype}, but no tensor of {home.name} is: fine-tunes get the base's type.")
     folders = [one.folder for one in loaded]
     check_place(base, out, overwrite, *([] if isinstance(base, PreTrainedModel) else [home.folder, *folders]))
     entries = [
@@ -353,8 +370,6 @@ def _loaded(home: Source, tuned: Any, number: int, rank: int | None, weight: flo
     for what, ours, theirs in differences(base, source.config, _MAY_DIFFER):
         more = longer if what == "vocab_size" else ", so that it computes otherwise with the same weights"
         raise InputError(f"{name}: {what} is {theirs!r}, but {ours!r} in {home.name}{more}.")
-    if base.tie_word_embeddings and not source.config.tie_word_embeddings:
-        raise InputError(f"{name}: its head is not its embedding, as that of {home.name} is.")
     for dense, key in home.base.items():
         ours, there = home.shapes[key], source.shapes.get(dense)
         if ours != there:

@@ -157,7 +157,9 @@ def _in_words(stage: StageRecord) -> str:
     if stage.tokens_seen is not None:
         words += f", {stage.tokens_seen:,} tokens seen"
         words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
-    return ", ".join([words, *stage.sampled])
+    of_tuned = {name: (stage.settings or {}).get(name) for name in ("model", "rank", "weight")}
+    of_tuned["weight"] = None if of_tuned["weight"] == 1 else of_tuned["weight"]
+    return ", ".join([words, *(f"{name} {value}" for name, value in of_tuned.items() if value), *stage.sampled])
 
 
 def _size_of(module: Any) -> int:
