@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.evaluation import chat, report
-from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
+from hf_moe_expand.evaluation.chat import QUESTIONS, check_chat
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inference import verbs_writing as verb
 from hf_moe_expand.inference.asking import Answering, ChatModel
-from hf_moe_expand.report.page import make_page
 
 SHORT = Answering(max_new_tokens=6)
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
@@ -80,13 +79,6 @@ def test_the_template_wraps_the_conversation(home):
     said = chat.reply(talk, Answering(max_new_tokens=6, system="be brief"))
     assert said == chat.answer("<s>be brief<u>hi<a>yes<u>so<a>", SHORT)
     assert chat.reply(talk[:1], SHORT) == chat.answer("<u>hi<a>", SHORT)
-
-
-def test_drawn_answers_depend_on_the_seed_alone(home):
-    asked = ChatModel.load(home / "el")
-    how = Answering(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
-    assert asked.answer("a", how) == asked.answer("a", how)
-    assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))
 
 
 def test_what_cannot_be_asked_is_refused(base, home, tmp_path):
@@ -222,14 +214,3 @@ def test_evaluate_asks_from_a_file_or_the_ten_of_ours(chats, tmp_path):
         invoke("evaluate", chats / "base", chats / "same", "--questions", "fr", "--out", tmp_path / "f.json")
     with pytest.raises(InputError, match="--questions compares answers: give the base first"):
         invoke("evaluate", chats / "base", "--questions", "en", "--out", tmp_path / "f.json")
-
-
-def test_the_page_shows_the_answers_side_by_side(tmp_path):
-    (tmp_path / "run").mkdir()
-    check = ChatCheck("en", ["Who?", "What?"], ["I.", "<b>it</b>"], ["I.", "that"], ["I.", "<b>it</b>"])
-    Evaluation(["en"], ["el"], chats=[check]).to_json(tmp_path / "run" / "evaluation.json")
-    page = make_page(tmp_path / "run")
-    assert "In en, 50 % of the result’s answers are the base’s own" in page
-    assert '<th scope="col">told en</th>' in page
-    assert "<td>&lt;b&gt;it&lt;/b&gt;</td>" in page
-    assert "<b>it</b>" not in page

@@ -1,7 +1,6 @@
 """The benchmark scripts at a tiny size: their tables have the promised rows, and what they compare is equal."""
 
 import importlib
-import mmap
 import re
 from itertools import product
 from pathlib import Path
@@ -159,25 +158,3 @@ def test_gpu_without_a_gpu_says_so_in_one_line(gpu, capsys, tmp_path):
         gpu.main(["--out", str(tmp_path / "page.md")])
     assert not capsys.readouterr().out
     assert not (tmp_path / "page.md").exists()
-
-
-def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
-    gpu = script("gpu")
-    for module, lines in ((gpu.expert_speed, [gpu.FFN]), (gpu.train_step, gpu.TRAIN), (gpu.generate, gpu.DECODE)):
-        for line in lines:
-            module.options_parser().parse_args([*line.split(), "--device", "cuda"])
-
-
-def hold(mib):
-    """Memory taken twice over and given back: how far the peak rose."""
-    timing = importlib.import_module("timing")
-    before = timing.resident_bytes()
-    timing.reset_peak()
-    with mmap.mmap(-1, mib << 20) as memory:
-        memory.write(b"1" * (mib << 20))
-    return timing.resident_bytes(peak=True) - before
-
-
-def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
-    peak = script("timing").in_own_process(hold, 48)
-    assert 95 << 20 <= peak < 3 * 48 << 20  # the kernel counts pages in batches

@@ -5,12 +5,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import tiny_config
-from datasets import Dataset
 
 from hf_moe_expand import PostPretrainConfig
-from hf_moe_expand.demo import pretraining
-from hf_moe_expand.runs import recommended
 from hf_moe_expand.stages import config
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
@@ -37,19 +33,6 @@ def test_a_gpu_has_it_where_it_does_not_emulate_it(monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("able", [True, False])
-def test_a_small_base_takes_it_where_the_device_has_it(able, monkeypatch, tmp_path):
-    taken = []
-    monkeypatch.setattr(pretraining, "has_bfloat16", lambda: able)
-    monkeypatch.setattr(pretraining, "took_away_usual", lambda _: False)
-    monkeypatch.setattr(pretraining, "Trainer", lambda model, arguments, **_: taken.append(arguments) or Mock())
-    texts = {"en": Dataset.from_dict({"text": ["a few words"] * 40})}
-    pretraining.make_base(
-        tmp_path / "base", texts, {"en": 1.0}, pretraining.BaseSettings(hidden_size=8, num_layers=1, block_size=8)
-    )
-    assert [arguments.bf16 for arguments in taken] == [able]
-
-
 def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "has_bfloat16", lambda: False)
     with pytest.warns(UserWarning, match="no instructions for bfloat16.*leave `bf16: true` out"):
@@ -62,12 +45,3 @@ def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
         PostPretrainConfig(str(tmp_path), use_cpu=True).begun()
         monkeypatch.setattr(config, "has_bfloat16", lambda: True)
         PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True).begun()
-
-
-def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
-    dense = tiny_config("qwen2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(recommended, "device_memory", lambda: 10**12)
-    for able in (True, False):
-        monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
-        assert recommended._on_the_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1, None)["half"] == able

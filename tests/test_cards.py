@@ -14,7 +14,6 @@ from huggingface_hub import ModelCard
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint, join_expansions, make_card
 from hf_moe_expand.checkpoint.gate import Gate
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
@@ -136,18 +135,6 @@ def test_results_put_old_languages_first_and_compare_with_the_base(checkpoint, e
     assert "Text in hu. Following instructions" in text.replace("\n", " ")
 
 
-def test_the_name_in_the_evaluation(checkpoint, evaluation):
-    renamed = checkpoint.rename(checkpoint.with_name("other"))
-    with pytest.raises(
-        InputError, match=r"has scores of tiny, between, tiny-el, but none of other; name this .*evaluated"
-    ):
-        make_card(renamed, evaluation=evaluation)
-    assert "1.010" in str(make_card(renamed, evaluation=evaluation, evaluated_as="tiny-el"))
-    assert "1.010" in str(make_card(renamed, "tiny-el", evaluation))
-    alone = Evaluation.from_json(evaluation).of_this(["tiny"], evaluation)
-    assert list(alone.models) == ["this model"]
-
-
 def test_training_is_told_without_folders(checkpoint):
     edit(checkpoint, stages=[STAGE, {"stage": "average", "settings": {"models": ["a@1", "b@2"]}}])
     text = str(make_card(checkpoint))
@@ -245,12 +232,6 @@ def test_the_history_of_several_expansions(checkpoint, tmp_path):
     ]
     assert metadata_errors(text) == []
     assert "It was expanded" not in str(make_card(checkpoint))
-
-
-@pytest.mark.parametrize(("code", "wanted"), [("zh-Hant", "zh"), ("yue", "yue"), ("ell", "el"), ("iw", "he")])
-def test_language_tags_become_the_codes_that_the_hub_knows(checkpoint, code, wanted):
-    edit(checkpoint, old_languages=[], new_languages=[code])
-    assert make_card(checkpoint).data.language == [wanted]
 
 
 @pytest.mark.parametrize("code", ["xx", "greek", "e", ""])

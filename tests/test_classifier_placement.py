@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import interrupted, invoke, run_fresh, write_texts
+from conftest import interrupted, run_fresh, write_texts
 from safetensors.torch import load_file
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, ReviewTrainer, expand_checkpoint, train_stage
@@ -59,11 +59,6 @@ def test_review_places_and_trains_them(root, data, tmp_path, choice, nearest, ca
     assert "'missing_keys': set(), 'unexpected_keys': set()" in run_fresh(code, str(tmp_path / "out"))
 
 
-def test_less_text_than_asked_for_is_measured_as_far_as_it_goes(root, data, tmp_path):
-    train_stage(root / "plain", tmp_path / "out", data, ReviewConfig(classifier_layers=2, **QUICK))
-    assert placed(tmp_path / "out") == [0, 2]
-
-
 def test_an_interrupted_review_goes_on_with_the_layers_that_it_chose(root, data, tmp_path, monkeypatch):
     config = ReviewConfig(classifier_layers=1, **QUICK)
     train_stage(root / "plain", tmp_path / "whole", data, config)
@@ -74,16 +69,6 @@ def test_an_interrupted_review_goes_on_with_the_layers_that_it_chose(root, data,
     train_stage(root / "plain", tmp_path / "out", data, config)
     whole, out = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(whole[name], out[name]) for name in whole)
-
-
-def test_the_command_takes_the_number_and_the_choice(root, tmp_path):
-    (tmp_path / "review.yaml").write_text(json.dumps(QUICK))
-    invoke(
-        "train", "review", root / "plain", tmp_path / "out", "--data", f"en={root}/en.jsonl", "--data",
-        f"el={root}/el.jsonl", "--config", tmp_path / "review.yaml", "--classifier-layers", 1,
-        "--classifier-choice", "random",
-    )  # fmt: skip
-    assert len(placed(tmp_path / "out")) == 1
 
 
 @pytest.mark.parametrize(

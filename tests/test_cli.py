@@ -23,7 +23,6 @@ import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.cli import groups, orderly_stops
 from hf_moe_expand.cli.groups import version_line
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 from hf_moe_expand.core.verbs import Given, Keys, Kind, belongs, without_effect
 
@@ -107,20 +106,6 @@ def test_every_command_of_the_readme_runs(workplace, quick_gates, monkeypatch):
     assert "model.safetensors" in said["push"]
     assert "post-pretrain, 1 steps" in invoke("inspect", "runs/qwen-el/post_pretrain")
     refused(invoke, "chat", "runs/qwen-el/post_pretrain", "--base", "inside", says="its tokenizer has no chat template")
-
-
-def test_plans_from_the_command_line(base, error_of):
-    text = invoke("plan", "moe-lpr", "--layers", 4, "--experts", 3, "--new", "el", "--out", "a.json")
-    assert "3 3 3 3 (total 12)" in text
-    assert Plan.load("a.json").method == "moe-lpr"
-    invoke("plan", "mola", "--layers", 8, "--out", "b.json", "--classifiers-in", "6-7")
-    assert Plan.load("b.json").classifier_layers == [6, 7]
-    invoke("plan", "random", "--layers", base, "--total-experts", 8, "--out", "c.json")
-    assert sum(Plan.load("c.json").experts_per_layer) == 8
-    assert "exists already" in error_of("plan", "mola", "--layers", 8, "--out", "b.json")
-    classifiers = ("--layers", 8, "--classifier-layers", 2, "--out", "none.json")
-    for plan in (("moe-lpr", "--experts", 3), ("mola",), ("random", "--total-experts", 24)):
-        assert "analysis" in error_of("plan", *plan, *classifiers)
 
 
 def test_a_plan_to_grow_knows_the_models_languages(base, error_of):
@@ -236,11 +221,6 @@ def test_the_options_of_a_verb_follow_from_its_signature_and_docstring():
     assert "Args:" not in shown
 
 
-@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
-def test_every_option_has_a_help(words):
-    assert [one.name for one in verb(*words).params if not getattr(one, "help", None)] == []
-
-
 def test_the_verbs_are_few_and_each_has_a_summary(error_of):
     shown = invoke("--help")
     (_, *blocks) = re.split(r"^\w.*:\n", shown, flags=re.MULTILINE)[1:]
@@ -254,14 +234,6 @@ def test_an_old_verb_says_its_new_form_in_one_sentence(gone, error_of):
     assert said.startswith(f"error: `{gone}` is gone. Its new form: hf-moe-expand ")
     words = said.partition("hf-moe-expand ")[2].split()
     assert words[0] in verb().commands
-
-
-def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for words in (["--debug", "inspect", "nowhere/at-all/x"], ["inspect", "nowhere/at-all/x", "--debug"]):
-        monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *words])
-        with pytest.raises(InputError, match="no such folder"):
-            cli.main()
 
 
 def test_the_console_script_loads_expanded_checkpoints_and_no_more_than_it_needs(base, tmp_path):

@@ -108,19 +108,6 @@ def test_apportion_is_largest_remainders(total, weights):
     )
 
 
-def test_without_a_curriculum_it_is_an_ordinary_shuffled_epoch():
-    mix = LanguageMix([30, 8, 2])
-    rows = list(CurriculumSampler(mix, 10, 4, seed=0))
-    assert sorted(rows) == list(range(40)) != rows
-    assert rows == list(CurriculumSampler(mix, 10, 4, seed=0)) != list(CurriculumSampler(mix, 10, 4, seed=1))
-    # Languages lie all over it: in the long run no step has more of one than another.
-    seen = np.zeros((10, 3))
-    for seed in range(400):
-        for position, language in enumerate(languages_of(mix, CurriculumSampler(mix, 10, 4, seed))):
-            seen[position // 4, language] += 1 / 400
-    np.testing.assert_allclose(seen, [[3.0, 0.8, 0.2]] * 10, atol=0.25)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 3.0, 0.5, float("inf")])
 def test_how_often_each_language_is_drawn_at_each_step(temperature):
     mix = LanguageMix([60, 12, 5, 3], temperature, entry=[0, 0, 7, 12])
@@ -258,15 +245,6 @@ def test_a_stage_follows_its_curriculum_also_when_interrupted(root, monkeypatch)
     assert min(resumed.ids) == 4
     assert {**broken.ids, **resumed.ids} == whole.ids
     assert weights(root / "broken") == weights(root / "whole")
-
-
-def test_temperature_alone_trains_as_long_as_the_data_lasts(root, monkeypatch):
-    watch = Watch(monkeypatch)
-    record = stage(root, "even", temperature=float("inf"), training={**TRAINING, "num_train_epochs": 0.5})
-    blocks = sum(tokens // 16 for tokens in record.tokens.values())
-    assert record.steps == -(-blocks // 8)  # half an epoch, four blocks a step
-    found = Counter(code for batches in watch.steps.values() for batch in batches for code in batch)
-    assert max(found.values()) - min(found.values()) <= 1
 
 
 @pytest.mark.parametrize("kind", [GroupConfig, JointConfig])

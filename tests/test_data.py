@@ -346,22 +346,6 @@ def test_by_default_review_takes_as_many_documents_as_every_language_has(new_per
                 review_documents(available, ["en", "es"], ["el"], new_per_old=new_per_old)
 
 
-def test_collated_batches():
-    batch = collate_blocks(
-        [{"input_ids": [1, 2], "language_ids": [0, 0]}, {"input_ids": [3, 4], "language_ids": [0, 1]}]
-    )
-    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2], [3, 4]]
-    assert batch["language_ids"].tolist() == [[0, 0], [0, 1]]
-
-
-def test_copies_of_editors_and_hidden_files_are_no_text(tmp_path):
-    write_texts(tmp_path / "a.jsonl", ["ένα"])
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    for name in ("a.jsonl~", ".a.jsonl.swp", ".#a.jsonl", "._a.jsonl", "#a.jsonl#", ".ipynb_checkpoints/a.jsonl"):
-        write_texts(tmp_path / name, ["copy"])
-    assert load(tmp_path) == ["ένα"]
-
-
 def test_the_hubs_error_comes_after_the_name(monkeypatch):
     def refuse(*_, **__):
         raise ConnectionError("Couldn't reach the hub.\nTry again.")

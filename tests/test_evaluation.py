@@ -5,16 +5,12 @@ import math
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, save_dense, tiny_config, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_dense
 from gated_models import KINDS, gated_model, tokens
-from transformers import AutoModelForCausalLM
 
-from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.evaluation import perplexity, report
+from hf_moe_expand.evaluation import perplexity
 from hf_moe_expand.evaluation.perplexity import LanguageScore, ScoredText, evaluate_model, text_stream
-from hf_moe_expand.evaluation.report import Evaluation, in_time
-from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
-from hf_moe_expand.inference.models import longest_block
+from hf_moe_expand.evaluation.report import Evaluation
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 
@@ -75,14 +71,6 @@ def test_every_window_begins_with_begin_of_text_where_the_tokenizer_adds_one(tex
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / found.bytes, rel=1e-5)
 
 
-def test_max_tokens_takes_whole_documents():
-    stream = text_stream(["abc", "defg", "h"], byte_tokenizer(), max_tokens=9)
-    assert (len(stream.ids), stream.size) == (9, 7)
-    # It ends at the first document that does not fit: a shorter one behind it is not taken.
-    stream = text_stream(["abc", "defghij", "k"], byte_tokenizer(), max_tokens=9)
-    assert (len(stream.ids), stream.size) == (4, 3)
-
-
 def test_a_first_document_that_is_too_long_is_cut_and_this_is_said_once(capfd):
     tokenizer, text = byte_tokenizer(), "ένα δύο τρία τέσσερα"
     for most in range(2, 2 * len(text)):
@@ -100,17 +88,6 @@ def test_a_first_document_that_is_too_long_is_cut_and_this_is_said_once(capfd):
     evaluate_model(model, tokenizer, {"hu": ["egy kettő három", "négy"]}, 16, max_tokens=9)
     said = capfd.readouterr().err
     assert said.count("language 'hu': its first document is longer than max_tokens 9; it is cut to 8 characters\n") == 1
-
-
-def test_a_later_document_stays_whole():
-    stream = text_stream(["", "abcdef"], byte_tokenizer(), max_tokens=4)
-    assert (len(stream.ids), sum(stream.scored), stream.size) == (
-        5,
-        3,
-        3,
-    )  # the empty document scores nothing: the next is first
-    with pytest.raises(InputError, match=r"'el': no text to score \(max_tokens 2\)"):
-        evaluate_model(tiny_dense("qwen2"), byte_tokenizer(), {"el": ["\N{CJK UNIFIED IDEOGRAPH-4E00}"]}, max_tokens=2)
 
 
 @pytest.mark.parametrize("most", [None, 500, 4001])
@@ -172,20 +149,6 @@ def test_the_tokens_that_leave_home_are_counted(kind):
     assert line == f"tokens that the gate of after sends to new experts: en {score.away:,} of {score.tokens:,}"
 
 
-def test_an_evaluation_takes_two_minutes_unless_it_is_told_otherwise(tmp_path, monkeypatch, capsys):
-    model, asked = {"base": (str(save_dense(tmp_path / "base")), None)}, EvaluationSettings()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "base").num_parameters()
-    for share in (1000, 100):
-        monkeypatch.setattr(report, "_WORK", parameters * share * 25)
-        assert in_time(asked, model, {"en": 1, "el": 2}).max_tokens == max(1000, share * 25 // 2 // 100 * 100)
-    assert "scores up to 12,500 tokens of each language" in capsys.readouterr().err
-    given = EvaluationSettings(max_tokens=5)
-    assert in_time(given, model, {"en": 1}) == given
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert in_time(asked, model, {"en": 1}) == asked
-
-
 def test_several_expansions_are_groups_of_their_own(tmp_path):
     def scores(*bits):
         codes = ("en", "el", "hu", "tr")
@@ -234,19 +197,6 @@ def test_unnamed_languages_are_a_group_of_their_own(tmp_path):
     this = result.of_this(["after"], "here")
     assert this.unnamed == ["it", "fr"]
     assert "fr (unnamed)" in this.markdown()
-
-
-def test_a_mean_over_fewer_languages_than_another_columns_is_none(tmp_path):
-    one, other = LanguageScore(4.0, 2.0, 10, 10), LanguageScore(16.0, 4.0, 10, 10)
-    result = Evaluation([], ["el", "hu"], {"model": {"el": one, "hu": other}, "model, told": {"el": one}})
-    assert result.rows()[1][-1] == ["mean of new", "3.000", "-", "-"]
-    result.to_json(tmp_path / "evaluation.json")
-    means = json.loads((tmp_path / "evaluation.json").read_text())["mean_bits_per_byte"]
-    assert (means["model"]["new"], means["model, told"]["new"]) == (3.0, None)
-
-
-def test_the_longest_block_is_found_under_any_name():
-    assert [longest_block(tiny_config(name)) for name in ("qwen2", "gpt2", "mpt", "bloom")] == [64, 64, 64, None]
 
 
 def test_logits_come_in_pieces_of_a_bounded_size(monkeypatch):

@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, invoke, load, move, refused, tiny_config, t
 from datasets import Dataset
 from gated_models import tokens
 from peft import PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
 from hf_moe_expand import (
@@ -25,15 +25,11 @@ from hf_moe_expand import (
     expand_model,
     grow_checkpoint,
     join_expansions,
-    measure_routing,
 )
 from hf_moe_expand.checkpoint.average import average_checkpoints
-from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
-from hf_moe_expand.modeling.routing import TokenClasses
-from hf_moe_expand.report.inspection import inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
 ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
@@ -140,14 +136,6 @@ def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
     assert found["eval_loss"] == pytest.approx(found["eval_next_token_loss"], abs=0.1)  # and the balance
 
 
-def test_virtual_tokens_have_the_class_of_their_rows_first_token():
-    model = expand_model(tiny_dense("qwen2"), PLAN)
-    classes = TokenClasses(torch.tensor([0, 0, 1, 1, 1, 0]), [0, 1])
-    with model.routing_control.asking(token_classes=classes):
-        known = model.expanded_ffns()[0]._known(model.routing_control.request, torch.zeros(2, 5, 32))
-    assert known.class_T.view(2, 5).tolist() == [[0, 0, 0, 0, 1], [1, 1, 1, 1, 0]]
-
-
 def test_virtual_tokens_have_their_rows_class(tmp_path):
     """Of prompt tuning, in training: old rows behind virtual tokens run expert 0 alone."""
     model = get_peft_model(
@@ -193,18 +181,6 @@ def test_a_later_language_leaves_the_choice_of_an_earlier_one(base, tmp_path, co
     assert moved == (count > 1)
 
 
-def test_growth_is_as_exclusive_as_the_model(base, el, tmp_path):
-    plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
-    for exclusive in (False, True):
-        grow_checkpoint(el, tmp_path / f"{exclusive}", Plan("moe-lpr", [3, 3, 3], exclusive=exclusive, **plan))
-    assert compare_checkpoints(tmp_path / "False", tmp_path / "True").same
-    assert AutoConfig.from_pretrained(tmp_path / "False").exclusive_experts
-    said = invoke("plan", "moe-lpr", "--from", el, "--experts", "2", "--new", "tr", "--out", tmp_path / "plan.json")
-    assert "new experts        6, beside the 6 of " in said
-    planned = Plan.load(tmp_path / "plan.json")
-    assert (planned.experts_per_layer, planned.exclusive) == ([4, 4, 4], True)
-
-
 def test_routed_and_exclusive_experts_do_not_meet(base, el, tmp_path):
     expand_checkpoint(base, tmp_path / "routed", ROUTED)
     plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
@@ -243,15 +219,3 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(base, el, tmp_pa
     packed = Dataset.from_dict({"input_ids": IDS.tolist()})
     stage = PostPretrainConfig(str(tmp_path / "stage"), max_steps=1, use_cpu=True, report_to="none")
     refused(PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train, says="joins packs")
-
-
-def test_routing_is_measured_where_a_class_has_several_experts(el):
-    plan = Plan("moe-lpr", [4, 2, 3], old=["en"], new=["el"], exclusive=True)
-    model = expand_model(tiny_dense("qwen2"), plan)
-    found = measure_routing(model, byte_tokenizer(), {"el": ["αβγδ"] * 40, "en": ["abc d"] * 40}, tokens=50)
-    assert found.layers == [0, 2]
-    assert found.expert_0_score["el"] == [0, 0]
-    assert all(sum(share[1:]) == pytest.approx(1) for share in found.top1_share["el"])
-    assert "review" not in inspect_config(model.config).trainable
-    with pytest.raises(InputError, match="takes its exclusive expert alone: there is no routing to measure"):
-        measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 from conftest import CHAT, byte_tokenizer, move, refused, run_fresh, save_dense, tensors, tiny_config, tiny_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -134,13 +133,6 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     assert (tmp_path / "thesis" / "last.tex").is_file()
     expand_checkpoint(base, tmp_path / "done", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
     assert LayerMoEForCausalLM.from_pretrained(tmp_path / "done").config.num_experts_per_layer == [2, 2, 2]
-
-
-def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", lambda self, module: None)
-    with pytest.raises(InputError, match=r"has no random first weights of 'down_proj\.weight': take `copy` instead"):
-        expand_checkpoint(base, tmp_path / "out", PLAN, expert_init="random")
-    assert not (tmp_path / "out").exists()
 
 
 THREE = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el"])

@@ -130,16 +130,6 @@ def test_without_a_known_base_it_says_what_to_pass(saved):
         save_expansion(saved / "whole", saved / "other")
 
 
-def test_a_base_that_was_saved_in_shards_will_do(folder):
-    AutoModelForCausalLM.from_pretrained(folder / "base").save_pretrained(folder / "shards", max_shard_size="40KB")
-    assert len(list((folder / "shards").glob("*.safetensors"))) > 2
-    save_expansion(folder / "whole", folder / "small", folder / "shards", max_shard_size="40KB")
-    assert len(list((folder / "small").glob("expansion-*.safetensors"))) > 1
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "small", base_model=folder / "shards").state_dict()
-    whole = load_file(folder / "whole" / "model.safetensors")
-    assert all(torch.equal(loaded[name], value) for name, value in whole.items())
-
-
 def test_tensors_of_the_base_that_training_changed_travel_along(folder):
     name = "model.layers.0.input_layernorm.weight"
     change(folder / "whole" / "model.safetensors", name)
@@ -157,15 +147,6 @@ def test_a_base_that_is_another_model_is_refused_when_saving(folder):
     with pytest.raises(InputError, match=r"lacks most tensors of .*unlike: give the base"):
         save_expansion(folder / "whole", folder / "new", folder / "unlike")
     assert not (folder / "new").exists()
-
-
-def test_training_it_leaves_the_base_s_files_alone(folder):
-    before = {**contents(folder / "base"), **contents(folder / "added")}
-    model = AutoModelForCausalLM.from_pretrained(folder / "added", base_model=folder / "base")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    assert {**contents(folder / "base"), **contents(folder / "added")} == before
 
 
 LAYER_MOE = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -229,18 +210,6 @@ def test_the_base_is_named_without_a_local_path(tmp_path, monkeypatch):
         assert base_of(dense) == expected
     dense.config._name_or_path, dense.config._commit_hash = "Qwen/Qwen2.5-0.5B", commit
     assert base_of(dense) == ("Qwen/Qwen2.5-0.5B", commit)
-
-
-def test_the_bases_commit_is_that_of_the_hubs_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    dense, commit, root = tiny_dense("qwen2"), "ab" * 20, tmp_path / "models--me--dense"
-    dense.config._name_or_path = "me/dense"
-    save_dense(root / "snapshots" / commit, "qwen2")
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(commit)
-    assert base_of(dense) == ("me/dense", commit)
-    (root / "snapshots" / ("cd" * 20)).mkdir()  # which of them was loaded?
-    assert base_of(dense) == ("me/dense", None)
 
 
 def test_models_that_cannot_be_expanded_are_refused(tmp_path):

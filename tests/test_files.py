@@ -16,8 +16,7 @@ from pyarrow import parquet
 from hf_moe_expand import cli
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
-from hf_moe_expand.data import files
-from hf_moe_expand.data.files import count_lines, format_of, read_rows, text_files
+from hf_moe_expand.data.files import count_lines, format_of, text_files
 from hf_moe_expand.data.sources import LanguageText
 
 TEXTS = ["ένα", "δύο", "τρία"]
@@ -198,14 +197,6 @@ def test_text_and_translations_in_one_file_are_both_read(tmp_path):
     assert load(tmp_path / "a.jsonl") == ["ένα", "English: two → Greek: δύο", "Greek: δύο → English: two"]
 
 
-def test_the_share_that_is_read_of_a_file_grows_to_the_whole(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(BODY * 9999)
-    shares = [row.read for row in read_rows(tmp_path / "a.jsonl")]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.1
-    assert shares[-1] == 1.0
-
-
 @pytest.mark.parametrize("as_pairs", [False, True])
 @pytest.mark.parametrize(
     "row",
@@ -245,17 +236,6 @@ def test_names_that_are_not_unicode_are_refused_or_counted(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert "not Unicode; rename" in capsys.readouterr().err
-
-
-def test_a_giant_line_of_text_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(files, "GIANT", 20)
-    (tmp_path / "a.txt").write_text("short\n" + "many words " * 5 + "\n")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "many words " * 5}) + "\n")
-    say_once.cache_clear()
-    assert len(list(read_rows(tmp_path / "a.txt"))) == 2
-    assert "a.txt:2: the line has 56 characters, and is one document: put each" in capsys.readouterr().err
-    list(read_rows(tmp_path / "a.jsonl"))
-    assert not capsys.readouterr().err
 
 
 def test_text_of_the_same_relative_path_is_another_text(tmp_path, monkeypatch):

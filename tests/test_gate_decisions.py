@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from conftest import load_offloaded, refused
+from conftest import load_offloaded
 from gated_models import (
     CODES,
     GREEDY,
@@ -21,7 +21,6 @@ from gated_models import (
     slow_sums,
     tokens,
 )
-from peft import PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
@@ -117,21 +116,6 @@ def test_a_filled_cache_needs_a_told_language_or_a_judged_one(make):
             assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
 
 
-@torch.no_grad()
-def test_prefix_tuning_is_told():
-    """Its vectors lie in a cache, so that a pass of its own judges nothing; `generate` judges the prompt."""
-    model = gated_model(**KINDS["exclusive"])
-    texts = clear_texts(model, 2, 9)
-    ids, codes = torch.tensor(texts), [CODES[number] for number in numbers_of(model, texts)]
-    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    refused(tuned, ids, says="a pass on a filled cache judges no text", raises=ValueError)
-    with tuned.judged(ids):
-        found = tuned(ids).logits
-    assert torch.equal(found, tuned(ids, languages=codes).logits)
-    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
-    assert torch.equal(tuned.generate(**options), tuned.generate(languages=codes, **options))
-
-
 def test_in_training_nothing_is_judged():
     """A model without a told language trains its newest expansion."""
     model, ids, calls = gated_model(expansions=TWO, exclusive=True).train(), tokens(2, 8), []
@@ -158,18 +142,6 @@ def test_a_compiled_pass_is_judged_before():
         compiles(model).compile(backend="eager")
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
-
-
-@torch.no_grad()
-def test_compiled_rows_of_several_classes_share_a_graph_whichever_they_are():
-    model, graphs, counts = gated_model(expansions=TWO, exclusive=True), [], []
-    texts = sorted(clear_texts(model, 1, 9), key=lambda text: slow_class(slow_sums(model, text)))
-    torch.compiler.reset()
-    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    for two in ([0, 1], [0, 2], [1, 2]):
-        model(torch.tensor([texts[number] for number in two]), use_cache=False)
-        counts.append(len(graphs))
-    assert counts[0] == counts[2]
 
 
 @torch.no_grad()

@@ -19,10 +19,8 @@ from hf_moe_expand.analysis.gate_fit import (
     FittedGate,
     Scored,
     Texts,
-    _folds,
     _moments,
     _read,
-    _rows,
     by_class,
     candidates,
     home_of,
@@ -30,7 +28,7 @@ from hf_moe_expand.analysis.gate_fit import (
     report_of,
     softmax_regression,
 )
-from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
+from hf_moe_expand.analysis.gate_text import LEAST, gate_examples
 from hf_moe_expand.analysis.gating import fitted, gate_of
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.core.errors import InputError
@@ -148,17 +146,6 @@ def test_new_text_is_recognised_and_the_report_says_where_texts_go(gated):
     assert f"answers            go home below {report.home:.0f} nats" in said
 
 
-def test_inspect_names_a_checkpoint_whose_code_judges_token_by_token(expanded, tmp_path):
-    fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
-    said = "  its code          judges token by token, as an earlier version did: load the model, save it, and push it "
-    said += "again"
-    found = inspect_checkpoint(tmp_path / "out")
-    assert said not in found.lines()
-    assert found.base == inspect_checkpoint(expanded).base  # the gate is none of the base's weights
-    (tmp_path / "out" / "part_gate.py").unlink()  # which an earlier version's code does not have
-    assert said in inspect_checkpoint(tmp_path / "out").lines()
-
-
 def test_a_near_relative_of_a_new_language_is_named(expanded, tmp_path):
     """An anchor with the letters of a new language is taken for it when the gate has not seen it."""
     anchors = {**ANCHORS, "qzz": words("αβγδεζη", 60, 9)}
@@ -204,15 +191,6 @@ def test_all_but_the_gate_is_byte_for_byte_the_same(expanded, gated):
     assert (stage["stage"], settings) == ("gates", {"unseen_share": 0.02, "layer": layer})
     assert stage["settings"]["shares"]["el"] == {"end": round(gated.gates.new["el"], 4)}
     assert config["expansions"][-1]["language_gate"] == config["parts"]["gate"]
-
-
-def test_numbers_of_what_is_not_there_are_refused(gated):
-    model, _ = load_for_inference(gated.out)
-    for number in (-1, 2, "1", None):
-        with pytest.raises(ValueError, match=f"Expansion {number!r} was asked for, but the model has 0"):
-            model.use_expansion(number)
-    for number in (-1, "1", None, [0]):
-        refused(model.use_expert, number, says=r"Expert .* was asked for: give a number from 0", raises=ValueError)
 
 
 def test_growth_leaves_the_gate_out_and_each_expansion_gets_a_class(gated, tmp_path):
@@ -294,17 +272,6 @@ def test_the_command_line(expanded, tmp_path, monkeypatch):
     assert "9 languages stay home" in shown
     assert "new: el, hu" in shown
     assert "to new experts" in shown
-
-
-def test_a_token_is_fitted_to_its_language_to_the_template_or_to_nothing():
-    chat, line = Example([1, 2, 3, 4, 5], 2, 4, True), Example([6, 7, 8], 1, 3, False)
-    assert _rows(chat, 9, True).tolist() == [-1, 0, 9, 9, 0]
-    assert _rows(line, 9, True).tolist() == [-1, 9, 9]
-    assert _rows(Example([6, 7, 8], 0, 3, False), 9, True).tolist() == [9, 9, 9]  # an id stands before every text
-    assert _rows(Example([1, 2, 3], 1, 2, True), 9, False).tolist() == [-1, 9, -1]
-    # Anchors are left out as wholes, other languages text by text.
-    codes = ["en", "qb", "qb", "en", "qa", "en", "qb", "en"]
-    assert _folds(codes, ["qa", "qb"]) == [0, 1, 1, 1, 0, 2, 1, 0]
 
 
 def slow_sum(evidence, end, window):

@@ -1,7 +1,7 @@
 """`generate` with a language gate: a prompt is judged, and then told; what it writes is judged by itself."""
 
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from itertools import product
 
 import pytest
@@ -11,8 +11,6 @@ from gated_models import (
     CODES,
     GREEDY,
     KINDS,
-    MAPS,
-    all_go_to,
     clear_texts,
     gated_model,
     padded,
@@ -20,7 +18,7 @@ from gated_models import (
     slow_sums,
     tokens,
 )
-from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig
 
 LONG = {**GREEDY, "max_new_tokens": 210}
 # A window of many tokens, and an answer that goes home only if it is clearly not of the new languages.
@@ -137,14 +135,6 @@ def test_with_drafts_the_prompts_class_holds():
         assert found == [1]
 
 
-def test_in_training_a_text_is_not_judged_which_is_said():
-    model, ids = gated_model(**KINDS["exclusive"]).train(), tokens(2, 8)
-    all_go_to(model, 0)
-    with pytest.warns(UserWarning, match=r"the language gate judges nothing.*call model.eval\(\) first"):
-        found = model.generate(ids, **GREEDY)
-    assert torch.equal(found, model.generate(ids, languages="hu", **GREEDY))
-
-
 def test_continuous_batching_is_refused():
     model = gated_model()
     with pytest.raises(ValueError, match=r"and continuous batching reads parts of several.*transformers' generate"):
@@ -236,28 +226,3 @@ def test_an_answer_that_changes_its_class_goes_on_with_its_cache():
         torch.testing.assert_close(logits, ours)
         given = [found[9 + step]]
     assert len(classes) > 1
-
-
-@pytest.mark.parametrize("kind", ["copies", "adapters"])
-def test_compiled_there_is_one_graph_for_each_class_and_one_for_several(kind):
-    fields = {"expert_kind": "adapter", "adapters": [{"maps": MAPS}]} if kind == "adapters" else {}
-    model = gated_model(
-        expansions=[(2, 2)], exclusive=kind == "adapters", fields=fields, num_hidden_layers=2, **SWAYING
-    )
-    texts, graphs = clear_texts(model, 2, 9), []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiling = CompileConfig(backend=backend, mode=None)
-    compiling._compile_all_devices = True
-    torch.compiler.reset()
-    cache, both = StaticCache(config=model.config, max_cache_len=60), sorted(texts, key=partial(slow_sums, model))
-    for pair in (both[:2], both[2:], both[1:3], texts[:2]):
-        ids = torch.tensor(pair)
-        options = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": 40}
-        cache.reset()
-        found = model.generate(ids, past_key_values=cache, compile_config=compiling, **options)
-        assert torch.equal(found, model.generate(ids, **options))
-    assert 2 <= len(graphs) <= 3

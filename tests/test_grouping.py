@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from conftest import invoke, refused
+from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -262,19 +262,6 @@ def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
     assert str(tmp_path) not in json.dumps(plan.settings)
 
 
-def test_random_layers_are_as_many_as_those_that_deviate_most_and_follow_the_seed():
-    """DMoE figure 5."""
-    plans = [dmoe(groups=2, ratio=0.6, layers_by="random", seed=seed) for seed in range(8)]
-    chosen = {tuple(layer for layer, count in enumerate(plan.experts_per_layer) if count > 1) for plan in plans}
-    assert {len(layers) for layers in chosen} == {3}
-    assert len(chosen) > 1
-    assert plans[3] == dmoe(groups=2, ratio=0.6, layers_by="random", seed=3)
-    assert plans[3].groups == dmoe(groups=2, ratio=0.6).groups
-    assert (plans[3].settings["layers_by"], plans[3].settings["seed"]) == ("random", 3)
-    by_threshold = dmoe(groups=2, threshold=0.5, layers_by="random")
-    assert sorted(by_threshold.experts_per_layer) == [1, 1, 2, 2, 2]
-
-
 # En and de are alike, and el and tr; layers 1 and 3 tell languages apart best.
 ALIKE = SimilarityResult.from_pairs(
     {
@@ -300,26 +287,6 @@ def test_one_pass_gives_groups_and_layers_in_place_of_a_training_for_each_langua
     earlier = changed(ALIKE, pairs={name: values for name, values in ALIKE.pairs.items() if name != "en-de"})
     with pytest.raises(InputError, match="lacks the pair en-de: run `analyze similarity` again"):
         make_plan(plan_settings("dmoe", groups=2, grouping="similarity"), 5, [], [], earlier)
-
-
-def test_the_command_takes_one_analysis_or_the_other(tmp_path):
-    FOUND.to_json(tmp_path / "deviation.json")
-    ALIKE.to_json(tmp_path / "analysis.json")
-    ways = {
-        "deviation": ["--deviation", tmp_path / "deviation.json"],
-        "analysis": ["--analysis", tmp_path / "analysis.json"],
-    }
-    for name, way in ways.items():
-        invoke("plan", "dmoe", *way, "--groups", 2, "--out", tmp_path / f"{name}.plan")
-        plan = Plan.load(tmp_path / f"{name}.plan")
-        assert (plan.groups, plan.old, plan.new) == ([["de", "en"], ["el", "tr"]], [], [])
-    drawn = [*ways["deviation"], "--groups", 2, "--layers-by", "random", "--out", tmp_path / "drawn.json"]
-    assert "layers_by" in Plan.load(invoke("plan", "dmoe", *drawn) and tmp_path / "drawn.json").settings
-    for options in ([], ways["deviation"] + ways["analysis"]):
-        with pytest.raises(InputError, match=r"Give --deviation .*, or in its place --analysis"):
-            invoke("plan", "dmoe", *options, "--groups", 2, "--out", tmp_path / "none.json")
-    with pytest.raises(InputError, match="give only one of them"):
-        invoke("plan", "dmoe", *ways["analysis"], "--random", "--groups", 2, "--out", tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(

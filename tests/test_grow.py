@@ -1,18 +1,16 @@
 """Lifelong expansion: what an earlier one made stays, byte for byte, and each tensor is its definition."""
 
-import inspect
 import json
 import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, move, refused, save_dense, verb, write_texts
+from conftest import byte_tokenizer, invoke, move, refused, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.analysis.routers import nearest_experts
-from hf_moe_expand.analysis.settings import AnalysisSettings
 from hf_moe_expand.checkpoint.expand import versions
 from hf_moe_expand.checkpoint.grow import add_experts
 from hf_moe_expand.checkpoint.new_experts import new_weight
@@ -187,14 +185,6 @@ def test_wrong_growth_is_refused(base, first, tmp_path):
         LayerMoEConfig.from_dict(config)
 
 
-def test_the_nearest_expert_reads_as_much_from_python_the_command_line_and_a_recipe():
-    of_python = inspect.signature(nearest_experts).parameters
-    of_recipes = AnalysisSettings().model_dump()
-    assert {name: of_python[name].default for name in of_recipes} == of_recipes
-    of_command = {one.name: one.default for one in verb("grow").params}
-    assert {name: of_command[name] for name in of_recipes} == of_recipes
-
-
 FIRST_OF = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"])
 SECOND_OF = Plan("moe-lpr", [5, 1, 4], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 1, 2])
 THIRD = Plan("moe-lpr", [5, 1, 6], [2], old=["en", "el", "tr"], new=["hi"], grows_from=[5, 1, 4])
@@ -276,15 +266,6 @@ def test_every_tensor_is_its_definition(made, kind, dtype, origin, tmp_path):
     check_equal(weights(tmp_path / "third"), defined(weights(tmp_path / "second"), THIRD, origin, 3, kind))
 
 
-def test_a_layer_that_gets_its_first_classifier_late_has_a_class_for_each_expansion(made, tmp_path):
-    without = changed(SECOND_OF, classifier_layers=[])
-    grow_checkpoint(made(), tmp_path / "second", without, seed=SEED)
-    assert not any("classifier" in name for name in weights(tmp_path / "second"))
-    grow_checkpoint(tmp_path / "second", tmp_path / "third", THIRD, seed=SEED)
-    found = {name: value for name, value in weights(tmp_path / "third").items() if "classifier" in name}
-    check_equal(found, {LAYER.format(2) + "classifier.weight": torch.zeros(4, 32)})
-
-
 def test_the_configuration_and_the_history_say_what_was_done(made, tmp_path):
     grow_checkpoint(made(), tmp_path / "second", SECOND_OF, seed=SEED)
     grow_checkpoint(tmp_path / "second", tmp_path / "third", THIRD, copy_from={2: 3}, seed=SEED)
@@ -302,37 +283,6 @@ def test_the_configuration_and_the_history_say_what_was_done(made, tmp_path):
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "third")
     assert [ffn.experts_after_expansion for ffn in model.expanded_ffns().values()] == [(1, 3, 5, 5), (1, 2, 4, 6)]
-
-
-def test_the_base_and_the_old_languages_are_the_historys(made, tmp_path):
-    """Not the plan's, which may leave languages out, and not the last expansion's."""
-    config = json.loads((made() / "config.json").read_text())
-    config["expansions"][0] |= {"base_model": "Qwen/Qwen2.5-0.5B", "base_revision": "0123abc"}
-    folder = tmp_path / "trained"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").symlink_to(made() / "model.safetensors")
-    grow_checkpoint(folder, tmp_path / "second", changed(SECOND_OF, old=["en"]))
-    (_, entry) = json.loads((tmp_path / "second" / "config.json").read_text())["expansions"]
-    assert (entry["base_model"], entry["base_revision"]) == ("Qwen/Qwen2.5-0.5B", "0123abc")
-    assert entry["old_languages"] == ["en", "el"]
-
-
-def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, tmp_path):
-    record = ExpansionRecord(method="moe-lpr", old_languages=["en"], new_languages=["tr"], base_model="base")
-    sources = {0: [2, 1], 1: [], 2: [1]}
-    add_experts(made(), tmp_path / "out", sources, record, copy_router_rows=True)
-    before, found = weights(made()), weights(tmp_path / "out")
-    for layer, experts in sources.items():
-        prefix = LAYER.format(layer)
-        for number, expert in enumerate(experts, start=FIRST_OF.experts_per_layer[layer]):
-            for name in (f"{part}_proj.weight" for part in ("gate", "up", "down")):
-                assert torch.equal(
-                    found[f"{prefix}experts.{number}.{name}"], before[f"{prefix}experts.{expert}.{name}"]
-                )
-        if experts:
-            rows = before[f"{prefix}router.weight"]
-            assert torch.equal(found[f"{prefix}router.weight"], torch.cat([rows, rows[experts]]))
 
 
 def test_an_incomplete_checkpoint_or_an_expert_that_is_not_there_is_refused(made, tmp_path):

@@ -2,10 +2,8 @@
 
 import functools
 import json
-import math
 from itertools import pairwise
 
-import numpy
 import pytest
 import torch
 import yaml
@@ -24,8 +22,8 @@ import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from hf_moe_expand.evaluation.benchmarks import benchmark_means, task_list
-from hf_moe_expand.evaluation.harness import HarnessTasks, Metric, TaskScore, _metrics
+from hf_moe_expand.evaluation.benchmarks import task_list
+from hf_moe_expand.evaluation.harness import HarnessTasks
 
 QUESTIONS = {
     "el": [("Η γάτα πίνει", ["γάλα", "ουρανό"], 0), ("Ο ήλιος είναι", ["κρύος", "ζεστός", "βιβλίο"], 1)] * 3,
@@ -226,24 +224,6 @@ def test_a_task_list_gives_means_over_old_new_and_unnamed_languages(root, tmp_pa
     assert "pick (new)" in said
 
 
-def score(value, stderr=0.0, name="acc", **more):
-    return TaskScore({name: Metric(value, stderr), **more}, 0, 9, 9, None, "0")
-
-
-def test_a_mean_is_over_languages_then_over_benchmarks():
-    listed = {"a": {"el": "a_el", "hu": "a_hu"}, "b": {"el": "b_el"}, "c": {"tr": "c_tr"}}
-    scores = {
-        "a_el": score(0.2, 0.03, acc_norm=Metric(0.4, 0.03)), "a_hu": score(0.3, 0.04, acc_norm=Metric(0.6, 0.04)),
-        "b_el": score(0.9, None, "exact_match"),
-    }  # fmt: skip
-    means = benchmark_means(scores, listed, ["el", "hu"])
-    assert means["a"].value == pytest.approx(0.5)
-    assert means["a"].stderr == pytest.approx(0.025)
-    assert (means["b"].value, means["b"].stderr, means["c"]) == (0.9, None, None)
-    assert means["mean"].value == pytest.approx(0.7)
-    assert means["mean"].stderr is None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -313,9 +293,3 @@ def test_bad_input(root, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "load_for_inference", lambda *name: pytest.fail("loaded"))
     refused(invoke, "evaluate", root / "moe", "--tasks", "nothing", *out, says="is not a task")
     assert not (tmp_path / "out.json").exists()
-
-
-def test_a_value_that_is_no_finite_number_is_left_out():
-    values = {"acc,none": numpy.float32(0.5), "acc_stderr,none": "N/A", "answer,none": "a text", "bleu,none": None}
-    assert _metrics(values, {}) == {"acc": Metric(0.5)}
-    assert _metrics({"acc,none": 0.5, "acc_stderr,none": math.nan, "bleu,none": math.nan}, {}) == {"acc": Metric(0.5)}

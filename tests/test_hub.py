@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from conftest import save_dense, tiny_config
-from hub_server import TOKEN
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -304,23 +303,6 @@ def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_pa
     server.add("org/empty", {"README.md": b"x"})
     answer = client.push(of_a_folder, "me/x", dry_run=True, **options, **({"base": given} if given else {}))
     assert re.search(message, answer["message"])
-
-
-def test_the_command(server, client, checkpoint):
-    code = f"""
-import os
-os.environ["HF_TOKEN"] = {TOKEN!r}
-import hf_moe_expand.hub.publish
-hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
-from hf_moe_expand.cli import app
-app(["push", folder, "me/by-command", "--private", "--include", "NOTICE", "--license", "mit"], standalone_mode=False)
-"""
-    (checkpoint / "NOTICE").write_text("x")
-    said = client.run(code, folder=str(checkpoint))["said"]
-    assert "me/by-command: pushed" in said
-    assert server.repo("me/by-command").private
-    assert server.files("me/by-command")["NOTICE"] == b"x"
-    assert b"license: mit" in server.files("me/by-command")["README.md"]
 
 
 @pytest.mark.parametrize(

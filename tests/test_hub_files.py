@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import refused, save_dense
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.private import library_errors_at, refuse_private
-from hf_moe_expand.hub import base_model, card
-from hf_moe_expand.hub.publish import push_to_hub
 from hf_moe_expand.hub.published import check_code, check_loads_alone, published_files
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
@@ -128,31 +125,11 @@ def test_no_reference_to_code_travels_with_a_base(tmp_path):
     check_code(tmp_path / "out")
 
 
-def test_a_revision_of_a_folder_is_refused(tmp_path):
-    base = save_dense(tmp_path / "base")
-    with pytest.raises(InputError, match="is a local folder, which has no revision 'main'"):
-        expand_checkpoint(base, tmp_path / "out", PLAN, revision="main")
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][0].get("base_revision") is None
-
-
 def test_code_goes_along_and_none_is_missing(folder):
     code = {name for name in published_files(folder) if name.endswith(".py")}
     assert {"modeling_layer_moe.py", "expanded_model.py", "parts.py", "expanded_config.py"} <= code
     (folder / "modeling_layer_moe.py").unlink()
     refused(check_loads_alone, folder, says=r"does not load in a fresh process .*modeling_layer_moe\.py")
-
-
-def test_a_base_that_cannot_be_asked_for_is_named_and_said(folder, monkeypatch):
-    def download(*_, **__):
-        raise LocalEntryNotFoundError("not in the cache")
-
-    for module in (base_model, card):
-        monkeypatch.setattr(module, "snapshot_download", download)
-    said = []
-    pushed = push_to_hub(folder, "me/tiny-el", base="org/tiny", dry_run=True, say=said.append)
-    assert any(line.startswith("base: org/tiny was not compared with the checkpoint") for line in said)
-    assert "org/tiny" in pushed.card
 
 
 def test_no_token_and_no_password_reaches_a_message(monkeypatch):

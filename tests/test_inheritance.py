@@ -9,7 +9,7 @@ from conftest import invoke, refused, save_dense, write_texts
 
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.yamlfile import parse_mapping
-from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.runs.pipeline import run_recipe
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import WholeRecipe, packaged_files
 
@@ -77,17 +77,6 @@ def test_languages_join_lists_replace_and_expansions_take_what_is_inherited(load
     assert [list(expansion.new) for expansion in recipe.expansions] == [["hu"], ["tr"]]
     assert [expansion.plan.total_experts for expansion in recipe.expansions] == [7, 9]
     assert [expansion.post_pretrain.block_size for expansion in recipe.expansions] == [12, 12]
-
-
-def test_null_leaves_a_stage_out_as_in_every_recipe(load):
-    parent = f"{GOOD}review: {{block_size: 12}}\n"
-    assert load("inherits: p.yaml\nreview: null\n", p=parent).review is None
-    assert load("inherits: p.yaml\nreview: null\n", p=GOOD).review is None
-    again = load("inherits: m.yaml\nreview: {old_documents: 3}\n", m="inherits: p.yaml\nreview: null\n", p=parent)
-    assert again.review.changes() == {"old_documents": 3}
-    assert whole(load, "inherits: p.yaml\nreview: null\n", p=parent)["review"] is None
-    invoke("recipes", "show", "child.yaml")
-    assert "review: null" in invoke("recipes", "show", "child.yaml")
 
 
 @pytest.mark.parametrize("name", packaged_files("methods"))
@@ -233,16 +222,3 @@ def test_a_run_keeps_the_file_and_all_values_and_a_later_change_of_the_parent_is
     said: list[str] = []
     run_recipe(Recipe.load("run/settings.json"), said.append)  # all values need no parent
     assert sum("done already" in line for line in said) == 3
-
-
-def test_the_guides_example(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (text,) = re.findall(r"```yaml\n(inherits: .*?)```", (DOCS / "settings.md").read_text("utf-8"), re.DOTALL)
-    recipe = Recipe.of_text(text, "el.yaml")
-    assert (recipe.plan.experts, recipe.plan.top_k) == (4, 2)
-    assert (recipe.review.old_documents, recipe.review.new_per_old) == (5000, 2)
-    assert recipe.evaluation == Recipe.model_fields["evaluation"].default
-    for code in ("en", "el", "en.test", "el.test"):
-        write_texts(tmp_path / f"{code}.jsonl", [f"a text of {code}"] * 5)
-    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", max_position_embeddings=2048)
-    assert any("experts" in line for line in validate_recipe(recipe, offline=True))

@@ -85,19 +85,6 @@ def test_everything_that_there_can_be():
     ]
 
 
-def mixtures_of(*mixtures, counts=(1, 1)):
-    layers = [(count, False, 1) for count in counts]
-    facts = {**PLAIN, "layers": layers, "trainable": {}}
-    lines = Inspection(**facts, expansions=[], mixtures=mixtures).lines()
-    return [line.split(maxsplit=2)[2] for line in lines if line.startswith(("mixtures", "classifier"))]
-
-
-def test_mixtures_before():
-    assert mixtures_of(0, 1) == ["all layers, not expanded", "none"]
-    assert mixtures_of(0, 1, counts=(2, 2)) == ["all layers", "none"]
-    assert mixtures_of(1, counts=(2, 2)) == ["layers 1", "none"]
-
-
 runner = CliRunner()
 
 
@@ -119,13 +106,6 @@ def pair(tmp_path_factory):
 
 def diff(*arguments):
     return runner.invoke(cli.app, ["diff", *map(str, arguments)])
-
-
-def test_equal_checkpoints(pair):
-    done = diff(pair / "a", pair / "a", "--all")
-    assert done.exit_code == 0
-    assert "changed  " not in done.output.replace("│", "")
-    assert compare_checkpoints(pair / "a", pair / "a").same
 
 
 def test_what_changed_by_part_and_by_name(pair):

@@ -10,13 +10,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import invoke, load, refused, save_dense, write_texts
+from conftest import invoke, load, refused, save_dense
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, join_expansions
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.records import History
-from hf_moe_expand.checkpoint.source import name_in_results, own_name
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.hub.published import published_files
 
@@ -183,32 +182,10 @@ def test_a_run_names_its_pack_and_a_name_may_be_given(packs, tmp_path):
     assert join_expansions([tmp_path / "a=b", packs["tr"]], tmp_path / "three").packs[0] == "greek"
 
 
-def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
-    run = tmp_path / "qwen-el"
-    shutil.copytree(packs["el"], run / "2" / "gated")
-    (run / "steps.json").write_text("{}")
-    assert name_in_results(run / "2" / "gated") == "qwen-el/2/gated"
-    assert own_name(run / "2" / "gated") == "qwen-el"
-    assert name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
-    assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
-
-
 WORDS = {
     "en": "the cat {} sits", "de": "die Katze {} sitzt", "el": "η γάτα {} κάθεται", "hu": "a macska {} ül",
     "tr": "kedi {}",
 }  # fmt: skip
-
-
-def test_two_packs_new_languages_are_both_new(base, tmp_path):
-    out, data = tmp_path / "e.json", []
-    packs = [make_pack(tmp_path / f"pack-{seed}", base, plan, seed) for seed, plan in enumerate((EL, HU), start=1)]
-    for code in ("en", "el", "hu", "tr"):
-        texts = [WORDS[code].format(number) for number in range(20)]
-        data += ["--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', texts)}"]
-    said = invoke("evaluate", base, *packs, *data, "--block-size", 32, "--out", out)
-    found = json.loads(out.read_text())
-    assert (found["old"], found["new"], found["unnamed"]) == (["en"], ["el", "hu"], ["tr"])
-    assert "hu (new)" in said
 
 
 @pytest.fixture(scope="module")

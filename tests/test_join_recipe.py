@@ -121,26 +121,6 @@ def test_what_validation_refuses(home, tmp_path):
     refused("output: .*lies in the input folder", output=el + "/run")
 
 
-def test_a_base_with_other_bytes_is_refused_when_it_runs(home, tmp_path):
-    other = save_dense(tmp_path / "other", seed=3)
-    loaded = recipe(home, tmp_path, base=str(other))
-    validate_recipe(loaded)
-    refused(run_recipe, loaded, lambda line: None, says=r"join\.packs: qwen-el: is no expansion of `base`")
-
-
-def test_offline_and_variables(home, tmp_path, monkeypatch):
-    file = tmp_path / "recipe.yaml"
-    packs = {"packs": ["$PACKS/qwen-el", "me/qwen-hu"]}
-    file.write_text(yaml.safe_dump(fields(home, tmp_path, join=packs)))
-    refused(Recipe.load, file, says=r"join\.packs\[0\]: the environment variable \$PACKS is not set")
-    found = validate_recipe(Recipe.load(file, unset_ok=True), offline=True)
-    assert "skipped: join: base and packs are not whole on this machine" in found
-    monkeypatch.setenv("PACKS", str(home))
-    assert Recipe.load(file).join.packs[0] == str(home / "qwen-el")
-    whole = recipe(home, tmp_path)
-    assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in validate_recipe(whole, offline=True)
-
-
 def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_path, quick_gates):
     for seed, code in enumerate(("el", "hu")):
         tuned = fine_tune(load(home / "base"), seed)

@@ -5,17 +5,14 @@ import math
 import pytest
 import torch
 from conftest import refused, tiny_dense
-from gated_models import CODES, TWO, clear_texts, gated_model, padded, slow_class, slow_sums, tokens
-from peft import PromptTuningConfig, get_peft_model
+from gated_models import TWO, clear_texts, gated_model, padded, slow_class, slow_sums, tokens
 
 from hf_moe_expand import DMoEConfig, LayerMoEConfig, LayerMoEForCausalLM
 from hf_moe_expand.modeling.language_gate import (
-    GateRule,
     classes_of_sums,
     counted_tokens,
     last_sums,
     text_ends,
-    text_numbers,
     token_evidence,
 )
 
@@ -77,22 +74,6 @@ def test_without_a_mask_padding_is_told_by_ids(row, counted):
     assert ["".join(map(str, own)) for own in found] == [counted, "1" * len(row)]
     mask = torch.tensor([[0] * 2 + [1] * len(row)])  # what it says of a longer text
     assert counted_tokens(torch.tensor([row]), mask, 9).all()
-
-
-def test_texts_begin_where_positions_do():
-    draw = torch.Generator().manual_seed(0)
-    counted = torch.rand(50, 9, generator=draw) < 0.7
-    positions = (torch.arange(9) + torch.randint(0, 2, (50, 9), generator=draw).cumsum(1) * 5).expand(50, 9)
-    for given in (positions, None):
-        number, expected = -1, torch.full((50, 9), -1)
-        for row in range(50):
-            before = None
-            for column in range(9):
-                if counted[row, column]:
-                    here = None if given is None else int(given[row, column])
-                    number += before is None or (given is not None and here != before + 1)
-                    expected[row, column], before = number, -1 if here is None else here
-        assert torch.equal(text_numbers(counted, given), expected)
 
 
 @pytest.mark.parametrize("begin", [None, 7])
@@ -160,18 +141,6 @@ def test_rows_without_text_stay_home():
     assert model.judge(tokens(2, 0)).tolist() == [0, 0]
 
 
-def test_virtual_tokens_of_prompt_tuning_are_no_text():
-    model = gated_model(expansions=TWO)
-    texts = clear_texts(model, 2, 9, 5)
-    ids, mask = padded(texts)
-    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    codes = [CODES[number] for number in model.judge(ids, mask)]
-    with torch.no_grad():
-        assert torch.equal(
-            tuned(ids, attention_mask=mask).logits, tuned(ids, attention_mask=mask, languages=codes).logits
-        )
-
-
 def test_without_a_gate_and_in_training_nothing_is_judged():
     config = LayerMoEConfig.from_dense(tiny_dense("qwen2").config, num_experts_per_layer=[1, 2, 2])
     with pytest.raises(AttributeError, match="judge"):
@@ -207,12 +176,6 @@ def test_a_wrong_rule_is_refused(gate, said):
         LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 2, 2], language_gate=RULE | gate)
 
 
-@pytest.mark.parametrize("gate", [{"layer": 1}, {"languages": [["en"], ["el"]]}, [], "gate"])
-def test_a_rule_of_another_form_is_refused(gate):
-    with pytest.raises(ValueError, match="must be an object"):
-        LayerMoEConfig.from_dense(tiny_dense("qwen2").config, num_experts_per_layer=[1, 2, 2], language_gate=gate)
-
-
 def test_a_gate_beside_classifiers_and_in_a_dmoe_is_refused():
     dense = tiny_dense("qwen2").config
     counts = {"num_experts_per_layer": [1, 2, 2], "language_gate": RULE}
@@ -220,7 +183,3 @@ def test_a_gate_beside_classifiers_and_in_a_dmoe_is_refused():
         LayerMoEConfig.from_dense(dense, classifier_layers=[1], **counts)
     with pytest.raises(ValueError, match="a DMoE keeps no language of its base"):
         DMoEConfig.from_dense(dense, language_groups=[["en"], ["el"]], **counts)
-
-
-def test_a_rule_of_before_has_neither_a_first_token_nor_a_way_home():
-    assert GateRule(**RULE) == GateRule(**RULE, begin=None, home=-40.0)

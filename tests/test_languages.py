@@ -1,11 +1,10 @@
 """Which tags name a language, and the names that a language may have but once."""
 
 import json
-import re
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, refused, write_texts
+from conftest import byte_tokenizer, refused
 from datasets import Dataset
 
 from hf_moe_expand import Plan, pack_texts
@@ -60,11 +59,6 @@ def test_tags_in_every_standard_name_a_language(language, tag, same):
     assert names_language(tag, language) is same
 
 
-@pytest.mark.parametrize("tag", [None, False, 3, ["tr", "en"], {}, "", " "])
-def test_what_is_no_tag_names_no_language(tag):
-    assert not names_language(tag, "tr")
-
-
 def test_rows_are_counted_by_the_tags_that_leave_them_out(tmp_path, capsys):
     tags = ["zh", "zh-Hans", "zho_Hant", ["cmn"], "yue", "yue", ["zh", "en"], False, "", None]
     rows = [{"text": f"{number}", "language": tag} for number, tag in enumerate(tags)]
@@ -77,15 +71,6 @@ def test_rows_are_counted_by_the_tags_that_leave_them_out(tmp_path, capsys):
     assert "5 documents read, 5 rows left out" in capsys.readouterr().err
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
     refused(LanguageText("el", str(tmp_path)).load, says=r"no text in language 'el'.*\(9 rows left out: 2 tagged 'yue'")
-
-
-def test_many_kinds_of_tags_are_not_all_listed(tmp_path, capsys):
-    codes = ["af", "bg", "ca", "cs", "cy", "da", "de", "en", "es", "et", "eu", "fi"]
-    rows = [{"text": "x", "language": code} for code in ["el", *codes]]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    LanguageText("el", str(tmp_path / "a.jsonl")).load()
-    assert "12 rows left out: 1 tagged 'af'" in (said := capsys.readouterr().err)
-    assert "4 for other reasons" in said
 
 
 SAME = [
@@ -149,17 +134,6 @@ def test_given_anchors_stand_beside_the_packages_and_are_no_language_of_the_mode
     assert anchors_for(classes, texts, None) == shipped_anchors(leave_out=["en", "el"])
     with pytest.raises(InputError, match="anchors: ell_Grek is a new language of the model"):
         anchors_for(classes, texts, {**anchors, "ell_Grek": ["text"]})
-
-
-def test_a_command_names_a_language_once(tmp_path):
-    file = write_texts(tmp_path / "a.jsonl", ["text"])
-    options = ["--experts", 2, "--layers", 3, "--old", "en", "--new", "eng", "--out", tmp_path / "plan.json"]
-    refused(invoke, "plan", "moe-lpr", *options, says="en, eng: two names of one language")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "config.json").write_text('{"model_type": "qwen2"}')
-    texts = ["--new", f"zh={file}", "--new", f"cmn={file}"]
-    with pytest.raises(InputError, match=re.escape("zh, cmn: two names of one language")):
-        invoke("analyze", "similarity", tmp_path / "base", *texts, "--out", tmp_path / "similarity.json")
 
 
 @pytest.mark.parametrize(

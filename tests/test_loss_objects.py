@@ -2,30 +2,26 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import refused
-from datasets import Dataset
 from one_step import build, rows, train
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hf_moe_expand
 from hf_moe_expand import (
     BalanceLoss,
     ClassifierLoss,
-    DistillationLoss,
     GateBudgetLoss,
     GroupLoss,
     LanguagePriorLoss,
-    LayerLoss,
     LocalizedBalanceLoss,
     LossBatch,
     RouterLossMixin,
 )
-from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.modeling import LayerRouting
 from hf_moe_expand.modeling.routing import select_experts
 from hf_moe_expand.trainers.losses import (
@@ -159,34 +155,6 @@ def test_the_shares_of_micro_batches_add_up_to_the_step(loss):
     torch.testing.assert_close(found, expected)
 
 
-def test_a_loss_that_is_only_logged_leaves_the_step_finite():
-    class Infinite(LayerLoss):
-        name, metrics = "infinite", ("infinite_loss",)
-
-        def layer_loss(self, batch, layer, count):
-            return batch.routing[layer].router_logits.sum() * math.inf
-
-    assert Infinite(0.0).weighted(batch_of(layers(), masks())) == 0
-
-
-@pytest.mark.parametrize("coef", [0.01, 0.1, 0.3])
-def test_the_order_of_the_factors_is_kept_to_the_bit(coef):
-    """It decides how gradients are rounded, and so every bit of a trained checkpoint."""
-    routing, tokens = layers(), masks()
-    step = 1.7 * tokens.counts().float()
-    batch = batch_of(routing, tokens, step)
-    (BalanceLoss(coef).weighted(batch) * 2.0).backward()
-    found = [r.router_logits.grad for r in routing]
-    count, total = batch.micro_batch.counted, 0.0
-    again = layers()
-    for r in again:
-        selections = expert_selections(r.router_logits, 2, tokens.counted_T)
-        loss = load_balance_loss(r.router_logits, 2, tokens.counted_T, selections, count)
-        total = total + coef * loss * (count / step[0]) / 3
-    (total * 2.0).backward()
-    assert all(torch.equal(one, r.router_logits.grad) for one, r in zip(found, again, strict=True))
-
-
 def test_accuracies_are_shares_of_the_tokens_of_known_language():
     routing, tokens, sums = layers(), masks(), defaultdict(lambda: torch.zeros(2))
     for loss in (ClassifierLoss(), GroupLoss()):
@@ -200,40 +168,6 @@ def test_accuracies_are_shares_of_the_tokens_of_known_language():
         known = [t for t in range(9) if CLASSES[t].item() in wanted]
         right = sum(one[t].argmax().item() == CLASSES[t].item() for one in logits for t in known)
         assert sums[name].tolist() == [right, len(known) * len(logits)]
-
-
-@dataclass(frozen=True)
-class RouterZ(LayerLoss):
-    name = "z"
-    metrics = ("z_loss",)
-
-    def layer_loss(self, batch, layer, count):
-        return batch.routing[layer].router_logits.logsumexp(-1).square()[batch.tokens.counted_T].sum() / count
-
-
-@pytest.mark.parametrize(("losses", "wanted"), [([RouterZ(0.1)], False), ([RouterZ(0.1), DistillationLoss(0.0)], True)])
-def test_outputs_are_asked_for_only_if_a_loss_reads_them(tmp_path, losses, wanted):
-    asked = []
-
-    class Watched(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            asked.append(return_outputs)
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    class Mine(RouterLossMixin, Watched):
-        pass
-
-    ids, languages = rows()
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1, disable_tqdm=True)
-    options = {"train_dataset": data, "data_collator": collate_blocks, "language_classes": [0, 1]}
-    trainer = Mine(build(), arguments, router_losses=losses, **options)
-    trainer.train()
-    assert asked == [wanted]
-    log = trainer.state.log_history[-1]
-    assert {"z_loss", "expert_0_share", "expert_0_score_old"} <= log.keys()
-    assert "balance_loss" not in log
-    assert ("distillation_loss" in log) == wanted
 
 
 OTHERS = [BalanceLoss(0.0), GateBudgetLoss(0.0), LocalizedBalanceLoss(0.0), GroupLoss(0.0), ClassifierLoss(0.0)]
@@ -271,29 +205,6 @@ def test_routers_and_classifiers_stay_in_the_graph(losses):
     for ffn in model.expanded_ffns().values():
         assert ffn.router.weight.grad is not None
         assert ffn.classifier is None or not ffn.classifier.weight.grad.any()
-
-
-def test_without_losses_the_usual_ones_are_logged_and_none_is_added(tmp_path):
-    ids, _ = rows()
-    data = Dataset.from_dict({"input_ids": ids.tolist()})
-
-    class Mine(RouterLossMixin, Trainer):
-        pass
-
-    model = build()
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
-    trainer = Mine(model, arguments, eval_dataset=data, data_collator=labelled)
-    metrics = trainer.evaluate()
-    with torch.no_grad():
-        assert metrics["eval_loss"] == pytest.approx(model.eval()(ids, labels=ids).loss.item(), rel=1e-5)
-    log = trainer.state.log_history[-1]
-    assert log["eval_balance_loss"] >= 1
-    assert "eval_language_prior_loss" not in log  # no token is known to be of an old language
-
-
-def labelled(found):
-    ids = torch.tensor([row["input_ids"] for row in found])
-    return {"input_ids": ids, "labels": ids}
 
 
 def test_the_published_coefficients_are_the_defaults():

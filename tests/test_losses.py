@@ -1,13 +1,9 @@
 """The losses against slow, obvious definitions; LoRAMoE's localized balance in the trainers, too."""
 
-import json
 import math
 
-import one_step
 import pytest
 import torch
-from conftest import fork_ranks
-from one_step import rows
 
 from hf_moe_expand.trainers import (
     classifier_loss,
@@ -154,26 +150,3 @@ def test_the_localized_balance_adds_up_over_ranks():
     parts = sum(localized_balance_loss(*part, importance_2N=importance, tokens_2=tokens) for part in cut)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (parts, whole)))
-
-
-def test_trainers_add_the_localized_balance(tmp_path):
-    ids, languages = rows()
-    model = one_step.build()
-    with torch.no_grad(), model.capture_routing() as routing:
-        model(ids)
-    old, new = (languages.flatten() == number for number in (0, 1))
-    expected = sum(localized_balance_loss(layer.router_logits, old, new) for layer in routing).item() / len(routing)
-    logs, nothing = {}, {"prior": 0.0, "classifier": 0.0, "stage": "post-pretrain"}
-    plain = one_step.train(tmp_path, **nothing)
-    trained = one_step.train(tmp_path, **nothing, localized=3.0, logs=logs)
-    assert logs["localized_balance_loss"] == pytest.approx(expected, abs=1e-5)
-    assert logs["loss"] == pytest.approx(logs["next_token_loss"] + 3 * expected, rel=1e-3)
-    assert {name for name in plain if not torch.allclose(plain[name], trained[name], atol=1e-4)} >= {
-        "model.layers.2.mlp.router.weight"
-    }
-    padded = one_step.train(tmp_path, **nothing, localized=3.0, padded=True)
-    settings = json.dumps({**nothing, "localized": 3.0, "batch": 4})
-    fork_ranks("one_step.py", str(tmp_path / "ranks.pt"), settings)
-    for found in (padded, torch.load(tmp_path / "ranks.pt")):
-        for name, value in trained.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 import pytest
-from conftest import byte_tokenizer, invoke, refused, tiny_dense, write_texts
+from conftest import byte_tokenizer, refused, tiny_dense, write_texts
 from datasets import Dataset
 from encoder_decoders import SENTENCES, byt5_tokenizer, mbart50_tokenizer, mbart_tokenizer, nllb_tokenizer, t5_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -218,13 +218,6 @@ def test_validate_says_what_is_left_out_of_a_text(home, tmp_path):
         )
 
 
-def test_the_first_file_of_a_folder_does_not_stand_for_the_others(home, tmp_path):
-    write_texts(tmp_path / "a.jsonl", [ENGLISH] * 12_000)
-    write_texts(tmp_path / "b.jsonl", [GREEK] * 3_000)
-    mixed = Recipe.of_text(recipe(home, False).text.replace(f"{home}/el.jsonl", str(tmp_path)), "recipe.yaml")
-    refused(validate_recipe, mixed, says=r"new\.el: the tokenizer loses")
-
-
 def test_a_training_on_lost_text_is_refused_unless_allowed(home, capsys):
     texts, config = {"el": LanguageText("el", f"{home}/el.jsonl")}, PostPretrainConfig(block_size=16, max_steps=1)
     refused(train_stage, home / "expanded", home / "trained", texts, config, says=r"^el: the tokenizer loses 63\.")
@@ -233,20 +226,3 @@ def test_a_training_on_lost_text_is_refused_unless_allowed(home, capsys):
     said = capsys.readouterr().out
     assert "bytes that the tokenizer loses: el 63." in said
     assert "warning: el: the tokenizer loses" in said
-
-
-def test_the_commands_take_the_option(home, tmp_path):
-    given = ("--base", home / "base", "--new", f"el={home}/el.jsonl", "--old", f"en={home}/en.jsonl")
-    # The option is known; this base is too small for the recipe.
-    out = ("--out", tmp_path / "recipe.yaml", "--allow-lost-text")
-    refused(invoke, "recipes", "new", *given, *out, says="positions")
-    (tmp_path / "stage.yaml").write_text("block_size: 16\nmax_steps: 1\n")
-    data = ("--data", f"el={home}/el.jsonl")
-    train = ("train", "post-pretrain", home / "expanded", tmp_path / "out", *data, "--config", tmp_path / "stage.yaml")
-    assert "wrote" in invoke(*train, "--allow-lost-text")
-    size = ("--max-tokens", 200, "--out", tmp_path / "evaluation.json")
-    said = invoke("evaluate", tmp_path / "out", "--data", f"en={home}/en.jsonl", *data, *size)
-    assert "scores with * are no bound" in said
-    scores = json.loads((tmp_path / "evaluation.json").read_text())["models"]["out"]
-    assert scores["en"]["lost"] == 0
-    assert scores["el"]["lost"] > 0.6

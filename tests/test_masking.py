@@ -1,6 +1,5 @@
 """Elbayad et al.'s regularisers by construction: what is masked, what is left, and that they cost nothing when off."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from conftest import enable_checkpointing, refused, tiny_config
 from layers import Plain, ask, layer_config
 from test_dispatch import HIDDEN, WithResidual
-from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 from hf_moe_expand.core.errors import InputError
@@ -202,14 +200,3 @@ def test_gates_need_experts_and_masks_need_gates():
         mask_routing(tiny(), Masking(conditional_routing=0.1)),
     ):
         pass
-
-
-def test_configurations_of_older_checkpoints_with_masking_fields_load(tmp_path):
-    model = tiny().eval()
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    older = {"expert_output_masking": 0.2, "final_output_masking": 0.0, "gating_dropout": 0.1}
-    (tmp_path / "config.json").write_text(json.dumps(config | older))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
-    ids = torch.randint(0, 256, (1, 9))
-    assert torch.equal(loaded(ids).logits, model.train()(ids).logits)

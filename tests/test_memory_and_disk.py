@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers.trainer
-from conftest import byte_tokenizer, invoke, refused, save_dense, write_texts
+from conftest import byte_tokenizer, refused, save_dense, write_texts
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer
@@ -34,7 +34,6 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
 from hf_moe_expand.inference.memory import least_memory, training_disk
 from hf_moe_expand.inference.models import load_config
-from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs import pipeline
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
@@ -237,20 +236,6 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
     assert tokens(tmp_path / "el.jsonl.gz") == pytest.approx(sum(map(len, texts)) + 30_000, rel=0.2)
     (tmp_path / "wrong.jsonl").write_text('{"text": "one"}\n{"words": "two"}\n')
     refused(tokens, tmp_path / "wrong.jsonl", says=r"wrong\.jsonl:2: has no string under `text`")
-
-
-def test_inspect_shows_what_a_plan_makes_without_weights(root, tmp_path):
-    (tmp_path / "bare").mkdir()
-    shutil.copy(root / "base" / "config.json", tmp_path / "bare")
-    plan, said = tmp_path / "plan.json", inspect_checkpoint(root / "expanded").lines()
-    PLAN.save(plan)
-    assert invoke("inspect", tmp_path / "bare", "--plan", plan).splitlines() == [
-        line for line in said if not line.startswith(("expansion", "base inside"))
-    ]
-    refused(invoke, "inspect", root / "expanded", "--plan", plan, says="is an expanded checkpoint already")
-    for counts, before, why in (([2, 2], [], "is for 2 layers"), ([3] * 3, [2] * 3, "dense base and its first plan")):
-        Plan("moe-lpr", counts, old=["en"], new=["el"], grows_from=before).save(plan)
-        refused(invoke, "inspect", root / "base", "--plan", plan, says=why)
 
 
 def test_more_memory_than_there_is(root, tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from hf_moe_expand import (
     adapt_language,
     fit_gates,
     grow_checkpoint,
-    make_card,
     train_stage,
 )
 from hf_moe_expand.analysis.settings import GateSettings
@@ -99,13 +98,6 @@ def test_it_grows_and_the_old_part_computes_what_it_did(tmp_path, kind):
         as_recorded(logits(model), kind)
 
 
-def test_added_experts_that_began_as_neurons_of_the_base_keep_their_record(tmp_path):
-    folder = copied("added", tmp_path)
-    model = grown(folder, *GROWN["added"])
-    assert [one.expert_init for one in History.of(model.config).expansions] == ["neurons", None]
-    assert "| neurons |" in str(make_card(folder.with_name("grown")))
-
-
 def test_a_dmoe_takes_a_further_language(tmp_path):
     folder = copied("dmoe", tmp_path)
     text = LanguageText("hi", str(STORED / "el.jsonl"))
@@ -134,20 +126,6 @@ def test_joined_packs_with_routers_of_all_experts_are_refused(tmp_path):
         load(folder)
     with pytest.raises(InputError, match="joins packs whose routers choose among all experts, of an earlier version"):
         inspect_checkpoint(folder)
-
-
-def test_languages_with_tokens_of_their_own_are_refused(tmp_path):
-    folder = copied("moe_lpr", tmp_path)
-    fields = json.loads((folder / "config.json").read_text("utf-8"))
-
-    def with_own(value):
-        (folder / "config.json").write_text(json.dumps({**fields, "vocabularies": value}), "utf-8")
-
-    with_own(None)  # of a checkpoint whose languages had none
-    as_recorded(logits(load(folder)), "moe_lpr")
-    with_own({"el": 8})
-    refused(load, folder, says=r"vocabularies: .* after commit ea4a262b .*: expand its base again", raises=ValueError)
-    refused(inspect_checkpoint, folder, says=r"vocabularies: .* after commit ea4a262b")
 
 
 def letters(text, seed):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
@@ -223,15 +222,6 @@ def test_the_next_run_removes_what_dead_processes_left_and_nothing_else(tmp_path
     assert left == {"out", "precious", f".out.partial-{dead.pid}-{gethostname()}", *kept}
 
 
-def test_what_another_machine_left_is_removed_after_a_day(tmp_path, monkeypatch):
-    fill(tmp_path / ".out.partial-1-another-machine")
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 60 * 60)
-    with new_folder(tmp_path / "out") as partial:
-        fill(partial)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_an_error_between_the_renames_puts_the_old_folder_back(tmp_path, monkeypatch):
     out, rename = fill(tmp_path / "out"), os.rename
 
@@ -256,13 +246,3 @@ def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
         refused(remove_work_folder, tmp_path / name, says="not removed")
         assert (tmp_path / name).exists()
     refused(work_folder, tmp_path / "file" / "work", says="cannot be made")
-
-
-def test_an_error_names_the_output_and_no_folder_in_the_making(tmp_path):
-    out = tmp_path / "model"
-    with pytest.raises(InputError) as found, new_folder(out) as partial:
-        raise InputError(f"{partial}/config.json: is wrong, and {partial} too.")
-    assert str(found.value) == f"{out}/config.json: is wrong, and {out} too."
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(InputError, match=r"^other: stays\.$"), new_folder(out):
-        raise InputError("other: stays.")

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import byte_tokenizer, checkpointed, refused, save_dense, tiny_dense, write_texts
+from conftest import byte_tokenizer, checkpointed, refused, save_dense, tiny_dense
 from datasets import Dataset
 from one_sft_step import settings
 from safetensors.torch import load_file
@@ -29,13 +29,10 @@ from hf_moe_expand import (
     expand_model,
     freeze,
     pack_texts,
-    train_stage,
 )
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data.curriculum import Curriculum
-from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.trainers.losses import BalanceLoss, GroupLoss
+from hf_moe_expand.trainers.losses import BalanceLoss
 from hf_moe_expand.trainers.samplers import LanguageMix
 
 ROUTED = Plan("moe-lpr", [3, 1, 3], [2], old=["en"], new=["el"])
@@ -180,15 +177,6 @@ def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, p
         refused(trainer_of, kind, plan, data, tmp_path, args, says=said)
 
 
-def test_a_temperature_needs_blocks_of_one_language_each(tmp_path):
-    plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el", "tr"])
-    with pytest.raises(InputError, match=r'languages share blocks .* pass groups=\[\["el"\], \["tr"\]\]'):
-        trainer_of(PostPretrainTrainer, plan, packed("el", "tr"), tmp_path, {"temperature": 2.0})
-    groups = packed("tr", "el", groups=[["tr"], ["el"]])
-    trainer = trainer_of(PostPretrainTrainer, plan, groups, tmp_path, {"temperature": 2.0})
-    assert trainer.mix.rows == groups.blocks
-
-
 @pytest.mark.parametrize(
     ("options", "args", "said"),
     [
@@ -223,39 +211,6 @@ def test_a_class_that_the_model_does_not_have_is_refused(tmp_path, plan, classes
         sft(tmp_path, tagged("en", "el") if by_codes else as_rows("en", "el"), plan, language_classes=classes)
     if not by_codes:
         refused(trainer_of, JointTrainer, plan, as_rows("en", "el"), tmp_path, language_classes=classes, says=said)
-
-
-def test_a_class_is_a_group_where_a_loss_is_of_groups(tmp_path):
-    three, options = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el"]), {"router_losses": [GroupLoss(0.1)]}
-    sft(tmp_path, as_rows("en", "el"), three, language_classes=[0, 2], **options)
-    with pytest.raises(InputError, match=r"has the class 3, but the model has 0 to 2: .* of language group g"):
-        sft(tmp_path, as_rows("en", "el"), three, language_classes=[0, 3], **options)
-
-
-def test_sft_trains_the_experts_of_each_rows_language(tmp_path):
-    assert moved(sft(tmp_path, as_rows("el"), language_classes=[0, 1])) == {"1"}
-    assert moved(sft(tmp_path, as_rows("en"), language_classes=[0, 1])) == {"0"}
-
-
-def test_text_under_another_languages_code_is_refused(base, tmp_path):
-    expand_checkpoint(base, tmp_path / "model", ROUTED)
-    text = LanguageText("en", str(write_texts(tmp_path / "en.jsonl", ["a text"] * 40)))
-    with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
-        train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))
-
-
-def test_a_loss_of_routers_is_refused_where_there_are_none(tmp_path):
-    said = "The balance loss is of routers or classifiers, and no layer of the model has"
-    refused(sft, tmp_path, tagged("en", "el"), router_losses=[BalanceLoss(0.1)], says=said)
-
-
-def test_a_curriculum_sets_the_number_of_steps(tmp_path):
-    Curriculum(4, {"el": 0, "tr": 2}).save(tmp_path / "c.json")
-    plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el", "tr"])
-    args = {"curriculum": str(tmp_path / "c.json"), "max_steps": ...}
-    for data in (tagged("el", "tr"), packed("el", "tr", groups=[["el"], ["tr"]])):
-        trainer = trainer_of(PostPretrainTrainer, plan, data, tmp_path, args)
-        assert trainer.train().global_step == 4
 
 
 def test_metrics_of_another_set_and_of_a_prediction_do_not_mix(tmp_path):
@@ -431,12 +386,6 @@ def test_columns_that_change_the_loss_are_honoured_as_trl_does_or_refused(tmp_pa
         assert f"nothing reads the column origin_{make.__name__}" in capsys.readouterr().err
 
 
-def test_labels_that_no_loss_takes_are_refused(tmp_path):
-    rows = in_greek(2).remove_columns("labels")
-    for labels, message in (([[1] * 15] * 2, "not as many as their `input_ids`"), ([[-1] * 16] * 2, "holds -1: give")):
-        refused(post, tmp_path, model_of("review"), rows.add_column("labels", labels), says=message)
-
-
 def test_trls_training_is_recorded_and_keeps_the_type_of_a_named_checkpoint(tmp_path):
     base = save_dense(tmp_path / "base", dtype=torch.bfloat16)
     expand_checkpoint(base, tmp_path / "expanded", Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el"]))
@@ -460,10 +409,3 @@ def test_trls_training_is_recorded_and_keeps_the_type_of_a_named_checkpoint(tmp_
 def test_scores_are_of_text_alone(given):
     with pytest.raises(InputError, match=r"texts\['el'\]: document \d is .*: must be text"):
         evaluate_model(model_of("review"), byte_tokenizer(), {"el": given}, 16)
-
-
-def test_a_data_set_is_scored_as_its_texts_are():
-    texts, model = ["ένα κείμενο", "και άλλο ένα"], model_of("review")
-    given = (texts, Dataset.from_dict({"text": texts, "more": [1, 2]}))
-    found = [evaluate_model(model, byte_tokenizer(), {"el": one}, 16) for one in given]
-    assert found[0] == found[1]

@@ -241,15 +241,6 @@ def test_hostile_names_and_recipes_stay_text(run):
     assert "</table><iframe>" in page.text
 
 
-def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
-    shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
-    first = make_page(run)
-    assert "<h3>review</h3>" in first  # where the second routing analysis lies
-    other = shutil.copytree(run, tmp_path / "elsewhere" / run.name)
-    assert make_page(other) == first
-    assert str(tmp_path) not in first
-
-
 @pytest.fixture
 def apart(made, tmp_path, monkeypatch):
     """As `plan`, `expand`, `train post-pretrain`, `train review` and `evaluate` leave one folder."""

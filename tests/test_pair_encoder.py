@@ -1,7 +1,5 @@
 """Sentences as tokens for each kind of translation model: language codes, directions, the task in words."""
 
-import json
-
 import pytest
 from conftest import TABLES, refused
 from datasets import Dataset
@@ -15,10 +13,10 @@ from encoder_decoders import (
     t5_tokenizer,
 )
 
-from hf_moe_expand import LanguageText, pack_pairs
+from hf_moe_expand import pack_pairs
 from hf_moe_expand.analysis.reading import side_batches
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data.pairs import PairEncoder, SentencePair, check_pairs, pairs_of, sentence_pairs
+from hf_moe_expand.data.pairs import PairEncoder, SentencePair, pairs_of, sentence_pairs
 from hf_moe_expand.evaluation.perplexity import pair_stream
 
 
@@ -115,15 +113,6 @@ def test_a_direction_that_marian_does_not_translate_is_refused():
         pack_pairs({"de": wrong}, tokenizer, 64, 0)
     said = "Language 'el' has no sentence as a source, and both sides are measured: the mo"
     refused(side_batches, "el", sentence_pairs(english_and_greek()), tokenizer, 4, 2, None, says=said)
-
-
-@pytest.mark.parametrize("row", [{"en": "the sea", "de": "das Meer"}, {"de": "das Meer", "en": "the sea"}])
-def test_a_recipe_s_text_is_checked_in_the_model_s_direction(tmp_path, row):
-    """A row gives both directions, and the one that the model does not translate is no reason to refuse it."""
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"translation": row}))
-    for language in ("en", "de"):
-        text = LanguageText(language, str(tmp_path / "pairs.jsonl"))
-        check_pairs(text, one_way_tokenizer("de", "en"))
 
 
 def test_codes_in_front_of_the_source_name_the_target():

@@ -1,14 +1,13 @@
 """The core and its optional parts: which code a checkpoint has, and what a part can do."""
 
 import json
-import pickle
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_fresh, run_python, tiny_config
+from conftest import run_fresh, tiny_config
 from transformers import CONFIG_MAPPING
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, modeling
@@ -216,29 +215,12 @@ def test_settings_of_another_form_are_refused(parts, said):
         build({"parts": parts})
 
 
-def test_a_part_that_is_off_is_not_there():
-    assert build({"parts": {"cmr": False, "gate": None}}).config.parts == {}
-
-
 @pytest.mark.parametrize("fields", [{"lora_alpha": 8.0}, {"expert_kind": "ffn"}, {"expert_kind": "added"}])
 def test_a_field_that_contradicts_a_part_is_refused(fields):
     config = build(USED["lora"][0]).config.to_dict()
     assert LayerMoEConfig.from_dict(config | {"lora_alpha": 4.0, "expert_kind": "lora"}).parts == config["parts"]
     with pytest.raises(ValueError, match=r"but parts\.lora says .*: give one of them"):
         LayerMoEConfig.from_dict(config | fields)
-
-
-def test_a_part_that_was_set_later_is_saved_in_its_place(tmp_path):
-    config = build(USED["adapters"][0]).config
-    config.parts["gate"] = GATE
-    LayerMoEForCausalLM(config).save_pretrained(tmp_path)
-    assert (tmp_path / "parts.py").read_text() == parts_text(["gate", "languages"])
-
-
-def test_a_gate_stands_after_adapters_as_optimizers_of_earlier_versions_have_it():
-    names = list(dict(build(USED["adapters"][0] | {"language_gate": GATE}).named_parameters()))
-    layer = [name for name in names if name.startswith("model.layers.1.")]
-    assert [name.rpartition(".")[0] for name in layer[-2:]] == ["model.layers.1.language_gate"] * 2
 
 
 @pytest.mark.parametrize(
@@ -260,22 +242,6 @@ def test_a_mixture_is_a_part_where_the_backbone_has_one(backbone, fields, is_mix
     with torch.device("meta"):
         model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1, 1]))
     assert ("mixture" in model.config.parts) == is_mixture
-
-
-def test_a_pickled_mixtures_loss_is_off_in_another_process(tmp_path):
-    dense = CONFIG_MAPPING["qwen2_moe"](num_hidden_layers=2, num_experts=4)
-    config = LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1])
-    assert vars(config)["router_aux_loss_coef"] > 0
-    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
-    run_python(
-        """
-import pickle, sys, hf_moe_expand
-config = pickle.load(open(sys.argv[1], "rb"))
-config.output_router_logits = True
-assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
-        """,
-        str(tmp_path / "config.pickle"),
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_moe_expand import freeze
 from hf_moe_expand.trainers import load_balance_loss
 
 pytestmark = [
@@ -56,11 +55,6 @@ def test_the_documents_patterns_name_what_they_say():
         chosen = {"target_modules": "all-linear", f"{kind}_modules": pattern}
         assert adapted(get_peft_model(build(), lora(**chosen))) == (new if "[1-9]" in pattern else experts)
     refused(get_peft_model, build(), lora(), says="Please specify `target_modules`", raises=ValueError)
-
-
-def test_stages_refuse_a_model_with_an_adapter():
-    with pytest.raises(ValueError, match="has a PEFT adapter, which sets the trained parameters"):
-        freeze(get_peft_model(build(), lora(**NEW_EXPERTS)), "review")
 
 
 @pytest.mark.parametrize(

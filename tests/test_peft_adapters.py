@@ -11,13 +11,11 @@ from conftest import TABLES, invoke, load, refused, save_dense, write_texts
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
-from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand import cli
 from hf_moe_expand.checkpoint import source
 from hf_moe_expand.checkpoint.peft import export_peft
-from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.checkpoint.tuned import expand_tuned
 from hf_moe_expand.core.errors import InputError
@@ -264,22 +262,6 @@ def test_the_command_line_refuses(base, adapter, model, tmp_path, words, said):
     assert not (tmp_path / "out").exists()
 
 
-def test_maps_with_numbers_for_names_are_named_in_full(tmp_path):
-    """CTRL's FFN has the maps `0` and `2`, which are names of layers too."""
-    tiny_twin(CONFIG_MAPPING["ctrl"]()).save_pretrained(tmp_path / "base")
-    layers = load(tmp_path / "base").config.num_hidden_layers
-    plan = Plan("moe-lpr", [2] * layers, old=["en"], new=["el"], exclusive=True)
-    expand_checkpoint(tmp_path / "base", tmp_path / "model", plan, expert_kind="adapter", lora_rank=4, lora_alpha=6)
-    model = load(tmp_path / "model")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".adapters." in name:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(tmp_path / "model")
-    export_peft(tmp_path / "model", tmp_path / "out", language="el")
-    torch.testing.assert_close(pefts(tmp_path / "base", tmp_path / "out"), told(tmp_path / "model", "el"))
-
-
 def test_a_trained_base_has_no_adapters(model, tmp_path):
     shutil.copytree(model, tmp_path / "grafted")
     fields = json.loads((model / "config.json").read_text())
@@ -287,16 +269,6 @@ def test_a_trained_base_has_no_adapters(model, tmp_path):
     del fields["expansions"][0]["base_hashes"]
     (tmp_path / "grafted" / "config.json").write_text(json.dumps(fields))
     refused(export_peft, tmp_path / "grafted", tmp_path / "out", says="`graft` changed the weights beside the adapters")
-
-
-def test_pickled_weights_are_not_read(base, adapter, tmp_path):
-    lora = altered(adapter, tmp_path / "lora")
-    (lora / WEIGHTS).rename(lora / "adapter_model.bin")
-    with pytest.raises(InputError, match=r"has no adapter_model.safetensors: its weights are pickled"):
-        expand_tuned(base, {"el": lora}, tmp_path / "out")
-    (lora / "adapter_model.bin").unlink()
-    with pytest.raises(InputError, match=r"has no adapter_model.safetensors\."):
-        expand_tuned(base, {"el": lora}, tmp_path / "out")
 
 
 def test_an_adapter_on_the_hub(base, adapter, tmp_path, monkeypatch):

@@ -181,27 +181,6 @@ def test_two_ranks_run_a_recipe_together(recipe, root):
     assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
 
 
-def test_what_is_no_longer_kept_is_not_made_anew_under_what_was_made_from_it(recipe, root):
-    recipe = changed(recipe, output=str(root / "gone"))
-    run_recipe(recipe, lambda line: None)
-    before = {name: weights(root / "gone" / name) for name in ("post_pretrain", "review")}
-    shutil.rmtree(root / "gone" / "expanded")  # to save room
-    shutil.rmtree(root / "gone" / "post_pretrain")
-    said = []
-    recipe = changed(recipe, test={"el": recipe.test["el"]})
-    run_recipe(recipe, said.append)
-    text = "\n".join(said)
-    assert (
-        f"post_pretrain: done, its output is no longer kept; to run it again, delete {root / 'gone' / 'review'} too"
-        in text
-    )
-    assert "evaluate: 1 languages, 2 models (post-pretrained: no longer kept)" in text
-    assert weights(root / "gone" / "review") == before["review"]
-    shutil.rmtree(root / "gone" / "review")  # without it both are made anew
-    run_recipe(recipe, lambda line: None)
-    assert {name: weights(root / "gone" / name) for name in before} == before
-
-
 def test_two_expansions_one_after_the_other(recipe, root):
     """G0 -> G1 -> G2: `run` grows the model, reviews with all earlier languages, and goes on inside any expansion."""
     (first, second) = recipe.new.items()
@@ -295,16 +274,3 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
     assert sum("done already" in line for line in again) == 4
     with pytest.raises(InputError, match="changed after step `graft` had run"):
         run_recipe(changed(loaded, graft=GraftSettings(str(root / "instruct"), 1.0)), said.append)
-
-
-def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
-    mapping = recipe.model_dump()
-    (first, second) = mapping.pop("new").items()
-    mapping["expansions"] = [{"new": dict([first])}, {"new": dict([second]), "review": None}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
-    loaded = Recipe.load(tmp_path / "recipe.yaml")
-    assert [expansion.post_pretrain for expansion in loaded.all_expansions] == [recipe.post_pretrain] * 2
-    assert [expansion.review for expansion in loaded.all_expansions] == [recipe.review, None]
-    mapping["expansions"] = [{"new": dict([first]), "plans": {}}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
-    refused(Recipe.load, tmp_path / "recipe.yaml", says=r"expansions\[0\]: unknown key `plans`; did you mean `plan`")

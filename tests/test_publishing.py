@@ -49,16 +49,6 @@ def card_of(server, name):
     return ModelCard(server.files(name)["README.md"].decode())
 
 
-def test_a_model_is_pushed_with_its_code_and_card(server, run):
-    run("model.push_to_hub('me/model', tags=['greek'])\nbyte_tokenizer().push_to_hub('me/model')")
-    assert {*WHOLE, "tokenizer.json"} <= set(server.files("me/model"))
-    card = card_of(server, "me/model")
-    assert {"hf-moe-expand", "mixture-of-experts", "greek"} <= set(card.data.tags)
-    assert 'from_pretrained("me/model"' in card.text
-    run("model.save_pretrained(out, push_to_hub=True, repo_id='me/saved')")
-    assert {"hf-moe-expand"} <= set(card_of(server, "me/saved").data.tags)
-
-
 def test_a_trainer_pushes_the_model_and_nothing_of_this_machine(server, run, tmp_path):
     answer = run("""
 from pathlib import Path

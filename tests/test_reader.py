@@ -20,7 +20,6 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.graft import merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
-from hf_moe_expand.core.jsonfile import read_json
 
 
 def test_checking_a_large_file_takes_no_memory(tmp_path):
@@ -66,16 +65,6 @@ def test_values_are_finite_by_their_bits(dtype):
     assert not reader.is_finite((-values)[9:])
 
 
-def test_links_of_the_hub_s_cache_are_followed(tmp_path):
-    folder = tmp_path / "models--me--x" / "snapshots" / "abc"
-    folder.mkdir(parents=True)
-    sharded(folder, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
-    (tmp_path / "models--me--x" / "blobs").mkdir()
-    (folder / "model-1.safetensors").rename(tmp_path / "models--me--x" / "blobs" / "1")
-    (folder / "model-1.safetensors").symlink_to("../../blobs/1")
-    assert set(CheckpointReader(folder).tensors) == {"a", "b"}
-
-
 def test_of_two_sets_of_weights_it_reads_the_one_that_transformers_reads(tmp_path):
     folder = save_dense(tmp_path / "base")
     one = load_file(folder / "model.safetensors")
@@ -91,11 +80,6 @@ def test_of_two_sets_of_weights_it_reads_the_one_that_transformers_reads(tmp_pat
     reader = CheckpointReader(folder)
     assert "stale" not in reader.tensors
     assert not any(reader.tensor(name).any() for name in reader.tensors)
-
-
-def test_json_files_with_a_byte_order_mark_are_read(tmp_path):
-    (tmp_path / "config.json").write_text('{"a":\r\n1}\r\n', encoding="utf-8-sig")
-    assert read_json(tmp_path / "config.json", "x") == {"a": 1}
 
 
 def test_a_tensor_put_together_has_the_bytes_of_one_stored_whole(tmp_path, monkeypatch):
@@ -196,28 +180,6 @@ def make(folder, rename, backbone="qwen2", **changes):
 def logits(folder):
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
-
-
-@pytest.mark.parametrize("backbone", ["qwen2", "llama"])
-def test_a_tied_matrix_under_the_heads_name(tmp_path, backbone):
-    def to_head(name):
-        return "lm_head.weight" if name == "model.embed_tokens.weight" else name
-
-    base = make(tmp_path / "base", to_head, backbone, tie_word_embeddings=True)
-    assert "model.embed_tokens.weight" not in CheckpointReader(base).tensors
-    expected = logits(base)
-    expand_checkpoint(base, tmp_path / "expanded", UNIFORM)
-    made = {
-        "average": lambda out: average_checkpoints([tmp_path / "expanded", base], out),
-        "graft": lambda out: graft_delta(tmp_path / "expanded", out, base, base),
-        "depth": lambda out: expand_depth(base, out, 1),
-        "expert": lambda out: export_dense(tmp_path / "expanded", out, expert=0),
-    }
-    torch.testing.assert_close(logits(tmp_path / "expanded"), expected)
-    for name, make_it in made.items():
-        make_it(tmp_path / name)
-        torch.testing.assert_close(logits(tmp_path / name), expected, msg=name)
-    assert compare_checkpoints(base, tmp_path / "expert").same
 
 
 @pytest.mark.parametrize(("backbone", "prefix"), [("bloom", "transformer."), ("llama", "model.")])

@@ -26,7 +26,6 @@ from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.runs.recipe import Recipe, keeps_null
 from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe, packaged_files, packaged_recipes
 from hf_moe_expand.runs.recommended import blocks_a_step, new_recipe, rates_for
-from hf_moe_expand.trainers.losses import LocalizedBalanceLoss
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.
@@ -107,10 +106,6 @@ def test_the_papers_numbers(name):
     assert ("graft" in recipe.model_fields_set) == name.startswith(("deltamoe", "mola"))
     if name.startswith(("layermoe", "moe-lpr")):
         assert list(recipe.old) == ["en", "es", "zh"]
-
-
-def test_the_constraint_of_loramoe_has_the_papers_alpha():
-    assert LocalizedBalanceLoss(0.1).delta == 0.1  # MoE-LPR, appendix B: blc-alpha
 
 
 def test_the_128_languages_are_in_the_papers_groups(published):
@@ -295,17 +290,6 @@ def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
     elsewhere = gpu and not here
     assert made.per_device_train_batch_size == (1 if elsewhere else 16)
     assert ("a GPU that this machine does not know" in text) == bool(elsewhere)
-
-
-def test_the_batch_fits_the_memory(base, texts, monkeypatch):
-    given = ({"en": str(texts["en"])}, {"hu": "hub:some/text"}, {})
-    sizes = []
-    for memory in (10**12, 1):
-        monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
-        training = Recipe.of_text(text := new_recipe(str(base), *given), "x").post_pretrain
-        assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 16
-        sizes.append((training.per_device_train_batch_size, "checkpointing: true" in text))
-    assert sizes == [(16, False), (1, True)]
 
 
 def test_what_it_refuses(base, texts, tmp_path):

@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import TABLES, invoke, refused
-from transformers import AutoModelForCausalLM
+from conftest import TABLES, refused
 
 from hf_moe_expand import Plan, PostPretrainConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.facts import Facts
@@ -30,23 +29,6 @@ FULL = {
     ],
     "later": {"key": [1.5, None]}, "and": None,
 }  # fmt: skip
-
-
-def test_a_model_of_the_separable_plan_is_read_as_before(base, tmp_path):
-    """Releases before this one had this plan, and a field of the record."""
-    old = tmp_path / "old"
-    expand_checkpoint(base, old, Plan("moe-lpr", [2, 2, 2], [2], old=["en"], new=["el"]))
-    config = json.loads((old / "config.json").read_text())
-    config["expansions"][-1] |= {"method": "separable", "separability": [0.99, 0.5, 1]}
-    (old / "config.json").write_text(json.dumps(config))
-    loaded = AutoModelForCausalLM.from_pretrained(old).config
-    History.of(loaded).write(loaded)
-    assert loaded.expansions == config["expansions"]
-    assert "separable on base: old en" in invoke("inspect", old)
-    invoke("card", old, "--out", tmp_path / "card.md")
-    settings = {"separability": [0.99, 0.5, 1], "min_separability": 0.9}
-    Plan("separable", [2, 1, 2], old=["en"], new=["el"], settings=settings).save(tmp_path / "plan.json")
-    expand_checkpoint(base, tmp_path / "new", Plan.load(tmp_path / "plan.json"))
 
 
 @pytest.mark.parametrize("entry", [EXPANSION, FULL], ids=["least", "all keys"])

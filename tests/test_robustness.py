@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TABLES, byte_tokenizer, invoke, refused, save_dense, tiny_dense, write_texts
+from conftest import TABLES, byte_tokenizer, invoke, refused, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 
 import hf_moe_expand
-from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, expand_checkpoint
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.arguments import check_file
 from hf_moe_expand.checkpoint.expand import check_plan_of_gate
@@ -124,18 +124,6 @@ def test_commands_without_effect_and_names_without_a_last_part(root, monkeypatch
     before = sorted(root.rglob("*"))
     refused(invoke, *shlex.split(words), says=says)
     assert sorted(root.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (PostPretrainConfig(budget_coef=9.0), "budget_coef: is for conditional routing"),
-        (PostPretrainConfig(gate_budget=0.1), "gate_budget: is for conditional routing"),
-        (ReviewConfig(classifier_coef=9.0), "classifier_coef: the model has no classifiers"),
-    ],
-)
-def test_losses_that_apply_to_nothing(config, says):
-    refused(config.check_settings, hf_moe_expand.expand_model(tiny_dense("qwen2"), PLAN).config, says=says)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +240,6 @@ def test_a_checkpoint_with_wrong_tensors_is_refused_at_every_door(root, tmp_path
     if "NaN" in says:
         refused(invoke, "push", expanded, "me/x", "--dry-run", "--base", "me/base", says=says)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "expanded"}
-
-
-def test_a_checkpoint_without_a_history_does_not_grow(root, tmp_path):
-    folder = copied(root / "expanded", tmp_path / "x", expansions=[])
-    refused(grow_checkpoint, folder, tmp_path / "out", GROWTH, says=r"x: config\.json records no expansion")
 
 
 def test_numbers_that_are_not_finite(tmp_path):
@@ -389,17 +372,6 @@ def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, war
     assert not [line for line in check(home, offline=True) if "swapped" in line]
     monkeypatch.setattr(known, "_MOST", 1)  # a base that takes long is not asked
     assert any(line.startswith("skipped: whether old and new are swapped") for line in check(home))
-
-
-def test_text_on_the_hub_is_told_by_its_name():
-    test, train, part = (LanguageText("el", f"hub:a/b:el:{split}") for split in ("test", "train", "train[:100]"))
-    check_held_out({"test.el": test}, {"new.el": train})
-    for one in (train, part):
-        refused(check_held_out, {"test.el": one}, {"new.el": train}, says="is training text, too")
-
-
-def test_messages_are_one_line():
-    assert str(InputError("a\nb\x1b[31m é\u2028")) == r"a\nb\x1b[31m é\u2028"
 
 
 @pytest.mark.parametrize("step", [3, None, {"summary": "x"}, {"seconds": 1.0, "summary": "x", "made_from": 3}])

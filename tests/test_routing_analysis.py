@@ -16,14 +16,11 @@ from hf_moe_expand import (
     LayerMoEForCausalLM,
     Plan,
     expand_checkpoint,
-    expand_model,
     measure_similarity,
 )
 from hf_moe_expand.analysis import routers
 from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routers import (
-    LargestCorrelation,
-    experts_for_half,
     has_choice,
     language_classes,
     measure_routing,
@@ -169,23 +166,6 @@ def test_a_model_forced_to_an_expert_has_share_one_there():
     assert result.classifier_accuracy == {"en": [None, None, 0], "el": [None, None, 1], "hu": [None, None, 1]}
 
 
-def test_after_two_expansions_there_are_three_classes():
-    fields = {"earlier_experts_per_layer": [[2, 1, 2, 3]], "classifier_layers": [0, 3]}
-    model = constant_inputs(build("bloom", **fields))
-    model.config.expansions = [
-        {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
-        {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["hu"]},
-    ]
-    ffns = model.expanded_ffns()
-    say(ffns[0].classifier, [0.0, 1.0, 0.0])
-    say(ffns[0].router, [0.0, 1.0, 9.0])  # the best one came later than class 1 may see
-    say(ffns[3].classifier, [0.0, 0.0, 1.0])
-    result = measure_routing(model, byte_tokenizer(), TEXTS, tokens=60, block_size=16, batch_size=2)
-    assert result.classes == {"en": 0, "el": 1, "hu": 2}
-    assert result.classifier_accuracy == {"en": [0, None, 0], "el": [1, None, 0], "hu": [0, None, 1]}
-    assert result.weight_share["hu"][0] == pytest.approx([1 / (1 + math.e), math.e / (1 + math.e), 0])
-
-
 def test_a_dmoe_models_experts_are_its_groups():
     model = build("qwen2", DMoEConfig, (2, 1, 1, 2), language_groups=[["en"], ["el", "hu"]])
     model.config.expansions = [{"method": "dmoe", "old_languages": [], "new_languages": ["en", "el", "hu"]}]
@@ -214,29 +194,6 @@ def test_the_shared_ffn_of_conditional_routing_counts_as_expert_0_with_its_weigh
         if share != 0.25:
             assert [layer[0] for layer in result.top1_share[language]] == [share] * 3
         assert result.perplexity[language] == pytest.approx(result.random_perplexity[language], rel=1e-4) or gate > 0
-
-
-def test_e_50_by_hand():
-    assert experts_for_half([10, 0, 0]) == 1
-    assert experts_for_half([5, 3, 2]) == 1  # exactly half
-    assert experts_for_half([2, 3, 4]) == 2
-    assert experts_for_half([1, 1, 1, 1, 1]) == 3
-
-
-def test_colocation_by_hand():
-    here = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0]], dtype=torch.float64)
-    there = torch.tensor([[0.0, 1], [0, 1], [1, 0], [0, 1]], dtype=torch.float64)
-    # Expert 0 here and 1 there: means 1/2 and 3/4, covariance 1/2 - 3/8 = 1/8, deviations 1/2 and sqrt(3)/4.
-    found = LargestCorrelation(3, 2)
-    found.add(here[:1], there[:1])
-    found.add(here[1:], there[1:])
-    assert found.value() == pytest.approx((1 / 8) / (1 / 2 * math.sqrt(3) / 4))
-    together = LargestCorrelation(3, 2)
-    together.add(there[:, [0, 1, 1]], there)
-    assert together.value() == 1
-    constant = LargestCorrelation(1, 2)
-    constant.add(torch.full((4, 1), 0.3, dtype=torch.float64), there)
-    assert constant.value() is None
 
 
 def test_random_experts_are_uniform_seeded_and_keep_the_routers_weights():
@@ -417,15 +374,6 @@ def test_similarity_is_the_mean_of_all_pairs(backbone):
         assert result.similarity[layer] == pytest.approx((new_old + result.pairs["el-hu"][layer]) / 2)
 
 
-def test_an_expanded_model_is_measured_at_the_same_place():
-    expanded = expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [3, 1, 2]))
-    before, after = (
-        measure_similarity(model, byte_tokenizer(), SIMILAR, ["en"], ["el"], **MEASURED).similarity
-        for model in (tiny_dense("qwen2"), expanded)
-    )
-    assert after == pytest.approx(before, abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -454,11 +402,3 @@ def test_old_languages_are_compared_with_each_other():
     assert found.new_new is None
     assert found.new_old == [(a + b) / 2 for a, b in zip(found.pairs["el-en"], found.pairs["el-hu"], strict=True)]
     assert found.similarity == found.new_old
-
-
-def test_without_an_old_language_the_new_ones_are_compared():
-    model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
-    found = measure_similarity(model, tokenizer, SIMILAR, [], ["el", "hu"], **MEASURED)
-    assert found.new_old is None
-    assert found.similarity == found.new_new == found.pairs["el-hu"]
-    assert found.between(["hu", "el"])[0][1] == pytest.approx(sum(found.pairs["el-hu"]) / 3)

@@ -14,7 +14,7 @@ from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
+from hf_moe_expand.evaluation.samples import begin_samples
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.inference.models import load_for_inference
@@ -163,16 +163,6 @@ def test_refusals(base, options, message):
     refused(texts, base, **options, says=message)
 
 
-def test_a_model_that_only_ends_its_text_is_given_up(base, monkeypatch):
-    model, tokenizer = base
-
-    def ends(prompt, **options):
-        return torch.cat([prompt, torch.full_like(prompt[:, :1], tokenizer.eos_token_id)], dim=1)
-
-    monkeypatch.setattr(model, "generate", ends)
-    refused(texts, base, says="The model writes nothing but ends of text")
-
-
 def test_defaults_of_the_checkpoint_do_not_bend_the_distribution(base, monkeypatch):
     model, _ = base
     expected = texts(base)
@@ -194,12 +184,6 @@ def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):
     text = (*text, "--data", f"en={tmp_path / 'en.jsonl'}", "--config", tmp_path / "review.json")
     with pytest.raises(InputError, match="distillation_coef: expert 0 of this model is not the base any more"):
         invoke("train", "review", tmp_path / "all", tmp_path / "out", *text)
-
-
-def test_distillation_of_a_model_whose_plan_names_no_old_language_is_refused(root, tmp_path):
-    expand_checkpoint(root / "base", tmp_path / "expanded", Plan("moe-lpr", [2, 1, 2], new=["el"]))
-    with pytest.raises(InputError, match=r"which the base can write itself \(`hf-moe-expand sample`\)"):
-        invoke("train", "review", tmp_path / "expanded", tmp_path / "out", "--data", f"el={root / 'el.jsonl'}")
 
 
 def test_the_first_language_of_each_group_with_text_begins_a_sample():
@@ -232,10 +216,3 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
     header, rows = Evaluation.from_json(tmp_path / "e.json").sample_rows()
     assert header == ["language", "held-out text begins", "one", "two"]
     assert rows[0] == ["en", prompt, *samples["en"]["continued"].values()]
-
-
-def test_words_that_fill_a_models_positions_are_not_continued(tmp_path):
-    model = ChatModel.load(save_dense(tmp_path / "one"))
-    samples = begin_samples({"zh": ["字" * 90]}, (["zh"], []))  # 120 bytes, each a token; the model takes 64
-    continue_samples(samples, model)
-    assert samples[0].continued == {}

@@ -75,11 +75,6 @@ def test_wrong_languages_are_refused(languages, said):
         refused(call, text(2)["input_ids"], languages=languages, says=re.escape(said), raises=ValueError)
 
 
-def test_a_model_that_records_no_language_says_so():
-    model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2]))
-    refused(model, **text(1), languages="en", says="it knows no language", raises=ValueError)
-
-
 def test_accelerate_leaves_the_argument_in_place():
     """It wraps the forward pass for mixed precision, and unwinds it."""
     AcceleratorState._reset_state(reset_partial_state=True)  # of tests in the same process
@@ -121,17 +116,6 @@ def test_around_forward_passes_the_codes_are_counted_as_inside():
             refused(model, **text(rows), says="has 2 codes", raises=ValueError)
     assert torch.equal(said, model(**text(2), languages=["en", "el"]).logits)
     assert torch.equal(found, model.generate(**text(2), languages=["en", "el"], **OPTIONS, num_beams=3))
-
-
-def test_continuous_batching_refuses_what_its_thread_does_not_see():
-    _, model = expanded()
-    overrides = (model.use_languages("en"), model.use_expert(0), model.use_expansion(0), model.capture_routing())
-    for override in overrides:
-        with override, pytest.raises(ValueError, match="a thread of its own"):
-            model.generate_batch([[1, 2, 3]])
-    for name, value in (("languages", "en"), ("judge", False), ("judge_prompt", False)):
-        said = f"{name.removesuffix('_prompt')}: continuous batching does not know it"
-        refused(model.generate_batch, [[1, 2, 3]], **{name: value}, says=said, raises=ValueError)
 
 
 def test_a_captured_pass_whose_tokens_all_go_home_is_recomputed_as_it_was():
@@ -254,16 +238,3 @@ def test_a_server_is_told_what_it_would_compute_wrongly(monkeypatch, attention, 
         served("qwen2", expert_kind="lora", lora_rank=2, lora_alpha=4.0)
     with pytest.raises(ValueError, match=f"{server} runs a mixture of experts by code of its own"):
         served("olmoe", expert_kind="added", expert_width=4)
-
-
-def test_configurations_that_contradict_themselves_are_refused():
-    dense = tiny_config("qwen2")
-    with pytest.raises(ValueError, match="has 2 entries, but the qwen2 backbone has 3 layers"):
-        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 2])
-    with pytest.raises(ValueError, match=r"num_experts_per_layer\[1\] is 0"):
-        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 0, 2])
-    with pytest.raises(ValueError, match=r"layer 1, which is dense"):
-        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], classifier_layers=[1])
-    with pytest.raises(ValueError, match=r"does not know the backbone architecture 'no-such'"):
-        LayerMoEConfig(backbone_model_type="no-such")
-    refused(LayerMoEForCausalLM, dense, says="not a Qwen2Config", raises=ValueError)

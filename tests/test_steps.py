@@ -8,23 +8,22 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from conftest import byte_tokenizer, invoke, keywords, refused, save_dense, write_texts
+from conftest import invoke, keywords, refused, save_dense, write_texts
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, PostPretrainConfig, ReviewConfig, cli, expand_checkpoint, run_recipe, validate_recipe
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.operation_settings import AverageSettings, GraftSettings
+from hf_moe_expand.checkpoint.operation_settings import GraftSettings
 from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.core.schema import changed
-from hf_moe_expand.data.curriculum import Curriculum
 from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 from hf_moe_expand.hub import card as card_module
 from hf_moe_expand.hub.publish import card_to_push, push_to_hub
 from hf_moe_expand.planning.methods import plan_settings
-from hf_moe_expand.runs.pipeline import _what_follows, steps_of
-from hf_moe_expand.runs.recipe import Expansion, Recipe
+from hf_moe_expand.runs.pipeline import steps_of
+from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.stages.run import check_frozen
 
 TRAINING = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
@@ -89,15 +88,6 @@ def test_a_run_of_another_version_stays_as_it_is(recipe, tmp_path):
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
-def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
-    run_recipe(changed(recipe, test={}))
-    one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain, "review": recipe.review}
-    expansions = [Expansion(new=recipe.new, **one), Expansion(new={"tr": str(tmp_path / "en.jsonl")}, **one)]
-    several = Recipe(base=recipe.base, output=recipe.output, old=recipe.old, expansions=expansions)
-    refused(run_recipe, several, says=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another")
-    assert not (tmp_path / "run" / "1").exists()
-
-
 def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
     given = {"el": f"file://{tmp_path / 'el.jsonl'}"}
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given))
@@ -139,16 +129,6 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
     assert str(tmp_path) not in (run / "steps.json").read_text()
 
 
-def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
-    recipe = changed(recipe, average=AverageSettings(weight=0.25), test={})
-    said = []
-    assert validate_recipe(recipe)
-    final = run_recipe(recipe, said.append)
-    assert final.name == "average"
-    assert any(line.startswith("[5/5] average: 0") for line in said)
-    assert repeated(recipe) == []
-
-
 def test_a_gate_is_fitted_once_more_on_a_base_that_a_stage_changed(recipe, tmp_path):
     gated = changed(recipe, review=None, gates=GateSettings())
     assert [step.name for step in steps_of(gated)[0]] == [
@@ -167,25 +147,6 @@ def test_a_gate_may_stand_where_the_plan_puts_no_experts(recipe, quick_gates):
     final = run_recipe(gated, lambda line: None)
     config = json.loads((final / "config.json").read_text())
     assert (config["parts"]["gate"]["layer"], config["num_experts_per_layer"]) == (0, [1, 2, 2])
-
-
-def test_too_little_text_to_replay_is_refused_before_a_run(recipe, tmp_path):
-    write_texts(tmp_path / "el.jsonl", ["μια μακριά πρόταση " * 8] * 40)
-    replayed = replace(recipe.post_pretrain, replay=True, replay_share=0.5)
-    with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):
-        validate_recipe(changed(recipe, post_pretrain=replayed))
-
-
-def test_a_changed_curriculum_is_noticed(recipe, tmp_path):
-    file = tmp_path / "curriculum.json"
-    Curriculum(2, {"el": 0}).save(file)
-    training = {name: value for name, value in TRAINING.items() if name != "max_steps"}
-    stage = keywords(PostPretrainConfig, block_size=16, curriculum=str(file), **training)
-    scheduled = changed(recipe, post_pretrain=stage, review=None, test={})
-    run_recipe(scheduled)
-    assert repeated(scheduled) == []
-    Curriculum(3, {"el": 0}).save(file)
-    refused(run_recipe, scheduled, says=r"post_pretrain: curriculum.json: changed after step `post_pretrain` had run")
 
 
 RECIPE = """
@@ -229,15 +190,6 @@ def test_a_run_ends_with_three_commands_that_work(ran):
     assert (run / "report.html").is_file()
     assert "base inside" in chat
     assert "model.safetensors" in push
-
-
-def test_a_model_with_a_chat_template_is_chatted_with(ran, tmp_path):
-    final = tmp_path / "chats"
-    shutil.copytree(ran[0] / "post_pretrain", final)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.save_pretrained(final)
-    assert _what_follows(tmp_path, final)[1] == f"hf-moe-expand chat {final} --base inside"
 
 
 def test_a_run_s_folder_stands_for_its_last_checkpoint(ran, tmp_path):

@@ -127,25 +127,3 @@ def test_autograd_in_a_thread_of_its_own_goes_on_with_the_expert_of_the_forward_
     assert any(".experts.1." in name for name in found)
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name])
-
-
-def test_a_compiled_model_reads_the_threads_own():
-    model, batch = expanded(), text()
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-
-    def call() -> torch.Tensor:
-        with torch.no_grad():
-            return compiled(**batch).logits
-
-    plain = model(**batch).logits
-    before = call()
-    found: list[torch.Tensor] = []
-    with model.use_expert(0):
-        base = model(**batch).logits
-        thread = threading.Thread(target=lambda: found.append(call()))
-        thread.start()
-        thread.join()
-        forced = call()
-    for one, other in ((before, plain), (found[0], plain), (forced, base), (call(), plain)):
-        torch.testing.assert_close(one, other)

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.analysis.deviation import _blocks
-from hf_moe_expand.analysis.gate_text import gate_examples
 from hf_moe_expand.analysis.reading import token_blocks
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.average import average_checkpoints
@@ -140,13 +139,6 @@ def test_every_verb_keeps_it(tmp_path, edit):
     for name, make in made.items():
         make(tmp_path / name)
         same(AutoTokenizer.from_pretrained(tmp_path / name), wanted)
-
-
-def test_files_that_load_alike_stay_byte_for_byte(tmp_path):
-    base = save(tmp_path / "base", "llama")
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
 def test_a_base_without_a_tokenizer_expands_and_a_broken_one_is_refused(tmp_path):
@@ -312,20 +304,6 @@ def test_a_chat_begins_once_and_is_ended_by_its_template_alone(template, before,
     assert document.count(BOS) == max(1, before.count(BOS))
 
 
-def test_the_gates_texts_have_no_end():
-    tokenizer = framed("<s> <s> $A [SEP]")
-    for example in gate_examples({"en": ["a text of a few words"] * 40}, tokenizer, 200, 64)["en"]:
-        assert example.ids[0] == BOS != example.ids[1]  # the other one stands before every text
-        assert (example.start, example.end) == (1, len(example.ids))
-        assert SEP not in example.ids
-
-
-def test_a_beginning_counts_whatever_its_name():
-    tokenizer = framed("[MASK] $A", bos=None)
-    assert prompt_tokens("a", tokenizer) == [MASK, *plain("a")]
-    assert text_stream(["a"], tokenizer).ids == [MASK, *plain("a")]
-
-
 SAID = "the text has special tokens, which are read as such: "
 
 
@@ -350,11 +328,3 @@ def test_nothing_is_said_of_what_the_tokenizer_puts_around_texts(template, befor
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)
     text_stream(texts, tokenizer)
     assert "special tokens" not in capfd.readouterr().err
-
-
-def test_a_dense_export_that_must_load_another_class_says_so(tmp_path):
-    base = save(tmp_path / "base", "qwen2")
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    bpe_tokenizer().save_pretrained(tmp_path / "out")  # whose class a Qwen2 model never has
-    with pytest.warns(UserWarning, match="loads the tokenizer of every qwen2 model as a class of its own"):
-        export_dense(tmp_path / "out", tmp_path / "dense", expert=0)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import enable_checkpointing, fork_ranks, refused, tiny_config, tiny_dense
+from conftest import fork_ranks, tiny_config, tiny_dense
 from datasets import Dataset
 from one_step import assert_same, build, largest_difference, rows, train
 from transformers import Trainer, TrainingArguments
@@ -144,13 +144,6 @@ def test_refusals(tmp_path):
     dense = model(num_experts_per_layer=[1, 1, 1], classifier_layers=[])
     with pytest.raises(ValueError, match="No layer of the model is expanded"):
         plain_trainer(tmp_path, dense).train()
-
-
-def test_reentrant_checkpointing_behind_the_trainers_back_is_noticed(tmp_path):
-    network = model()
-    trainer = plain_trainer(tmp_path, network)
-    enable_checkpointing(network, reentrant=True)
-    refused(trainer.train, says="router logits carry no gradient", raises=ValueError)
 
 
 @dataclass(frozen=True)

@@ -129,14 +129,6 @@ def test_training_in_memory_is_train_stage(root, tmp_path, case):
     assert model.config.use_cache is True
 
 
-def test_rows_without_languages_train_where_no_loss_needs_them(root, tmp_path):
-    rows = Dataset.from_dict({"input_ids": [list(range(16))] * 4})
-    options = {**QUICK, "max_steps": 1, "save_strategy": "no"}
-    model = AutoModelForCausalLM.from_pretrained(root / "one")
-    trainer = PostPretrainTrainer(model, PostPretrainConfig(str(tmp_path), **options), train_dataset=rows)
-    assert trainer.train().global_step == 1
-
-
 def parsed(*arguments, kind=PostPretrainConfig):
     (config,) = HfArgumentParser(kind).parse_args_into_dataclasses(list(arguments))
     return config
@@ -208,14 +200,6 @@ def test_a_smaller_batch_that_is_found_sees_the_same_tokens(tmp_path, options):
     found = record_of(tmp_path, tagged("el", "tr"), SmallMemory, block_size=32, auto_find_batch_size=True, **options)
     assert found.steps > 3 * whole.steps
     assert abs(found.tokens_seen - whole.tokens_seen) < 4 * 32
-
-
-def test_restored_callbacks_count_on(tmp_path):
-    options = {"block_size": 32, "max_steps": 6, "save_steps": 2, "save_strategy": "steps", "save_total_limit": None}
-    options["restore_callback_states_from_checkpoint"] = True
-    record_of(tmp_path, tagged("el", "tr"), **options)
-    record = record_of(tmp_path, tagged("el", "tr"), resume=str(tmp_path / "checkpoint-4"), **options)
-    assert (record.blocks_seen, record.tokens_seen) == (24, 24 * 32)
 
 
 def in_form(how, size=32):

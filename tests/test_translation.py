@@ -9,7 +9,6 @@ from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_dense, wr
 from transformers import GenerationConfig, Qwen2Config
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.core import extra
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText, language_name
 from hf_moe_expand.evaluation import translation
@@ -72,14 +71,6 @@ def test_batches_give_what_one_token_after_the_other_gives(ending, batch_size):
     found, cut = translate(model, tokenizer, PROMPTS, batch_size, max_new_tokens=12)
     assert found == [text for text, _ in expected]
     assert cut == sum(cut for _, cut in expected)
-
-
-def test_it_stops_where_every_line_has_ended():
-    model, passes = letters_until(newline_id(), 1e3), []
-    model.register_forward_pre_hook(lambda *_: passes.append(1))
-    assert translate(model, byte_tokenizer(), PROMPTS, 5, 12) == ([""] * 5, 0)
-    assert translate(model, byte_tokenizer(), []) == ([], 0)
-    assert len(passes) == 1
 
 
 def test_the_checkpoints_own_generation_settings_do_not_count():
@@ -176,17 +167,6 @@ def test_pairs():
         ([], ["en"], "at least two languages"),
     ]:
         refused(parse_pairs, arguments, known, says=message)
-
-
-def test_a_prompt_that_does_not_fit_is_refused():
-    with pytest.raises(InputError, match="prompt of 44 tokens and 30 new ones do not fit the model's 64 positions"):
-        translate(tiny_dense("qwen2"), byte_tokenizer(), PROMPTS, 2, 30)
-
-
-def test_a_missing_package_is_named():
-    refused(
-        extra.import_extra, "no_such_one.x", says=r"no_such_one is not installed: pip install 'hf-moe-expand\[eval\]'"
-    )
 
 
 def test_each_model_is_checked_before_the_first_translates(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 
 import pytest
 import torch
@@ -196,22 +195,6 @@ def test_joined_and_grown_they_are_the_same_model(home, tmp_path):
     more = load(tmp_path / "more")
     assert torch.equal(logits(more, languages="tr"), logits(load(home / "base")))
     assert torch.equal(logits(more, languages="hu"), logits(load(home / "hu")))
-
-
-def test_a_copy_and_a_pickle_have_modules_of_their_own(home):
-    model = load(home / "both")
-    copied = copy.deepcopy(model)
-    for again in (copied, pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(again, languages="hu"), logits(model, languages="hu"))
-    with torch.no_grad():
-        for name, weight in copied.named_parameters():
-            if ".adapters." in name:
-                weight += 1
-    assert torch.equal(logits(model, languages="hu"), logits(load(home / "hu")))
-    assert not torch.equal(logits(copied, languages="hu"), logits(model, languages="hu"))
-    compiled = torch.compile(model, backend="aot_eager")
-    for codes in ("hu", ["en", "hu"]):
-        close(logits(compiled, languages=codes), logits(model, languages=codes))
 
 
 def test_a_packed_rows_last_logits_are_those_of_its_last_text(home):
@@ -452,11 +435,6 @@ def test_a_plan_says_what_a_language_has_of_its_own(given, own, home, tmp_path):
     assert torch.equal(logits(model, languages="el"), logits(load(home / "base")))
     in_memory = expand_model(load(home / "base"), plan)
     assert list(in_memory.state_dict()) == list(model.state_dict())
-
-
-def test_a_plan_with_routers_has_no_modules():
-    refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", modules="all")
-    refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", rank=4)
 
 
 def test_a_whole_fine_tune_and_an_adapter_of_peft_are_languages_of_one_model(home, tmp_path):

@@ -33,11 +33,9 @@ from hf_moe_expand import (
     freeze,
 )
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.schema import MOST, checked
+from hf_moe_expand.core.schema import checked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.planning.methods import METHODS, plan_settings
 from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.runs.pipeline import validate_recipe
 
@@ -298,28 +296,6 @@ def test_a_recipe_refuses_a_count_that_nothing_takes(home, path, value):
     with pytest.raises(InputError, match=path[-1]) as refused:
         validate_recipe(recipe(home, *path, value=value))
     refused.match(IS_TOO_LARGE if path[-1] != "copy_from" else "copy_from")
-
-
-def test_the_largest_count_and_the_smallest_share_overflow_nothing(home):
-    validate_recipe(recipe(home))
-    validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
-    for path in (("review", "new_per_old"), ("review", "old_documents")):
-        with pytest.raises(InputError, match=r"has 40 documents, but the mix asks for \d+: give more text"):
-            validate_recipe(recipe(home, *path, value=MOST))
-    both = recipe(home, "review", value={"old_documents": MOST, "new_per_old": MOST, "block_size": 16})
-    refused(validate_recipe, both, says="but the mix asks for")
-    validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
-
-
-@pytest.mark.parametrize("method", [name for name, cls in METHODS.items() if "total_experts" in cls.model_fields])
-def test_a_plan_of_more_experts_than_a_model_has_is_refused_before_it_is_made(method):
-    settings = plan_settings(method, total_experts=MOST)
-    row = [0.5] * 4
-    result = SimilarityResult(["en"], ["el"], 9, {"en-el": row}, None, row, row)
-    similarity = result if settings.needs else None
-    refused(make_plan, settings, 4, ["en"], ["el"], similarity, says="may have at most 65,536 experts")
-    with pytest.raises(InputError, match="1000000000 layers are too many"):
-        make_plan(plan_settings("moe-lpr", experts=2), 10**9, ["en"], ["el"])
 
 
 SIMILARITY = ["analyze", "similarity", "HOME/base", "--old", "en=HOME/en.jsonl", "--new", "el=HOME/el.jsonl"]
