@@ -77,7 +77,7 @@ def test_parts_that_no_step_reads_are_named(root, monkeypatch, changes, unread):
     assert [line for line in validate_recipe(loaded) if line.startswith("no step reads")] == loaded.unread()
 
 
-# Mistakes in settings stand in wrong_settings.yaml, those of YAML in test_yamlfile.py.
+# Mistakes in settings stand in wrong_settings.yaml, those of YAML in test_inheritance.py.
 def test_validate_says_which_text_is_enough_and_which_is_fewer_than_asked_for(root):
     assert "analysis: en el have enough text" in validate_recipe(recipe(root))
     enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
