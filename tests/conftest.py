@@ -153,10 +153,14 @@ def tiny_config(backbone: str, **changes):
 def tiny_dense(backbone: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
     """A dense model with random weights, none of them special (biases and norms too)."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(backbone, **changes), dtype=dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return shaken(AutoModelForCausalLM.from_config(tiny_config(backbone, **changes), dtype=dtype).eval())
+
+
+@torch.no_grad()
+def shaken(model, scale=0.1):
+    """The model, whose parameters have moved at random."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * scale)
     return model
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from conftest import shaken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -57,11 +58,7 @@ def tiny(shape: str, seed: int = 0, vocabulary: int = 300, **changes):
     torch.manual_seed(seed)
     sizes = {**SHAPES[shape], "vocab_size": vocabulary, **changes}
     config = AutoConfig.for_model("t5" if shape == "byt5" else shape, **sizes)
-    model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return shaken(AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval())
 
 
 def pieces(special: list[str]) -> Tokenizer:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from conftest import tiny_config, tiny_dense
+from conftest import shaken, tiny_config, tiny_dense
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 from hf_moe_expand.modeling.language_gate import GateRule
@@ -54,10 +54,8 @@ def gated_model(
         **(fields or {}),
     )  # fmt: skip
     torch.manual_seed(1)
-    model = LayerMoEForCausalLM(config).eval()
+    model = shaken(LayerMoEForCausalLM(config).eval())
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
         ffn = model.get_submodule(model._gate_places[2])
         # Orthogonal to the mean of the layer's inputs, so that the tokens are evidence for all sides.
         found: list[torch.Tensor] = []

@@ -1,6 +1,5 @@
 """Models that are asked, beside their base: the template, equal answers; and text that the base writes as old text."""
 
-import io
 import json
 from collections import Counter
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from conftest import CHAT, byte_tokenizer, invoke, load, move, refused, save_dense, write_texts
 from gated_models import gated_model
-from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
@@ -19,9 +17,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation import chat, report
 from hf_moe_expand.evaluation.chat import QUESTIONS, check_chat
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.evaluation.samples import begin_samples
 from hf_moe_expand.hub.card import make_card
-from hf_moe_expand.inference import verbs_writing as verb
 from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.inference.sampling import write_documents, writer_of
@@ -138,13 +134,10 @@ def test_chat_on_the_command_line(home):
     assert replies[0].removeprefix("chat:\n") == replies[1]  # in an old language
 
 
-def test_an_input_that_is_not_utf_8_is_said(home, monkeypatch):
+def test_an_input_that_is_not_utf_8_is_said(home):
     found = chatted(home / "chat", input=b"hi\ncaf\xe9\nmore\n")
     assert isinstance(found.exception, InputError)
     assert str(found.exception) == "The input is not UTF-8 (byte 0xe9)."
-    # Where the locale is C, such bytes come as surrogates.
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", "surrogateescape"))
-    refused(verb._read, says="the input is not UTF-8")
 
 
 @pytest.mark.parametrize(("line", "is_sent"), [("/foo", False), ("/help me", False), ("/", False), ("/etc/x ?", True)])
@@ -197,8 +190,8 @@ def test_a_base_without_a_template_cannot_be_asked(chats, tmp_path, monkeypatch)
     assert check_chat(str(chats / "plain"), str(chats / "other"), "en", ASKED) is None
     assert check_chat(str(chats / "base"), str(chats / "plain"), "en", ASKED) is None
     monkeypatch.setattr(report, "score_models", None)  # nothing is scored
-    with pytest.raises(InputError, match=r"plain: its tokenizer has no chat template, so it cannot answer --questions"):
-        invoke("evaluate", chats / "plain", chats / "other", "--questions", "en", "--out", tmp_path / "e.json")
+    command = ("evaluate", chats / "plain", chats / "other", "--questions", "en", "--out", tmp_path / "e.json")
+    refused(invoke, *command, says="has no chat template")
 
 
 def test_scores_are_kept_where_a_question_fails(chats, tmp_path):
@@ -213,9 +206,8 @@ def test_scores_are_kept_where_a_question_fails(chats, tmp_path):
 def test_evaluate_asks_from_a_file_or_the_ten_of_ours(chats, tmp_path):
     write_texts(tmp_path / "asked.jsonl", ASKED)
     out = tmp_path / "e.json"
-    said = invoke(
-        "evaluate", chats / "base", chats / "other", "--questions", f"en={tmp_path / 'asked.jsonl'}", "--out", out
-    )
+    asked = ("--questions", f"en={tmp_path / 'asked.jsonl'}")
+    said = invoke("evaluate", chats / "base", chats / "other", *asked, "--out", out)
     kept = json.loads(out.read_text())
     assert kept["chats"][0]["questions"] == ASKED
     assert kept["equal_answers"] == {"en": Evaluation.from_json(out).chats[0].equal}
@@ -224,59 +216,52 @@ def test_evaluate_asks_from_a_file_or_the_ten_of_ours(chats, tmp_path):
     invoke("evaluate", chats / "base", chats / "same", "--questions", "en", "--out", out, "--overwrite")
     assert Evaluation.from_json(out).chats[0].questions == list(QUESTIONS["en"])
     assert json.loads(out.read_text())["equal_answers"] == {"en": 1.0}
-    with pytest.raises(InputError, match="--questions fr: there are questions in en; give fr=FILE"):
-        invoke("evaluate", chats / "base", chats / "same", "--questions", "fr", "--out", tmp_path / "f.json")
-    with pytest.raises(InputError, match="--questions compares answers: give the base first"):
-        invoke("evaluate", chats / "base", "--questions", "en", "--out", tmp_path / "f.json")
+    for models, code, said in ((["base", "same"], "fr", "questions in en"), (["base"], "en", "give the base")):
+        command = ("evaluate", *[chats / name for name in models], "--questions", code, "--out", tmp_path / "f")
+        refused(invoke, *command, says=said)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("written")
     expand_checkpoint(save_dense(root / "base"), root / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
-    weights = load_file(root / "expanded" / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for name, value in weights.items():
-        if "experts.1." in name or "router" in name:
-            weights[name] = value + torch.randn(value.shape, generator=generator)
-    save_file(weights, root / "expanded" / "model.safetensors", {"format": "pt"})
+    move(root / "expanded")
     write_texts(root / "el.jsonl", [f"η γάτα {number} κάθεται" for number in range(30)])
     return root
 
 
 @pytest.fixture(scope="module")
-def base(root):
+def loaded(root):
     return load_for_inference(root / "base")
 
 
-def texts(loaded, **options):
-    return [
-        row["text"] for row in write_documents(*loaded, SampleSettings(**{"documents": 6, "tokens": 12, **options}))
-    ]
+def texts(loaded, documents=6, tokens=12, **options):
+    settings = SampleSettings(documents=documents, tokens=tokens, **options)
+    return [row["text"] for row in write_documents(*loaded, settings)]
 
 
-def test_as_many_documents_as_asked_for_and_the_same_with_the_same_seed(base):
-    found = texts(base, batch_size=4)
+def test_as_many_documents_as_asked_for_and_the_same_with_the_same_seed(loaded):
+    found = texts(loaded, batch_size=4)
     assert len(found) == 6
     assert all(text.strip() for text in found)
-    assert found == texts(base, batch_size=4)
-    assert found != texts(base, batch_size=4, seed=1)
+    assert found == texts(loaded, batch_size=4)
+    assert found != texts(loaded, batch_size=4, seed=1)
 
 
-def test_prompts_are_taken_in_turn_and_begin_the_documents(base):
-    rows = list(write_documents(*base, SampleSettings(documents=7, tokens=8, prompts=["The city", "In 1990"])))
+def test_prompts_are_taken_in_turn_and_begin_the_documents(loaded):
+    rows = list(write_documents(*loaded, SampleSettings(documents=7, tokens=8, prompts=["The city", "In 1990"])))
     assert Counter(row["prompt"] for row in rows) == {"The city": 4, "In 1990": 3}
     assert all(row["text"].startswith(row["prompt"]) for row in rows)
 
 
-def test_first_tokens_follow_the_models_distribution(base):
+def test_first_tokens_follow_the_models_distribution(loaded):
     """Of many documents of one token, each byte comes as often as the model says, words that are none aside."""
-    model, tokenizer = base
+    model, tokenizer = loaded
     with torch.no_grad():
         logits = model(torch.tensor([[tokenizer.eos_token_id]])).logits[0, -1]
     for temperature in (1.0, 0.3):
         scores = (logits / temperature).softmax(-1)
-        counted = Counter(texts(base, documents=3000, tokens=1, batch_size=500, temperature=temperature))
+        counted = Counter(texts(loaded, documents=3000, tokens=1, batch_size=500, temperature=temperature))
         ids = [i for i in range(256) if tokenizer.decode([i]).strip() and len(tokenizer.decode([i])) == 1 and i < 128]
         ids = [i for i in ids if tokenizer(tokenizer.decode([i])).input_ids == [i]]
         most = sorted(ids, key=lambda i: -scores[i])[:5]
@@ -288,9 +273,9 @@ def test_first_tokens_follow_the_models_distribution(base):
             assert counted[tokenizer.decode([i])] / whole == pytest.approx(p, abs=spread)
 
 
-def test_a_small_top_p_takes_the_likeliest_token_each_time(base):
-    model, tokenizer = base
-    (found,) = set(texts(base, top_p=1e-6, tokens=5))
+def test_a_small_top_p_takes_the_likeliest_token_each_time(loaded):
+    model, tokenizer = loaded
+    (found,) = set(texts(loaded, top_p=1e-6, tokens=5))
     ids = torch.tensor([[tokenizer.eos_token_id]])
     likeliest = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=5, pad_token_id=256
@@ -298,8 +283,8 @@ def test_a_small_top_p_takes_the_likeliest_token_each_time(base):
     assert found == tokenizer.decode(likeliest[0, 1:], skip_special_tokens=True)
 
 
-def test_of_an_expanded_model_the_base_inside_writes(base, root):
-    assert texts(load_for_inference(root / "expanded")) == texts(base)
+def test_of_an_expanded_model_the_base_inside_writes(loaded, root):
+    assert texts(load_for_inference(root / "expanded")) == texts(loaded)
 
 
 def test_the_file_says_where_it_comes_from(root, tmp_path):
@@ -364,16 +349,16 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
         ({"prompts": ["  "]}, "prompts: a prompt is empty"),
     ],
 )
-def test_refusals(base, options, message):
-    refused(texts, base, **options, says=message)
+def test_refusals(loaded, options, message):
+    refused(texts, loaded, **options, says=message)
 
 
-def test_defaults_of_the_checkpoint_do_not_bend_the_distribution(base, monkeypatch):
-    model, _ = base
-    expected = texts(base)
+def test_defaults_of_the_checkpoint_do_not_bend_the_distribution(loaded, monkeypatch):
+    model, _ = loaded
+    expected = texts(loaded)
     bent = GenerationConfig(repetition_penalty=5.0, min_p=0.5, suppress_tokens=list(range(200)), eos_token_id=256)
     monkeypatch.setattr(model, "generation_config", bent)
-    assert texts(base) == expected
+    assert texts(loaded) == expected
     assert model.generation_config is bent
 
 
@@ -387,23 +372,7 @@ def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):
     (tmp_path / "review.json").write_text(json.dumps({"block_size": 16, "distillation_coef": 1.0}))
     write_texts(tmp_path / "en.jsonl", ["one line of text"] * 30)
     text = (*text, "--data", f"en={tmp_path / 'en.jsonl'}", "--config", tmp_path / "review.json")
-    with pytest.raises(InputError, match="distillation_coef: expert 0 of this model is not the base any more"):
-        invoke("train", "review", tmp_path / "all", tmp_path / "out", *text)
-
-
-def test_the_first_language_of_each_group_with_text_begins_a_sample():
-    texts = {
-        "de": ["eins zwei drei vier fünf sechs sieben acht"],
-        "el": ["  ένα\nδύο "],
-        "hu": ["egy"],
-        "zh": ["字" * 90],
-    }
-    found = begin_samples(texts, (["en", "de"], ["el", "hu"]))
-    assert [(sample.language, sample.prompt) for sample in found] == [
-        ("de", "eins zwei drei vier fünf sechs sieben"), ("el", "ένα δύο"),
-    ]  # fmt: skip
-    assert [sample.prompt for sample in begin_samples(texts, ([], ["zh"]))] == ["字" * 40]
-    assert begin_samples({"en": [" "], "el": []}, (["en"], ["el"])) == []
+    refused(invoke, "train", "review", tmp_path / "all", tmp_path / "out", *text, says="distillation_coef: expert 0")
 
 
 def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):

@@ -44,11 +44,10 @@ def test_every_verb_has_help_with_an_example(words):
     assert f"Example: hf-moe-expand {' '.join(words)}" in " ".join(text.split()) or "accelerate launch" in text
 
 
-@pytest.mark.parametrize("verb", ["", "train", "expand", "plan layer-moe", "evaluate", "recipes new"])
+@pytest.mark.parametrize("verb", ["", "train", "plan layer-moe"])
 def test_help_waits_for_neither_torch_nor_transformers(verb):
     code, error, imported = heavy_imports(*verb.split(), "--help")
-    assert code == 0, error
-    assert imported == set()
+    assert (code, imported) == (0, set()), error
 
 
 @pytest.fixture

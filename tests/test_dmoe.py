@@ -24,7 +24,6 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.records import History
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
 from hf_moe_expand.data.sources import LanguageText
@@ -180,8 +179,7 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
     assert History.of(adapted).last.copied_expert == 1
     assert History.of(adapted).last.stages == [done.record]
     assert not [path.name for path in tmp_path.iterdir() if "grown" in path.name]
-    with pytest.raises(InputError, match=r"has 'hi' already \(expert 3"):
-        adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], config)
+    refused(adapt_language, tmp_path / "hi", tmp_path / "again", text["hi"], config, says=r"has 'hi' already \(expert")
     second = LanguageText("ro", text["es"].source)
     assert adapt_language(tmp_path / "hi", tmp_path / "ro", second, config).expert == 4
 

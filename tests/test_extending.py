@@ -16,7 +16,6 @@ from conftest import keywords, refused, run_python, save_dense, write_texts
 import hf_moe_expand
 from hf_moe_expand import LayerLoss, Plan, ReviewConfig, expand_checkpoint, register_loss, register_stage
 from hf_moe_expand.core import extensions
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Coefficient
 from hf_moe_expand.stages.keywords import setting
 
@@ -134,7 +133,6 @@ def test_what_a_script_registers(monkeypatch):
     assert register_loss(Nothing) is Nothing
     assert keywords(ReviewConfig, losses={"nothing": 1}).router_losses()[-1] == Nothing(1)
     refused(keywords, ReviewConfig, says="unknown key `nothin`; did you mean `nothing`", losses={"nothin": 1})
-    with pytest.raises(InputError, match="losses: nothing is -1: must be a number of at least 0"):
-        keywords(ReviewConfig, losses={"nothing": -1})
+    refused(keywords, ReviewConfig, says="losses: nothing is -1: must be a number of at least", losses={"nothing": -1})
     importlib.import_module("hf_moe_expand.runs.recipe")
     refused(register_stage, ReviewConfig, says="ReviewConfig: recipes are read already: register a stage first")

@@ -14,7 +14,6 @@ from conftest import refused, write_texts
 from pyarrow import parquet
 
 from hf_moe_expand import cli
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.data.files import count_lines, format_of, text_files
 from hf_moe_expand.data.sources import LanguageText
@@ -125,8 +124,7 @@ def test_bytes_that_are_no_utf8_are_told_by_their_line(tmp_path, kind, suffix):
     good = BODY if kind == ".jsonl" else "ένα\n\nδύο\n".encode()
     content = good * 20 + line + good * 5000
     (tmp_path / f"a{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
-    with pytest.raises(InputError, match=rf"a{kind}{suffix}:61: not UTF-8 text \(.*byte 0xe9 in position"):
-        load(tmp_path / f"a{kind}{suffix}")
+    refused(load, tmp_path / f"a{kind}{suffix}", says=rf"a{kind}{suffix}:61: not UTF-8 text \(.*byte 0xe9 in position")
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])

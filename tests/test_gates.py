@@ -216,8 +216,7 @@ def test_the_layer_may_be_chosen_and_else_those_of_the_first_third_are_tried(exp
     assert made.gates.layer == 2
     assert "model.layers.2.language_gate.bias" in load_file(made.out / "model.safetensors")
     beyond = SETTINGS.model_copy(update={"layer": 3})
-    said = r"layer is 3, but the model has the layers 0\.\.2"
-    refused(fit_gates, expanded, tmp_path / "no", TEXTS, ANCHORS, beyond, says=said)
+    refused(fit_gates, expanded, tmp_path / "no", TEXTS, ANCHORS, beyond, says=r"layer is 3, but the model has the")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import enable_checkpointing, tiny_config, tiny_dense
+from conftest import enable_checkpointing, shaken, tiny_config, tiny_dense
 from gated_models import (
     CODES,
     GREEDY,
@@ -244,11 +244,7 @@ def expanded(**options) -> Any:
         tiny_config("qwen2"), num_experts_per_layer=[3, 1, 2], classifier_layers=[2],
         expansions=[{"method": "layer-moe", "old_languages": ["en"], "new_languages": ["el"]}], **options,
     )  # fmt: skip
-    model = LayerMoEForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return shaken(LayerMoEForCausalLM(config).eval(), 0.2)
 
 
 def text(length: int = 9) -> dict[str, torch.Tensor]:

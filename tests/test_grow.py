@@ -177,8 +177,7 @@ def test_wrong_growth_is_refused(base, first, tmp_path):
         refused(grow_checkpoint, model, out, plan, says=said)
     refused(expand_checkpoint, base, out, SECOND, says="made to grow an expanded checkpoint")
     assert not out.exists()
-    with pytest.raises(InputError, match="grows_from: experts_per_layer must not give a layer fewer"):
-        Plan("layer-moe", [2, 2, 2], grows_from=[3, 2, 2])
+    refused(Plan, "layer-moe", [2, 2, 2], says="grows_from: experts_per_layer must not give a", grows_from=[3, 2, 2])
     config = json.loads((first / "config.json").read_text())
     config["earlier_experts_per_layer"] = [[4, 2, 2]]
     with pytest.raises(ValueError, match="a layer must not lose experts"):

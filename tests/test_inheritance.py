@@ -181,8 +181,7 @@ def test_no_parent(load):
     text = f"inherits: null\n{GOOD}"
     assert load(text).text == text
     assert "inherits" not in whole(load, "inherits: parent.yaml\n", parent=text)
-    with pytest.raises(InputError, match=r"inherits: recipes inherit in files: read the file with Recipe\.load"):
-        Recipe(base="b", output="o", new={"el": "el.txt"}, inherits="moe-lpr")
+    refused(Recipe, says=r"inherits: recipes inherit", base="b", output="o", new={"el": "el.txt"}, inherits="moe-lpr")
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,7 @@ def test_given_anchors_stand_beside_the_packages_and_are_no_language_of_the_mode
     package = shipped_anchors(leave_out=["en", "el", "hu", "no"])
     assert chosen == {"hu": ["text"], "nb": ["text"]} | package
     assert anchors_for(classes, texts, None) == shipped_anchors(leave_out=["en", "el"])
-    with pytest.raises(InputError, match="anchors: ell_Grek is a new language of the model"):
-        anchors_for(classes, texts, {**anchors, "ell_Grek": ["text"]})
+    refused(anchors_for, classes, texts, {**anchors, "ell_Grek": ["text"]}, says="anchors: ell_Grek is a new language")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.stored import network_of
 from hf_moe_expand.core.disk import peak, readable_size
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
 from hf_moe_expand.inference.memory import least_memory, training_disk
@@ -124,8 +123,7 @@ def test_training_is_refused_where_the_disk_has_too_little_room(root, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Trainer, "save_model", full)
-    with pytest.raises(InputError, match=rf"out\.training: the disk is full; up to {readable_size(needed)} are needed"):
-        train_stage(root / "expanded", tmp_path / "out", text, config)
+    refused(train_stage, root / "expanded", tmp_path / "out", text, config, says=r"out\.training: the disk is full")
 
 
 def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
@@ -142,8 +140,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch):
     disk_with(monkeypatch, needed - 1)
     too_little = rf"run: needs {readable_size(needed)} for checkpoints.*, 1 byte more than"
     for do in (validate_recipe, run_recipe):
-        with pytest.raises(InputError, match=too_little):
-            do(recipe)
+        refused(do, recipe, says=too_little)
     assert validate_recipe(recipe, here=False)  # for another machine
     assert not (tmp_path / "run").exists()
     disk_with(monkeypatch, needed)

@@ -22,7 +22,6 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.records import History
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
 STORED = Path(__file__).resolve().parent / "checkpoints"
@@ -124,8 +123,7 @@ def test_joined_packs_with_routers_of_all_experts_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="joins packs whose routers choose among all experts, of an earlier version"):
         load(folder)
-    with pytest.raises(InputError, match="joins packs whose routers choose among all experts, of an earlier version"):
-        inspect_checkpoint(folder)
+    refused(inspect_checkpoint, folder, says="joins packs whose routers choose among all experts, of an earlier")
 
 
 def letters(text, seed):

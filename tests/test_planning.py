@@ -220,8 +220,7 @@ def test_layers_that_are_dense_do_not_grow():
     assert sum(make_plan(total, 5, ["en"], ["tr"], LAYERS, grows_from=[2, 1, 3, 1, 2]).experts_per_layer) == 9 + 4
     with pytest.raises(InputError, match="only_layers names layer 1, which is dense in the model that grows"):
         make_plan(plan_settings(method="moe-lpr", experts=1, only_layers="0-2"), 5, [], [], grows_from=[2, 1, 3, 1, 2])
-    with pytest.raises(InputError, match="layer 1 is dense in the model that grows, so it gets no experts"):
-        Plan("x", [2, 2], grows_from=[2, 1])
+    refused(Plan, "x", [2, 2], says="layer 1 is dense in the model that grows, so it gets no", grows_from=[2, 1])
 
 
 GOOD = {

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import papers
 import pytest
-import torch
 import yaml
-from conftest import TABLES, invoke, refused, save_dense, tiny_config, write_texts
+from conftest import TABLES, invoke, refused, save_dense, shaken, tiny_config, write_texts
 from encoder_decoders import SENTENCES, save_tiny, tiny
 from guides import DOCS, EXTRA, bash_lines, small
 from transformers import AutoModelForCausalLM
@@ -305,19 +304,16 @@ def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
 def test_what_it_refuses(base, texts, tmp_path):
     out = tmp_path / "r.yaml"
     arguments = ["recipes", "new", "--base", str(base), "--out", str(out)]
-    with pytest.raises(InputError, match=r"missing\.jsonl: no such"):
-        invoke(*arguments, "--new", f"hu={tmp_path / 'missing.jsonl'}")
+    refused(invoke, *arguments, "--new", f"hu={tmp_path / 'missing.jsonl'}", says=r"missing\.jsonl: no such")
     with pytest.raises(InputError, match=r"test\.de: .* is training text, too \(old\.en: "):
         invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"en={texts['en']}", "--test", f"de={texts['en']}")
     assert not out.exists()
     out.write_text("mine")
     refused(invoke, *arguments, "--new", f"hu={texts['hu']}", says="exists already")
     small = save_dense(tmp_path / "short", "llama", max_position_embeddings=64)
-    with pytest.raises(InputError, match=r"takes 64 positions, but this recipe's blocks have 512"):
-        new_recipe(str(small), {}, {"hu": str(texts["hu"])}, {})
+    refused(new_recipe, str(small), {}, {"hu": str(texts["hu"])}, {}, says=r"takes 64 positions, but this recipe's")
     save_tiny(tmp_path / "t5", "t5")
-    with pytest.raises(InputError, match=r"is an encoder-decoder, for which docs/backbones\.md has the commands"):
-        new_recipe(str(tmp_path / "t5"), {}, {"hu": str(texts["hu"])}, {})
+    refused(new_recipe, str(tmp_path / "t5"), {}, {"hu": str(texts["hu"])}, {}, says=r"is an encoder-decoder, for")
 
 
 SMALL = {
@@ -358,11 +354,7 @@ def workplace(tmp_path, monkeypatch):
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": 256}
     save_dense(tmp_path / "base", **sizes)
     save_dense(tmp_path / "chat", **sizes)
-    chat = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        for parameter in chat.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.01)
-    chat.save_pretrained(tmp_path / "chat")
+    shaken(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), 0.01).save_pretrained(tmp_path / "chat")
     save_tiny(tmp_path / "nllb")
     for code, sentence in TEXTS.items():
         write_texts(tmp_path / f"{code}.jsonl", [sentence.format(number) for number in range(12)])

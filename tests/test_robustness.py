@@ -243,8 +243,7 @@ def test_a_checkpoint_with_wrong_tensors_is_refused_at_every_door(root, tmp_path
 
 
 def test_numbers_that_are_not_finite(tmp_path):
-    said = r"x\.json: is not written .Out of range float values"
-    refused(write_json, tmp_path / "x.json", {"a": [math.nan]}, says=said)
+    refused(write_json, tmp_path / "x.json", {"a": [math.nan]}, says=r"x\.json: is not written .Out of range float")
     assert not list(tmp_path.iterdir())
     refused(
         read, PostPretrainConfig, {"max_grad_norm": math.inf}, says="max_grad_norm: Input should be a finite number"

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_config, tiny_dense, write_texts
+from conftest import byte_tokenizer, invoke, refused, save_dense, shaken, tiny_config, tiny_dense, write_texts
 
 from hf_moe_expand import (
     DMoEConfig,
@@ -45,11 +45,7 @@ def build(backbone, config_class=LayerMoEConfig, counts=(3, 1, 2, 4), **fields):
     layers = {"n_layer": 4} if backbone == "bloom" else {"num_hidden_layers": 4}
     fields = {"classifier_layers": [3], **fields} if config_class is LayerMoEConfig else fields
     config = config_class.from_dense(tiny_config(backbone, **layers), num_experts_per_layer=list(counts), **fields)
-    model = (LayerMoEForCausalLM if config_class is LayerMoEConfig else DMoEForCausalLM)(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return shaken((LayerMoEForCausalLM if config_class is LayerMoEConfig else DMoEForCausalLM)(config).eval(), 0.2)
 
 
 def slow_tokens(model, tokenizer, texts, settings):

@@ -14,6 +14,7 @@ from conftest import (
     enable_checkpointing,
     moved,
     refused,
+    shaken,
     tiny_config,
     tiny_dense,
 )
@@ -160,11 +161,7 @@ def build(backbone, counts=(3, 1, 2), classifiers=(2,), kind=(), **changes):
         tiny_config(backbone, **changes), num_experts_per_layer=list(counts), classifier_layers=list(classifiers),
         **dict(kind),
     )  # fmt: skip
-    model = LayerMoEForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return shaken(LayerMoEForCausalLM(config).eval())
 
 
 @pytest.fixture

@@ -307,8 +307,7 @@ def test_a_direction_that_marian_does_not_translate_is_refused():
     ):
         PairEncoder(tokenizer).check([("en", "de"), ("de", "en")])
     wrong = Dataset.from_list([SentencePair("das Meer", "the sea", "de", "en")._asdict()])
-    with pytest.raises(InputError, match="Language 'de': no sentence pair in a direction of the model"):
-        pack_pairs({"de": wrong}, tokenizer, 64, 0)
+    refused(pack_pairs, {"de": wrong}, tokenizer, 64, 0, says="Language 'de': no sentence pair in a direction of the")
     said = "Language 'el' has no sentence as a source, and both sides are measured: the mo"
     refused(side_batches, "el", sentence_pairs(english_and_greek()), tokenizer, 4, 2, None, says=said)
 

@@ -385,5 +385,4 @@ def test_self_distillation_trains_beside_trls_loss_without_logits(tmp_path):
     for name, parameter in model.named_parameters():
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(steps[2.0][0][name] - steps[0.0][0][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
-    said = "loss_type is 'dft': a loss that reads logits goes with 'nll' alone"
-    refused(sft, tmp_path, DistillationLoss(1.0), loss_type="dft", **config, says=said)
+    refused(sft, tmp_path, DistillationLoss(1.0), says="loss_type is 'dft': a loss that", loss_type="dft", **config)
