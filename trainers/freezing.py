@@ -11,8 +11,8 @@ from torch import nn
 
 from ..core.errors import InputError
 from ..core.schema import shown_value
+from ..modeling.language_modules import OuterModules
 from ..modeling.part_joined import joins_packs
-from ..modeling.part_languages import OuterModules
 
 # The base of the mixins: a type checker lets it have all that the Trainer behind a mixin has.
 TrainerBase: Any = object

@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
-from ..modeling.part_languages import maps_of
+from ..modeling.language_modules import maps_of
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers.integrations import deepspeed
 from ..core.errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedLayer, copy_ffn
-from ..modeling.part_languages import Choosing
+from ..modeling.language_modules import Choosing
 from ..modeling.part_mixture import mixture_rules
 from ..modeling.updates import LoraUpdate
 from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor

@@ -24,7 +24,7 @@ from ..core.scratch import leftovers
 from ..modeling import count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.language_gate import TEMPLATE, GateRule
-from ..modeling.part_languages import Choosing, OuterModules
+from ..modeling.language_modules import Choosing, OuterModules
 from ..modeling.updates import LoraUpdate
 from ..planning.plan import Plan
 from ..stages import training_stages

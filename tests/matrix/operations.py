@@ -24,8 +24,8 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.data.pairs import SentencePair
 from hf_moe_expand.modeling import auto_class
+from hf_moe_expand.modeling.language_modules import OuterModules
 from hf_moe_expand.modeling.part_added import AddedFFN
-from hf_moe_expand.modeling.part_languages import OuterModules
 from matrix import oracles
 from matrix.forms import ALPHABETS, Form, lines, load, pairs
 
