@@ -87,6 +87,7 @@ def train(
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True,
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, per_device_eval_batch_size=2,
         train_sampling_strategy="sequential", **checkpointed(checkpointing),
+        **({"everything": True} if everything else {}),
     )  # fmt: skip
     if losses is None:
         losses = [BalanceLoss(balance), LanguagePriorLoss(prior), GateBudgetLoss(budget)]
@@ -94,7 +95,7 @@ def train(
         losses += [DistillationLoss(distillation)] if distillation else []
     trainer = kind(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
-        router_losses=losses, language_classes=[0, 1], everything=everything,
+        router_losses=losses, language_classes=[0, 1],
     )  # fmt: skip
     scores = {}
     if scored:

@@ -265,7 +265,7 @@ def test_a_step_is_that_of_the_whole_logits(backbone, tmp_path, monkeypatch, wid
 CUT = {"batch": 4, "steps": 2, "padded": True}
 
 
-@pytest.mark.parametrize("options", [{}, CUT, {"everything": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, CUT, {"stage": "post", "everything": True}], ids=str)
 def test_self_distillation_in_pieces(options, tmp_path, monkeypatch, widest):
     losses = [DistillationLoss(2.0)]
     logs = compare(tmp_path, lambda: different("qwen2"), monkeypatch, widest, losses=losses, **options)

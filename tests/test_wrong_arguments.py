@@ -126,8 +126,8 @@ def wrong_of_trainer(kind):
         **dict.fromkeys(
             ("data_collator", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"), (5, "a")
         ),
-        **dict.fromkeys(("mix", "masking", "processing_class", "optimizer_cls_and_kwargs"), (5, "a", DENSE)),
-        **dict.fromkeys(("everything", "allow_lost_text"), (None, 5, "a")),
+        **dict.fromkeys(("processing_class", "optimizer_cls_and_kwargs"), (5, "a", DENSE)),
+        "allow_lost_text": (None, 5, "a"),
         "callbacks": [5, "a", [5]],
         "optimizers": [5, "a", (5, None), None],
         "router_losses": [5, "balance", [5], BalanceLoss(0.1)],

@@ -60,25 +60,7 @@ def columns_of(data: Any, name: str, own_collator: bool) -> Collection[str]:
     return columns
 
 
-def folded(data: Any, columns: Collection[str]) -> Any:
-    """Rows of tokens whose columns `completion_mask` and `assistant_masks` became labels, as TRL's Trainer makes them:
-    -100 where a mask is 0. Labels of their own stay."""
-    masks = [name for name in _MASKS if name in columns]
-    if not masks or not isinstance(data, Dataset) or "input_ids" not in columns:
-        return data
-    if "labels" in columns:
-        return data.remove_columns(masks)
-
-    def labelled(row: dict[str, Any]) -> dict[str, Any]:
-        if {len(row[mask]) for mask in masks} != {len(row["input_ids"])}:
-            raise InputError(f"The column `{masks[0]}` has not one value for each of the row's `input_ids`.")
-        bits = zip(*(row[mask] for mask in masks), strict=True)
-        return {"labels": [one if all(of_one) else -100 for one, of_one in zip(row["input_ids"], bits, strict=True)]}
-
-    return data.map(labelled, remove_columns=masks, desc="labels")
-
-
-def check_columns(data: Any, columns: Collection[str], name: str) -> None:
+def check_columns(columns: Collection[str], name: str) -> None:
     """Refuses columns of rows that would change the loss, and that no batch has; names the others once."""
     left = [column for column in columns if column not in _IN_BATCHES]
     if changes := [column for column in left if column in (*CHANGE_THE_LOSS, *_MASKS)]:

@@ -15,7 +15,7 @@ from ..data.lost import check_lost
 from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
-from .data_sets import by_language, check_columns, check_rows, columns_of, folded, is_text
+from .data_sets import by_language, check_columns, check_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import packed_text
 
@@ -27,50 +27,46 @@ class OwnDataMixin:
 
     packed: PackedText | None
 
-    def _prepared(
-        self: Any, data: Any, mix: LanguageMix | None, classes: Sequence[int] | None
-    ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
-        """The data set in blocks, the languages' weights and schedule, and their classes."""
-        config: Any = self.args
-        name, is_of_stage = "train_dataset", True
+    def _prepared(self: Any, data: Any, classes: Sequence[int] | None) -> tuple[Any, Sequence[int] | None]:
+        """The data set in blocks, and its languages' classes; sets their weights and schedule."""
+        config, model, name = self.args, self.model_config, "train_dataset"
+        is_checked = isinstance(data, PackedText) and data.is_of_stage
         if isinstance(data, PackedText):
-            is_of_stage = data.is_of_stage
-            self.packed = data if is_of_stage or classes is not None else self._numbered(data, name)
+            self.packed = data if is_checked or classes is not None else self._numbered(data, name)
         elif is_text(columns := columns_of(data, name, self._own_collator)):
-            texts = self._texts(data, name)
-            config.check(self.model_config, texts)
+            texts, is_checked = self._texts(data, name), True
+            config.check(model, texts)
             self._set_length(config.order(list(texts)))
             with config.main_process_first(desc="pack"):
-                self.packed = packed_text(config, self.model_config, texts, self.processing_class, self.allow_lost_text)
+                self.packed = packed_text(config, model, texts, self.processing_class, self.allow_lost_text)
         else:
-            is_of_stage = False
-            data = self._with_ids(self._rows(data, columns, name), columns)
+            data = self._with_ids(data, columns, name)
             columns = columns_of(data, name, self._own_collator)
-        if not is_of_stage:
+        if not is_checked:
             self._check_packed(data)
-        if mix is not None and is_mixed(config):
-            raise InputError("mix, and the configuration's temperature or curriculum, both say the order of the rows.")
         if self.packed is not None:
             self.packed = replace(self.packed, is_of_stage=False)  # another Trainer may get it
-            mix = config.mix(self.packed, self.model_config) if mix is None else mix
-            if mix is None and self.stream is not None:
-                groups = config.groups_of_languages(list(self.packed.tokens), self.model_config)
-                mix = LanguageMix(self.packed.blocks, groups=groups)
+            self.mix = config.mix(self.packed, model)
+            if self.mix is None and self.stream is not None:
+                groups = config.groups_of_languages(list(self.packed.tokens), model)
+                self.mix = LanguageMix(self.packed.blocks, groups=groups)
             data = self.packed.dataset
             if classes is None:
-                classes = self.stage.language_classes(self.model_config, self.packed.languages)
+                classes = self.stage.language_classes(model, self.packed.languages)
         elif is_mixed(config):
             raise InputError(
                 "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
                 "pass text, or what `pack_texts` returned."
             )
         elif classes is None and "language_ids" in columns:
-            old, new = Facts(self.model_config).languages
-            classes = self.stage.language_classes(self.model_config, [*old, *new])
+            classes = self.stage.language_classes(model, self._languages_of_model())
         self._check_rows(data, name, classes)
-        if mix is not None and self.stream is None and (not hasattr(data, "__len__") or sum(mix.rows) != len(data)):
-            raise InputError(f"mix has {sum(mix.rows)} rows: train_dataset must have as many, sorted by language.")
-        return data, mix, classes
+        return data, classes
+
+    def _languages_of_model(self: Any) -> list[str]:
+        """The languages that ids count: the old ones, then the new ones."""
+        old, new = Facts(self.model_config).languages
+        return [*old, *new]
 
     def _check_packed(self: Any, data: Any) -> None:
         """Refuses settings that contradict the model or text that was packed before."""
@@ -107,16 +103,16 @@ class OwnDataMixin:
         """Packed text whose language ids are those of the model's languages, where its history names them."""
         if not self._has_history:
             return data
-        old, new = Facts(self.model_config).languages
-        return data.numbered([*old, *new], name)
+        return data.numbered(self._languages_of_model(), name)
 
-    def _with_ids(self: Any, data: Any, columns: Collection[str], language: str | None = None) -> Any:
+    def _with_ids(self: Any, data: Any, columns: Collection[str], name: str, language: str | None = None) -> Any:
         """Rows of tokens with the language that a column `language`, or the key of an evaluation, gives each."""
+        if not self._own_collator:
+            check_columns(columns, name)
         is_asked = (language is not None and self._has_history) or "language" in columns
         if not (is_asked and isinstance(data, Dataset) and "input_ids" in columns) or "language_ids" in columns:
             return data
-        old, new = Facts(self.model_config).languages
-        known = [*old, *new]
+        known = self._languages_of_model()
         if "language" in columns:
             code_of: dict[str, Any] = {tag: named_in(tag, known) for tag in {*map(str, data["language"])}}
             if unknown := sorted(tag for tag, code in code_of.items() if code is None):
@@ -156,16 +152,8 @@ class OwnDataMixin:
                 check_lost(lost, self.allow_lost_text)
                 data = config.pack(texts, tokenizer, self.model_config, whole=True).dataset
         else:
-            data = self._with_ids(self._rows(data, columns, name), columns, key)
+            data = self._with_ids(data, columns, name, key)
         self._check_rows(data, name, classes)
-        return data
-
-    def _rows(self: Any, data: Any, columns: Collection[str], name: str) -> Any:
-        """Rows of tokens with their labels; says which columns nothing reads."""
-        if self._own_collator:
-            return data
-        data = folded(data, columns)
-        check_columns(data, columns_of(data, name, False), name)
         return data
 
     def _check_rows(self: Any, data: Any, name: str, classes: Sequence[int] | None) -> None:

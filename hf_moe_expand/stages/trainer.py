@@ -22,10 +22,10 @@ from ..core.errors import DivergedError, InputError
 from ..core.schema import checked, shown_value
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
-from ..trainers.freezing import EVERYTHING, FreezeReport, Trained, freeze, kept_rows
+from ..trainers.freezing import FreezeReport, Trained, freeze, kept_rows
 from ..trainers.log_lines import LogLines
 from ..trainers.losses import checked_losses
-from ..trainers.masking import Masking, mask_routing
+from ..trainers.masking import mask_routing
 from ..trainers.pieces import LogitsInPieces, is_large
 from ..trainers.router_losses import RouterLossMixin
 from ..trainers.samplers import CurriculumSampler, LanguageMix
@@ -61,9 +61,6 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         processing_class: the tokenizer that packs text.
         router_losses: losses in place of those of the configuration.
         language_classes: the class of each language id; by default 0 for a base language, g for one of expansion g.
-        everything: train all parameters.
-        mix: the rows of each language, and its weight and schedule; by default rows are shuffled.
-        masking: the masking during training.
         allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
     The next-token loss of a large batch of a decoder is computed in pieces (`trainers/pieces.py`): it and its gradients
@@ -106,9 +103,6 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         processing_class: PreTrainedTokenizerBase | None = None,
         router_losses: Any = None,
         language_classes: Sequence[int] | None = None,
-        everything: bool = False,
-        mix: LanguageMix | None = None,
-        masking: Masking | None = None,
         allow_lost_text: bool = False,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         compute_loss_func: Callable | None = None,
@@ -119,23 +113,18 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
     ) -> None:
         config, model = self._config(args), without_compiler(model)
         self.args = config  # for what is done before the library's constructor
-        name, trained = config.trained()
-        self.trained_as = "everything" if everything else name
-        self.trained_parts = EVERYTHING if everything else trained
+        self.trained_as, self.trained_parts = config.trained()
         self.freeze_report = self._freeze(model, self.trained_parts)
         if self.freeze_report is not None:
             config.check_model(model.config)
-        masking = self._masking(masking)
-        self.settings = config.recorded()
-        self.masking, self.allow_lost_text = masking, allow_lost_text
-        self.processing_class, self.model_config = processing_class, model.config
+        self.settings, self.masking = config.recorded(), getattr(config, "masking", None)
+        self.allow_lost_text, self.processing_class, self.model_config = allow_lost_text, processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
-        self._own_collator = data_collator is not None
-        self._own_classes = language_classes is not None
+        self._own_collator, self._own_classes = data_collator is not None, language_classes is not None
         is_of_stage = isinstance(train_dataset, PackedText) and train_dataset.is_of_stage
+        self.mix: LanguageMix | None = None
         if train_dataset is not None:
-            train_dataset, mix, language_classes = self._prepared(train_dataset, mix, language_classes)
-        self.mix = mix
+            train_dataset, language_classes = self._prepared(train_dataset, language_classes)
         if eval_dataset is not None:
             eval_dataset = self._scored(eval_dataset, language_classes)
         self._begin_steps(config)
@@ -173,17 +162,6 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
                 "TrainingArguments, and sets this stage's packing and losses."
             )
         return args.begun()
-
-    def _masking(self, masking: Masking | None) -> Masking | None:
-        """The masking of the constructor, else of the configuration."""
-        own = getattr(self.args, "masking", None)
-        if masking is not None and own is None:
-            raise InputError(f"masking: {type(self).__name__} has no choice of experts to mask: leave it out.")
-        if masking is not None and own not in (Masking(), masking):
-            raise InputError("masking is given twice, here and in args, and differs: leave one of them out.")
-        if masking is not None:
-            vars(self.args)["masking"] = masking
-        return masking or own
 
     def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
         """Freezes what does not train; None if that is done already."""
