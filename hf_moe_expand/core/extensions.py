@@ -14,13 +14,12 @@ before it reads a recipe.
 import sys
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from .errors import InputError
 from .schema import checked
 
 T = TypeVar("T", bound=type)
-Kind = Literal["stages", "plan_methods", "losses"]
 
 _REGISTERED: dict[str, dict[str, Any]] = {"stages": {}, "plan_methods": {}, "losses": {}}
 
@@ -48,7 +47,7 @@ def register_loss(loss: T) -> T:
     return _register("losses", "name", loss)
 
 
-def _register(kind: Kind, attribute: str, value: T) -> T:
+def _register(kind: str, attribute: str, value: T) -> T:
     name = getattr(value, attribute, None)
     if not isinstance(name, str):
         raise InputError(f"{value.__name__}: its `{attribute}` is {name!r}: must be text, by which it is known.")
@@ -56,17 +55,13 @@ def _register(kind: Kind, attribute: str, value: T) -> T:
     return value
 
 
-def extension_points(kind: Kind) -> dict[str, EntryPoint]:
-    """The entry points of other packages, by name; imports none."""
-    return {point.name: point for point in _all_points().select(group=f"hf_moe_expand.{kind}")}
+@cache  # it reads a file of each package that is installed
+def extension_points(kind: str) -> dict[str, EntryPoint]:
+    """The entry points of other packages of a kind (`stages`, `plan_methods`, `losses`), by name; imports none."""
+    return {point.name: point for point in entry_points(group=f"hf_moe_expand.{kind}")}
 
 
-@cache
-def _all_points() -> Any:
-    return entry_points()  # reads a file of each package that is installed
-
-
-def extensions(kind: Kind) -> dict[str, Any]:
+def extensions(kind: str) -> dict[str, Any]:
     """What was registered, and what entry points name.
 
     Raises:

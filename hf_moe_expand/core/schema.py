@@ -10,8 +10,8 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache, wraps
 from itertools import islice
 from os import PathLike
@@ -54,7 +54,7 @@ class _Checked(ModelMetaclass):
     """Lets a model's constructor take positions, in the order of its fields, and raise InputError, as `read` does."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
-        names = list(keys_of(cls))
+        names = list(cls.model_fields)
         if len(args) > len(names):
             raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, but {len(args)} were given.")
         placed = dict(zip(names, args, strict=False))
@@ -91,9 +91,6 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
-    if is_dataclass(cls) and not hasattr(cls, "keyword_types"):
-        with errors_at(where):
-            check_keys(mapping, keys_of(cls))
     try:
         return _adapter(cls).validate_python(dict(mapping), context=context)  # type: ignore[arg-type]
     except pydantic.ValidationError as error:
@@ -216,13 +213,12 @@ def loosened(schema: Any) -> Any:
         return [loosened(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    keys = schema.get("properties", {})
     loose = {word: loosened(part) for word, part in schema.items() if word not in ("required", "discriminator")}
     if "oneOf" in loose:  # without its tag a value may be any of them
         loose["anyOf"] = loose.pop("oneOf")
-    if keys:
-        loose["properties"] = {key: _or_null(loosened(part)) for key, part in keys.items()}
-    if isinstance(schema.get("additionalProperties"), dict):
+    keys = loose.get("properties", {})
+    loose |= {"properties": {key: _or_null(part) for key, part in keys.items()}} if keys else {}
+    if isinstance(loose.get("additionalProperties"), dict):
         loose["additionalProperties"] = _or_null(loose["additionalProperties"])
     elif any("const" in part for part in keys.values()):
         loose["additionalProperties"] = {"type": "null"}  # which takes out the keys of another tag
@@ -231,12 +227,10 @@ def loosened(schema: Any) -> Any:
 
 def _or_null(part: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key that may be null; a tag may not."""
-    if "const" in part:
-        return part
-    if isinstance(part.get("type"), str) and "enum" not in part:
+    if isinstance(part.get("type"), str) and not {"enum", "const"} & part.keys():
         return {**part, "type": [part["type"], "null"]}
-    null = {"type": "null"}
-    return {**part, "anyOf": [*part["anyOf"], null]} if "anyOf" in part else {"anyOf": [part, null]}
+    about = {word: part[word] for word in ("description", "default") if word in part}
+    return part if "const" in part else {**about, "anyOf": [part, {"type": "null"}]}
 
 
 def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
@@ -255,14 +249,11 @@ def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], shown: int | No
         raise InputError(unknown_key(str(unknown[0]), known, shown, others))
 
 
-def keys_of(cls: type) -> dict[str, Any]:
+def keys_of(cls: Any) -> dict[str, Any]:
     """The keys of a settings class and their types."""
-    if isinstance(cls, type) and issubclass(cls, BaseModel):
-        return {name: field.annotation for name, field in cls.model_fields.items()}
     if hasattr(cls, "keyword_types"):
         return cls.keyword_types()
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(cls)} if is_dataclass(cls) else {}
+    return {name: field.annotation for name, field in cls.model_fields.items()}
 
 
 @cache
@@ -270,25 +261,12 @@ def _adapter(cls: type) -> TypeAdapter:
     return TypeAdapter(cls)
 
 
-def _is_settings(hint: Any) -> bool:
-    return isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel))
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    """The types that a hint allows, without `Annotated` and unions."""
-    origin = typing.get_origin(hint)
-    if origin is Annotated:
-        yield from _parts(typing.get_args(hint)[0])
-    elif origin in (types.UnionType, typing.Union):
-        for option in typing.get_args(hint):
-            yield from _parts(option)
-    else:
-        yield hint
-
-
 def settings_in(hint: Any) -> list[type]:
     """The settings classes among the types that a hint allows."""
-    return [part for part in _parts(hint) if _is_settings(part)]
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Annotated, types.UnionType, typing.Union):
+        return [cls for part in (inner[:1] if origin is Annotated else inner) for cls in settings_in(part)]
+    return [hint] if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel)) else []
 
 
 def _explained(error: pydantic.ValidationError, given: Mapping[str, Any], where: str = "") -> str:
@@ -313,9 +291,7 @@ def _path_in(given: Any, entry: Any) -> tuple[Any, ...]:
 
 
 def _found(value: Any) -> str:
-    if isinstance(value, Mapping | list):
-        return type(value).__name__
-    return _short(repr(value))
+    return type(value).__name__ if isinstance(value, Mapping | list) else _short(repr(value))
 
 
 def _short(shown: str) -> str:
@@ -324,13 +300,6 @@ def _short(shown: str) -> str:
 
 def _place(where: str, path: Sequence[Any] = ()) -> str:
     """The prefix of a message: file and key."""
-    joined = _path(path)
-    glue = ": " if where and joined and ("/" in where or "." in where) else "." if where and joined else ""
-    return f"{where}{glue}{joined}: " if where or joined else ""
-
-
-def _path(path: Sequence[Any]) -> str:
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    glue = ": " if "/" in where or "." in where else "."
+    return f"{glue.join(filter(None, (where, key)))}: " if where or key else ""

@@ -13,7 +13,7 @@ from ..checkpoint.stored import network_of
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json, write_json
 from ..core.saying import say_once
-from ..core.schema import changed, checked, keys_of, read
+from ..core.schema import changed, checked, read
 from ..data.lost import MOST_LOST, share_in_words
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
@@ -80,7 +80,7 @@ class Evaluation:
         value = read_json(path, "an evaluation")
         if missing := sorted({"old", "new", "models"} - set(value)):
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
-        known = {name: value[name] for name in keys_of(cls) if name in value}
+        known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         return read(cls, known, f"{path}: not an evaluation")
 
     def of_this(self, names: Iterable[str], where: str | os.PathLike) -> "Evaluation":
