@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset, interleave_datasets
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2Tokenizer,
     Trainer,
@@ -24,8 +22,6 @@ from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
 from ..trainers.bfloat16 import has_bfloat16
 from ..trainers.log_lines import LogLines, took_away_usual
-
-END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -51,25 +47,6 @@ class BaseSettings:
     logging_steps: int = 100
 
 
-def train_tokenizer(texts: Mapping[str, Dataset], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on all of `texts`.
-
-    It cuts words as Qwen2's does: the library loads the tokenizer of a Qwen2 model so, whatever its file says.
-    """
-    qwen2 = Qwen2Tokenizer().backend_tokenizer
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer, tokenizer.pre_tokenizer = qwen2.normalizer, qwen2.pre_tokenizer
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((text for dataset in texts.values() for text in dataset["text"]), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
-
-
 def make_base(
     out: str | Path, texts: Mapping[str, Dataset], shares: Mapping[str, float], settings: BaseSettings, seed: int = 0
 ) -> None:
@@ -84,7 +61,8 @@ def make_base(
     set_seed(seed)
     largest = max(shares.values())
     counts = {code: max(1, round(len(texts[code]) * share / largest)) for code, share in shares.items()}
-    tokenizer = train_tokenizer({code: texts[code].select(range(n)) for code, n in counts.items()}, settings.vocab_size)
+    lines = (text for code, n in counts.items() for text in texts[code].select(range(n))["text"])
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(lines, settings.vocab_size, show_progress=False)
     packed = [pack_texts({code: texts[code]}, tokenizer, settings.block_size, seed).dataset for code in shares]
     blocks = [Dataset.from_dict({"input_ids": rows["input_ids"]}) for rows in packed]
     total = sum(shares.values())
@@ -118,7 +96,7 @@ def make_base(
         tokenizer.save_pretrained(partial)
 
 
-def _config(settings: BaseSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+def _config(settings: BaseSettings, tokenizer: Any) -> PreTrainedConfig:
     return settings.architecture(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,

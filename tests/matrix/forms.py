@@ -1,7 +1,7 @@
 """The rows of the matrix: forms of model, each made of parts by the public functions.
 
 A form joins by one line in `PARTS`. Two parts that one model may have together make a form of their own; those that the
-code refuses stand in its tables (`hf_moe_expand/report/together.py`).
+code refuses stand in its tables (`together.py`).
 """
 
 import copy
@@ -34,7 +34,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.modeling import auto_class
-from hf_moe_expand.report.together import refusals
+from matrix.together import refusals
 
 LAYERS = 2
 SIZES = {"num_hidden_layers": LAYERS, "max_position_embeddings": 256}

@@ -10,11 +10,11 @@ import pytest
 from datasets import disable_progress_bars
 
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.report.together import refusals, table
 from matrix import surgery  # noqa: F401  # the other half of the columns
 from matrix.alone import Alone
 from matrix.forms import Form, all_forms, name_of, refused, refusing
 from matrix.operations import OPERATIONS
+from matrix.together import refusals, table
 from matrix.two_ranks import Ranks
 
 FORMS = {name_of(parts): parts for parts in all_forms()}

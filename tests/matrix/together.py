@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from ..modeling import DMoEConfig
-from ..modeling.parts import PARTS
+from hf_moe_expand.modeling import DMoEConfig
+from hf_moe_expand.modeling.parts import PARTS
 
 # The modules with a table `REFUSED`: why a feature does not stand beside another one, or is refused by an operation.
 ROOMS = (
