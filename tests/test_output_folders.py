@@ -245,4 +245,4 @@ def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
         refused(work_folder, tmp_path / name, says="not a work folder")
         refused(remove_work_folder, tmp_path / name, says="not removed")
         assert (tmp_path / name).exists()
-    refused(work_folder, tmp_path / "file" / "work", says="cannot be made")
+    refused(work_folder, tmp_path / "file" / "work", says="work: Not a directory")

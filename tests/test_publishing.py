@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.average import average_checkpoints
-from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.private import library_errors_at, refuse_private
+from hf_moe_expand.core.errors import InputError, library_errors_at
+from hf_moe_expand.core.private import refuse_private
 from hf_moe_expand.hub.published import check_code, check_loads_alone, published_files
 
 PRELUDE = f"""
@@ -359,10 +359,10 @@ def test_code_goes_along_and_none_is_missing(tiny_el):
 
 def test_no_token_and_no_password_reaches_a_message(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
-    words = f"hf_{'x' * 30}\na-token-of-another-kind, the-token-given: https://me:opensesame@example.org/x."
-    with pytest.raises(InputError) as refused, library_errors_at("me/x", "the-token-given"):
+    words = f"hf_{'x' * 30}\na-token-of-another-kind: https://me:opensesame@example.org/x."
+    with pytest.raises(InputError) as refused, library_errors_at("me/x"):
         raise OSError(words)
-    assert str(refused.value) == "me/x: *** ***, ***: https://me:***@example.org/x."
+    assert str(refused.value) == "me/x: *** ***: https://me:***@example.org/x."
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
-from ..core.errors import InputError
-from ..core.private import library_errors_at
+from ..core.errors import InputError, library_errors_at
 from ..core.scratch import link
 from .freezing import TrainerBase
 

@@ -12,9 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, first_line, in_one_line
 from ..core.jsonfile import read_json
-from ..core.private import in_one_line
 from ..core.saying import say_once
 from ..core.scratch import leftovers, restore
 from ..modeling import ExpandedConfig, language_models

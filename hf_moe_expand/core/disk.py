@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import InputError
+from .errors import InputError, library_errors_at
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -37,11 +37,9 @@ def readable_size(size: float) -> str:
 
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk on which `path` is, or will be."""
-    try:
+    with library_errors_at(path, OSError):
         place = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
         return shutil.disk_usage(place).free
-    except OSError as error:
-        raise InputError(f"{path}: the disk cannot be read ({error.strerror}).") from None
 
 
 def folder_bytes(folder: Path) -> int:

@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 _DIGITS = re.compile(r"\d{100,}")
+# Access tokens, and passwords in addresses.
+TOKEN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{20,}"
+    r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})"
+)
+PASSWORD = re.compile(r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'<>,$]*:([^/\s:@\"'<>,$]+)@", re.IGNORECASE)
 
 
 class InputError(ValueError):
@@ -30,6 +36,19 @@ def errors_at(where: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+
+@contextmanager
+def library_errors_at(where: Any, *kinds: type[Exception]) -> Iterator[None]:
+    """Inside, a library's error of these kinds, or of any, becomes an InputError: `where`, and the library's words."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if kinds and not isinstance(error, kinds):
+            raise
+        raise InputError(f"{where}: {in_one_line(error)}.") from None
 
 
 @contextmanager
@@ -83,6 +102,20 @@ def full_disk_as(refusal: InputError) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         raise refusal from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """A library's error and those behind it in one line, without access tokens and passwords."""
+    from huggingface_hub import get_token  # slow to import, and seldom needed
+
+    causes: list[BaseException | None] = [error]
+    while causes[-1]:
+        causes.append(causes[-1].__cause__)
+    texts = dict.fromkeys(" ".join(str(getattr(one, "strerror", None) or one).split()) for one in causes[:-1])
+    text = " ".join(filter(None, texts))[:1000].rstrip(".") or type(error).__name__
+    for secret in (get_token(), *TOKEN.findall(text), *PASSWORD.findall(text)):
+        text = text.replace(secret, "***") if secret else text
+    return text
 
 
 def first_line(error: BaseException) -> str:

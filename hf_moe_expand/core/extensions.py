@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from .errors import InputError
+from .errors import InputError, library_errors_at
 from .schema import checked
 
 T = TypeVar("T", bound=type)
@@ -69,12 +69,7 @@ def extensions(kind: str) -> dict[str, Any]:
     """
     found = {}
     for name, point in extension_points(kind).items():
-        try:
+        package = point.dist.name if point.dist is not None else point.module
+        with library_errors_at(f"{package}: adds {name!r} to hf-moe-expand, but cannot be imported"):
             found[name] = point.load()
-        except Exception as error:  # an extension may raise anything
-            package = point.dist.name if point.dist is not None else point.module
-            raise InputError(
-                f"{package}: adds {name!r} to hf-moe-expand, but cannot be imported ({type(error).__name__}: {error}): "
-                "mend or uninstall it."
-            ) from error
     return found | _REGISTERED[kind]

@@ -4,16 +4,14 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import InputError
+from .errors import InputError, library_errors_at
 from .scratch import new_file
 
 
 def write_json(path: str | Path, value: Any) -> None:
     """Writes a JSON file, whole or not at all."""
-    try:
+    with library_errors_at(path, ValueError):
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        raise InputError(f"{path}: is not written ({error}).") from error
     write_text(path, text + "\n")
 
 
@@ -25,14 +23,11 @@ def write_text(path: str | Path, text: str) -> None:
 
 def read_text(path: str | Path, what: str = "") -> str:
     """The text of a file, as it is."""
-    try:
-        return Path(path).read_bytes().decode()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file{what and f' ({what})'}.") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error}).") from None
+    with library_errors_at(path, OSError, UnicodeDecodeError):
+        try:
+            return Path(path).read_bytes().decode()
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file{what and f' ({what})'}.") from None
 
 
 def read_json(path: str | Path, what: str) -> dict:
@@ -60,11 +55,9 @@ def parse_json(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"duplicate key {twice!r}")
+    mapping, keys = dict(pairs), [key for key, _ in pairs]
+    if len(mapping) < len(keys):
+        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
     return mapping
 
 

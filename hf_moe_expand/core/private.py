@@ -3,50 +3,21 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
 from safetensors import safe_open
 
-from .errors import InputError
+from .errors import PASSWORD, TOKEN, InputError
 from .jsonfile import parse_json
 from .yamlfile import parse_yaml
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-_TOKEN = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{20,}"
-    r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})"
-)
 _AWS_SECRET = re.compile(r"(?i)aws_?secret_?(?:access_?)?key['\"]?\s*[=:]\s*['\"]?([A-Za-z0-9/+]{40})")
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
-_PASSWORD = re.compile(r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'<>,$]*:([^/\s:@\"'<>,$]+)@", re.IGNORECASE)
 _HOME = re.compile(r"(?<![\w.:/-])(?:/(?:home|Users|root|mnt|media|scratch|tmp|var|workspace)|~)/[\w./-]+")
 _ABSOLUTE = re.compile(r"/[^/\s]+/\S*|file://.*|[A-Za-z]:[\\/].*|\\\\\w+\\.*")
-
-
-def in_one_line(error: BaseException, *secrets: str | None) -> str:
-    """A library's error and those behind it in one line, without access tokens and passwords."""
-    causes: list[BaseException | None] = [error]
-    while causes[-1]:
-        causes.append(causes[-1].__cause__)
-    texts = dict.fromkeys(" ".join(str(one).split()) for one in causes[:-1])
-    text = " ".join(filter(None, texts))[:1000].rstrip(".") or type(error).__name__
-    for secret in (*secrets, get_token(), *_TOKEN.findall(text), *_PASSWORD.findall(text)):
-        text = text.replace(secret, "***") if secret else text
-    return text
-
-
-@contextmanager
-def library_errors_at(where: str, *secrets: str | None) -> Iterator[None]:
-    """Inside, a library's error becomes an InputError with `where` in front of its message."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # libraries raise many types
-        raise InputError(f"{where}: {in_one_line(error, *secrets)}.") from None
 
 
 def refuse_private(files: dict[str, Path | bytes]) -> None:
@@ -68,13 +39,13 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
 def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Finds secrets and local paths: the part of each that may be shown, and its kind."""
     own = get_token()
-    for token in [*_TOKEN.findall(text), *([own] if own and own in text else [])]:
+    for token in [*TOKEN.findall(text), *([own] if own and own in text else [])]:
         yield f"{token[:6]}...", "an access token"
     for secret in _AWS_SECRET.findall(text):
         yield f"{secret[:4]}...", "an access token"
     for block in _PRIVATE_KEY.findall(text):
         yield block, "a private key"
-    for password in _PASSWORD.findall(text):
+    for password in PASSWORD.findall(text):
         yield f"{password[:1]}...", "a password in an address"
     if Path(name).name in _VOCABULARIES or name.endswith((".model", ".tiktoken")):
         return  # a vocabulary may hold the string /home/

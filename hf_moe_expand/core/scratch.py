@@ -18,7 +18,7 @@ from socket import gethostname
 
 from filelock import FileLock, Timeout
 
-from .errors import InputError
+from .errors import InputError, library_errors_at
 
 MARKER = ".hf-moe-expand"
 LOCK = ".hf-moe-expand.lock"
@@ -76,7 +76,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yields a file beside `path` to write, which is renamed to `path` on success and removed on failure. What killed
     processes left there is removed first."""
     partial = sibling(path, "partial")
-    try:
+    with library_errors_at(path, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         for file in _abandoned(path, "partial", file=True):
             with suppress(OSError):
@@ -86,8 +86,6 @@ def new_file(path: Path) -> Iterator[Path]:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def leftovers(out: Path) -> list[str]:
@@ -115,14 +113,12 @@ def last_step(out: Path) -> int:
 def work_folder(path: str | os.PathLike) -> Path:
     """A folder for work in progress, with a marker file: a new one, or one that is ours already."""
     path = Path(path)
-    try:
+    with library_errors_at(path, OSError):
         if not os.path.lexists(path):
             path.mkdir(parents=True, exist_ok=True)
         if not is_work_folder(path):
             raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
         (path / MARKER).touch()
-    except OSError as error:
-        raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
     return path
 
 
@@ -234,11 +230,9 @@ class FolderLock:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, this process alone works in the folder, which is made if it is missing."""
-        try:
+        with library_errors_at(self.folder, OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.acquire()
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be written ({error.strerror}).") from error
         try:
             yield
         finally:

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from ..core.errors import InputError
-from ..core.private import in_one_line
+from ..core.errors import InputError, in_one_line
 
 T = TypeVar("T")
 

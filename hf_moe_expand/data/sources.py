@@ -19,10 +19,9 @@ from datasets import Dataset, Features, Value, concatenate_datasets, load_datase
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import HTTPError
 
-from ..core.errors import InputError, is_unicode
+from ..core.errors import InputError, in_one_line, is_unicode
 from ..core.extra import import_extra
 from ..core.languages import check_old_and_new, is_language_code, names_language
-from ..core.private import in_one_line
 from ..core.saying import say_once
 from ..core.schema import checked
 from .files import KNOWN, Row, check_row, format_of, is_translation, no_text_file, read_rows, text_files, version

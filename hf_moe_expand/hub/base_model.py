@@ -11,9 +11,8 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from ..checkpoint.facts import Facts
 from ..checkpoint.source import load_config, text_config
 from ..checkpoint.stored import BASE_FIELDS, field_of
-from ..core.errors import InputError, errors_at
+from ..core.errors import InputError, errors_at, library_errors_at
 from ..core.jsonfile import read_json
-from ..core.private import library_errors_at
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
     where = f"--base {hub_id}"
     if Path(hub_id).is_dir():
         raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
-    with library_errors_at(where, token):
+    with library_errors_at(where):
         try:
             folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))
         except (GatedRepoError, LocalEntryNotFoundError):

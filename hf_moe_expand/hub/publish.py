@@ -15,8 +15,8 @@ from ..checkpoint.expansion_only import save_expansion
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint, run_of
 from ..core.disk import readable_size
-from ..core.errors import InputError, goes_on, named_as
-from ..core.private import library_errors_at, refuse_private
+from ..core.errors import InputError, goes_on, library_errors_at, named_as
+from ..core.private import refuse_private
 from ..core.recipe_paths import RECIPE, SETTINGS, without_paths
 from ..core.schema import checked
 from ..evaluation.report import Evaluation
@@ -104,7 +104,7 @@ def push_to_hub(
         if dry_run:
             say("\n".join([*(f"{readable_size(size):>10}  {name}" for name, size in sizes.items()), "", card]))
             return Push(repo_id, revision or "main", None, False, sizes, card)
-        with library_errors_at(repo_id, token), goes_on(lambda: "with the files that have not arrived"):
+        with library_errors_at(repo_id), goes_on(lambda: "with the files that have not arrived"):
             before, commit = _upload(api, upload, repo_id, private, revision, commit_message)
     say(f"{repo_id}: {'unchanged' if commit == before else f'pushed {len(files)} files'}, commit {commit}")
     return Push(repo_id, revision or "main", commit, commit != before, sizes, card)
@@ -112,7 +112,7 @@ def push_to_hub(
 
 def _full_name(api: HfApi, repo_id: str, dry_run: bool, token: str | None) -> str:
     """The repository's name with its namespace; refused before all work where the name or the token is wrong."""
-    with library_errors_at(repo_id, token):
+    with library_errors_at(repo_id):
         validate_repo_id(repo_id)
         if dry_run:
             return repo_id
