@@ -106,7 +106,7 @@ def test_grow_copies_what_it_is_told(first, text, tmp_path):
         ("nearest measures text in the plan's new languages: give --data tr=FILE", *nearest),
         (r"el: not a new language of the plan \(tr\)", *nearest, *data, "--data", f"el={text['el'].source}"),
         ("--data belongs to --copy-from nearest", *data),
-        ("--copy-from is 'next': must be an expert's number", "--copy-from", "next"),
+        ("--copy-from: invalid literal for int", "--copy-from", "next"),
         ("layer 1 has no expert 2 to copy; give one of 0..1", "--copy-from", 2),
         ("Language 'tr' has .* tokens, but 90,000 were asked for", *nearest, *data, "--tokens", 90000),
     ):

@@ -137,16 +137,12 @@ def test_given_anchors_stand_beside_the_packages_and_are_no_language_of_the_mode
     refused(anchors_for, classes, texts, {**anchors, "ell_Grek": ["text"]}, says="anchors: ell_Grek is a new language")
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("English", "en"), ("greek", "el"), ("Deutsch", "de"), ("gr", "el"), ("jp", "ja")]
-)
-def test_a_language_that_is_named_by_its_name_or_country_is_told_its_code(name, meant):
-    if len(name) > 2:
-        pytest.importorskip("language_data")
+@pytest.mark.parametrize(("name", "meant"), [("gr", "el"), ("jp", "ja")])
+def test_a_language_that_is_named_by_its_country_is_told_its_code(name, meant):
     refused(check_language_code, name, says=f"'{name}' is not a language code .* Did you mean `{meant}`")
 
 
-@pytest.mark.parametrize("name", ["xx", "qq", "qwrtpq", 3, None])
+@pytest.mark.parametrize("name", ["xx", "qq", "English", 3, None])
 def test_no_code_is_made_up(name):
     refused(check_language_code, name, says=r"such as el or yue\.$")
 

@@ -19,7 +19,7 @@ from ..checkpoint.arguments import (
 )
 from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings, TunedSettings
 from ..core.disk import DEFAULT_SHARD_SIZE
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.printing import print_table
 from ..core.verbs import Given, Group, Keys, Kind, belongs, flag, without_effect
 from ..evaluation.scoring_settings import EvaluationSettings
@@ -239,9 +239,8 @@ def _number(copy_from: str, given: Given) -> int:
     """The expert that new ones copy; refuses options that are for the nearest one."""
     if idle := sorted(given & {"data", *AnalysisSettings.model_fields}):
         raise InputError(f"{flag(idle[0])} belongs to --copy-from nearest, which is not given.")
-    if not copy_from.isdecimal():
-        raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
-    return int(copy_from)
+    with library_errors_at("--copy-from", ValueError):
+        return int(copy_from)
 
 
 def _nearest_experts(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..checkpoint.arguments import NewCodes, NewFile, OldCodes, Texts, codes, expanded
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.printing import print_table
 from ..core.verbs import Group, Keys
 from ..planning.methods import METHODS, PlanSettings
@@ -208,10 +208,8 @@ def _counts(argument: str) -> dict[str, float]:
 
 
 def _numbers(argument: str, what: str) -> list[float]:
-    try:
+    with library_errors_at(what, ValueError):
         return [float(part) for part in argument.split(",")]
-    except ValueError:
-        raise InputError(f"{what}: {argument!r} is not a number or a list of numbers with commas.") from None
 
 
 def _write(made: Any, out: Path, what: str, known: Mapping[str, float]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -29,26 +28,19 @@ def check_language_code(code: Any) -> str:
     if isinstance(code, bool):  # YAML's `no`
         raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
     if not isinstance(code, str) or not is_language_code(code):
-        meant = _code_meant(code)
-        hint = f" Did you mean `{meant}`?" if meant else ""
+        hint = f" Did you mean `{meant}`?" if (meant := _spoken_in(code)) else ""
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.{hint}")
     return code
 
 
-def _code_meant(name: Any) -> str | None:
-    """The code of the language that `name` names, or that most speak in the country whose code it is; None where
-    neither is known."""
-    from langcodes import Language, find
+def _spoken_in(country: Any) -> str | None:
+    """The language that most speak in the country with this code; None for another name."""
+    from langcodes import Language
 
-    if not isinstance(name, str):
+    if not isinstance(country, str) or len(country) != 2:
         return None
-    try:
-        if find_spec("language_data") is None:  # the names are in an extra, for which `find` advertises
-            raise LookupError
-        return str(find(name))
-    except LookupError:
-        spoken = Language.make(territory=name.upper()).maximize().language if len(name) == 2 else None
-        return None if spoken == "en" else spoken  # as of no country
+    spoken = Language.make(territory=country.upper()).maximize().language
+    return None if spoken == "en" else spoken  # as of no country
 
 
 def names_language(tag: Any, language: str) -> bool:

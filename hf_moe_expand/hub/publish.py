@@ -86,31 +86,32 @@ def push_to_hub(
     """
     folder, api = resolve_checkpoint(model), HfApi(token=token)
     CheckpointReader(folder).check_finite()
-    repo_id = _full_name(api, repo_id, dry_run, token)
+    repo_id = _full_name(api, repo_id, dry_run)
     card, chosen, origin = card_to_push(
         folder, repo_id, evaluation=evaluation, evaluated_as=evaluated_as, license=license, base=base,
         expansion_only=expansion_only, keep=True, token=token, say=say,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         files: dict[str, Any] = dict(published_files(folder, include, say))
-        if expansion_only:
-            files = _without_base(files, folder, Path(scratch), base, say)
-        files.pop(EVALUATION, None)
-        files |= {CARD: card.encode(), **({} if chosen is None else {EVALUATION: chosen})}
+        files = _without_base(files, folder, Path(scratch), base, say) if expansion_only else files
+        files |= {CARD: card.encode(), EVALUATION: chosen}
         if base is not None:
             files["config.json"] = config_with_base(files["config.json"], origin)
-        upload = _checked(files, _laid_out(files, Path(scratch) / "upload"), folder, dry_run, say)
+        files = {name: content for name, content in files.items() if content is not None}
+        upload = _laid_out(files, Path(scratch) / "upload", folder)
         sizes = {name: (upload / name).stat().st_size for name in sorted(files)}
         if dry_run:
             say("\n".join([*(f"{readable_size(size):>10}  {name}" for name, size in sizes.items()), "", card]))
             return Push(repo_id, revision or "main", None, False, sizes, card)
-        with library_errors_at(repo_id), goes_on(lambda: "with the files that have not arrived"):
-            before, commit = _upload(api, upload, repo_id, private, revision, commit_message)
+        say("loading it in a fresh process, without this package ...")
+        with named_as(upload, folder):
+            check_loads_alone(upload)
+        before, commit = _upload(api, upload, repo_id, private, revision, commit_message)
     say(f"{repo_id}: {'unchanged' if commit == before else f'pushed {len(files)} files'}, commit {commit}")
     return Push(repo_id, revision or "main", commit, commit != before, sizes, card)
 
 
-def _full_name(api: HfApi, repo_id: str, dry_run: bool, token: str | None) -> str:
+def _full_name(api: HfApi, repo_id: str, dry_run: bool) -> str:
     """The repository's name with its namespace; refused before all work where the name or the token is wrong."""
     with library_errors_at(repo_id):
         validate_repo_id(repo_id)
@@ -131,8 +132,9 @@ def _without_base(
     return {**kept, **published_files(saved.out)}
 
 
-def _laid_out(files: dict[str, Any], upload: Path) -> Path:
-    """The folder with the contents, and links to the files; of a recipe's paths, the last part stays."""
+def _laid_out(files: dict[str, Any], upload: Path, folder: Path) -> Path:
+    """The folder `upload` with the contents, and links to the files of `folder`; of a recipe's paths, the last part
+    stays. Refuses what nobody should run or read."""
     for name in {RECIPE, SETTINGS} & files.keys():
         files[name] = without_paths(files[name].read_text(encoding="utf-8-sig")).encode()
     for name, content in files.items():
@@ -141,17 +143,9 @@ def _laid_out(files: dict[str, Any], upload: Path) -> Path:
             (upload / name).write_bytes(content)
         else:
             (upload / name).symlink_to(content.resolve())
-    return upload
-
-
-def _checked(files: dict[str, Any], upload: Path, folder: Path, dry_run: bool, say: Callable[[str], None]) -> Path:
-    """The folder; refuses what nobody could load, or nobody should read."""
     with named_as(upload, folder):
         check_code(upload)
-        refuse_private(files)
-        if not dry_run:
-            say("loading it in a fresh process, without this package ...")
-            check_loads_alone(upload)
+    refuse_private(files)
     return upload
 
 
@@ -159,18 +153,19 @@ def _upload(
     api: HfApi, upload: Path, repo_id: str, private: bool, revision: str | None, message: str | None
 ) -> tuple[str | None, str]:
     """Uploads the folder; the branch's commit before and after."""
-    api.create_repo(repo_id, private=private or None, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    before = api.model_info(repo_id, revision=revision)
-    if private and not before.private:
-        raise InputError(f"{repo_id}: exists already and is public; make it private in its settings.")
     # Weights of an earlier push under other names would be loaded instead of these.
     stale = [RECORD, *(f"*{end}" for end in (*_WEIGHTS, ".bin", ".bin.index.json"))]
     message = message or f"Push with hf-moe-expand {__version__}"
-    done = api.upload_folder(
-        repo_id=repo_id, folder_path=upload, revision=revision, commit_message=message, delete_patterns=stale
-    )
+    with library_errors_at(repo_id), goes_on(lambda: "with the files that have not arrived"):
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(repo_id, revision=revision)
+        if private and not before.private:
+            raise InputError(f"{repo_id}: exists already and is public; make it private in its settings.")
+        done = api.upload_folder(
+            repo_id=repo_id, folder_path=upload, revision=revision, commit_message=message, delete_patterns=stale
+        )
     return before.sha, done.oid
 
 
