@@ -94,9 +94,8 @@ def push_to_hub(
     with tempfile.TemporaryDirectory() as scratch:
         files: dict[str, Any] = dict(published_files(folder, include, say))
         files = _without_base(files, folder, Path(scratch), base, say) if expansion_only else files
-        files |= {CARD: card.encode(), EVALUATION: chosen}
-        if base is not None:
-            files["config.json"] = config_with_base(files["config.json"], origin)
+        config = files["config.json"] if base is None else config_with_base(files["config.json"], origin)
+        files |= {CARD: card.encode(), EVALUATION: chosen, "config.json": config}
         files = {name: content for name, content in files.items() if content is not None}
         upload = _laid_out(files, Path(scratch) / "upload", folder)
         sizes = {name: (upload / name).stat().st_size for name in sorted(files)}
