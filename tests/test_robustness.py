@@ -26,7 +26,6 @@ from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import read
 from hf_moe_expand.data.held_out import check_held_out
-from hf_moe_expand.evaluation import known
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inference.models import load_for_inference
@@ -361,17 +360,6 @@ def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
     refused(hf_moe_expand.fit_gates, *given, {"el": ["a"]}, **gate)
     groups = {"groups": [["el"], ["tr"]], "new": ["el", "hu"]}
     refused(Plan, "dmoe", [2, 1, 2], **groups, says="new: hu stands in no group, so that no expert learns it")
-
-
-@pytest.mark.parametrize(("bits", "warned"), [({"en": 2.0, "el": 1.0}, True), ({"en": 1.2, "el": 1.1}, False)])
-def test_a_base_that_knows_the_new_languages_better(home, monkeypatch, bits, warned):
-    scores = {code: LanguageScore(1.0, value, 9, 9) for code, value in bits.items()}
-    monkeypatch.setattr(known, "evaluate_model", lambda model, tokenizer, texts, *_: {c: scores[c] for c in texts})
-    said = "(old: en 2.00; new: el 1.00): are `old` and `new` swapped?"
-    assert [said in line for line in check(home) if "swapped" in line] == [True] * warned
-    assert not [line for line in check(home, offline=True) if "swapped" in line]
-    monkeypatch.setattr(known, "_MOST", 1)  # a base that takes long is not asked
-    assert any(line.startswith("skipped: whether old and new are swapped") for line in check(home))
 
 
 @pytest.mark.parametrize("step", [3, None, {"summary": "x"}, {"seconds": 1.0, "summary": "x", "made_from": 3}])

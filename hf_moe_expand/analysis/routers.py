@@ -34,6 +34,7 @@ from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
 from ..data.sources import Pair
+from ..evaluation.perplexity import batch_nats
 from ..inference.models import model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..planning.results import RoutingResult
@@ -330,17 +331,11 @@ def _perplexity(
     """Perplexity over the batches' targets; `receive` gets each pass's routing; `bar` counts the measured tokens."""
     nats, count = 0.0, 0
     for batch in batches:
-        batch = batch.to(model.device)
-        capture: Any = model.capture_routing() if receive else nullcontext()
-        with capture as routing:
-            logits = model(**batch.inputs, use_cache=False).logits
+        with model.capture_routing() if receive else nullcontext() as routing:
+            nats += batch_nats(model, batch.targets, **batch.inputs).sum().item()
         if receive:
-            receive(routing, batch)
-        targets = batch.targets
-        predicted = logits if model.config.is_encoder_decoder else logits[:, :-1]
-        for row, target in zip(predicted, targets, strict=True):  # row by row: the softmax takes as much memory again
-            nats += F.cross_entropy(row.float(), target, reduction="sum").item()
-        count += int((targets != IGNORED).sum())
+            receive(routing, batch.to(model.device))
+        count += int((batch.targets != IGNORED).sum())
         bar.update(batch.tokens)
     return math.exp(min(nats / count, 700.0))
 

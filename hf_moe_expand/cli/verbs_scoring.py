@@ -11,7 +11,6 @@ from ..core.languages import check_old_and_new
 from ..core.printing import print_table
 from ..core.verbs import Given, Keys, belongs, without_effect
 from ..evaluation.scoring_settings import EvaluationSettings, TranslationSettings
-from ..evaluation.side_by_side import evaluate_models, label_of
 
 # The arguments that count beside --pairs, with those of `TranslationSettings`.
 _TRANSLATED = ("models", "out", "data", "limit", "pairs", "texts", "overwrite")
@@ -71,10 +70,12 @@ def evaluate(
         raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
     belongs(given, "tasks", "num_fewshot", "limit", "include_path", "unnamed")
     belongs(given, "data", "ensemble")
+    from ..evaluation.report import evaluate_models, labels_of
+
     asked = _questions(questions, models)
     more = None if ensemble is None else _ensemble(models, data or {}, ensemble)
     groups, found = _tasks(models, [*(data or {})], [*old], [*new], tasks, [*unnamed], num_fewshot, limit, include_path)
-    result = evaluate_models(models, data or {}, groups, settings, found, more)
+    result = evaluate_models(labels_of(models), data or {}, groups, settings, found, more)
     _ask_and_write(models, asked, result, out)
 
 
@@ -205,15 +206,14 @@ def _evaluate_translations(
     from ..checkpoint.tokenizer import load_tokenizer
     from ..core.schema import changed
     from ..evaluation import translation
+    from ..evaluation.report import labels_of
     from ..inference.models import load_for_inference
 
     settings = changed(translating, **({} if limit is None else {"limit": limit}))
     pairs = translation.parse_pairs([] if directions == "all" else codes(directions), list(sources))
     translation.chrf_plus_plus()  # fails now, before any work, if it is not installed
     sentences = translation.load_parallel(sources)
-    labels: dict[str, str] = {}
-    for name in models:
-        labels[label_of(name, labels)] = name
+    labels = labels_of(models)
     for file in [] if texts is None else translation.files_of_texts(texts, list(labels), pairs):
         check_file(file, overwrite)
     for name in models:  # before the first one translates

@@ -26,7 +26,7 @@ from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
 from ..inference.models import longest_block, model_name
 from ..modeling import decoder_ffns
-from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
+from ..trainers.encoder_decoder import with_decoder_inputs
 from .scoring_settings import EvaluationSettings
 
 # The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.
@@ -90,6 +90,17 @@ class ScoredText:
     begin: Sequence[int] = ()
     lost: float = 0.0
 
+    def batches(
+        self, model: Any, block_size: int, batch_size: int
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """`windows`, of fewer tokens or in smaller batches where the model takes no more, or where the logits of more
+        would not fit `_LOGITS`."""
+        block_size = min(block_size, longest_block(model.config) or block_size)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        for inputs, targets in self.windows(block_size, min(batch_size, max(1, _LOGITS // (block_size * vocabulary)))):
+            # Padding is at the end, where causal attention keeps it from every scored token.
+            yield {"input_ids": inputs}, targets
+
     def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored.
 
@@ -118,10 +129,42 @@ class ScoredText:
             window = [*lead, *self.ids[start : end + 1]]
             # The first token was a target of the window before.
             scored = [*[False] * (len(lead) + 1), *self.scored[start + 1 : end + 1]]
-            wanted = [token if is_scored else -100 for token, is_scored in zip(window, scored, strict=True)]
+            wanted = [token if is_scored else IGNORED for token, is_scored in zip(window, scored, strict=True)]
             padding = block_size + 1 - len(window)
-            yield window[:-1] + [0] * padding, wanted[1:] + [-100] * padding
+            yield window[:-1] + [0] * padding, wanted[1:] + [IGNORED] * padding
             start = end
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """Sentence pairs to score.
+
+    Attributes:
+        pairs: the encoder's tokens of each sentence, the tokens of its translation, and the place of the token that
+            names the target's language, which is given and not scored; None without one.
+        tokens, size: scored tokens, and UTF-8 bytes of the translations.
+        lost: the share of the translations that the tokenizer loses.
+    """
+
+    pairs: list[tuple[list[int], list[int], int | None]]
+    tokens: int
+    size: int
+    lost: float = 0.0
+
+    def batches(
+        self, model: Any, block_size: int, batch_size: int
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """The inputs of some pairs, and `[batch, longest]`, the tokens of their translations; -100 where a token is
+        not scored. Pairs of like length share a batch."""
+        pairs = sorted(self.pairs, key=lambda pair: -len(pair[0]))
+        for first in range(0, len(pairs), batch_size):
+            inputs, targets, codes = zip(*pairs[first : first + batch_size], strict=True)
+            batch = pair_batch(model, inputs, targets)
+            labels = batch.pop("labels")
+            for row, target, code in zip(labels, targets, codes, strict=True):
+                if code is not None:
+                    row[code % len(target)] = IGNORED
+            yield batch, labels
 
 
 def text_stream(
@@ -192,41 +235,23 @@ def language_stream(
 def batch_nats(model: Any, targets_BT: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
     """The negative log-probability of each target, `[B, T]` float64, 0 where it is -100. A row's first T logits predict
     its targets."""
-    targets_N = targets_BT.to(model.device).flatten()
-    logits_BTV = model(**inputs, use_cache=False).logits[:, : targets_BT.shape[1]]
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    logits_BSV = model(**inputs, use_cache=False).logits
     # In float32, and as a log-softmax, the logits of some tokens at a time take memory.
-    pieces = zip(logits_BTV.flatten(0, 1).split(_TOKENS), targets_N.split(_TOKENS), strict=True)
-    nats = [F.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
+    nats = [
+        F.cross_entropy(piece.float(), wanted, reduction="none")
+        for row, targets in zip(logits_BSV, targets_BT.to(model.device), strict=True)
+        for piece, wanted in zip(row[: len(targets)].split(_TOKENS), targets.split(_TOKENS), strict=True)
+    ]
     return torch.cat(nats).cpu().double().view(targets_BT.shape)
 
 
 def target_nats(
-    model: Any, stream: ScoredText, block_size: int, batch_size: int
+    model: Any, stream: ScoredText | ScoredPairs, block_size: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`batch_nats` of each batch of windows, `[batch, block_size]`, and which targets are scored. A batch has at most
-    `batch_size` windows, fewer where the logits of more would not fit `_LOGITS`."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    batch_size = min(batch_size, max(1, _LOGITS // (block_size * vocabulary)))
-    for inputs, targets in stream.windows(block_size, batch_size):
-        # Padding is at the end, where causal attention keeps it from every scored token.
-        yield batch_nats(model, targets, input_ids=inputs.to(model.device)), targets != IGNORED
-
-
-@dataclass(frozen=True)
-class ScoredPairs:
-    """Sentence pairs to score.
-
-    Attributes:
-        pairs: the encoder's tokens of each sentence, the tokens of its translation, and the place of the token that
-            names the target's language, which is given and not scored; None without one.
-        tokens, size: scored tokens, and UTF-8 bytes of the translations.
-        lost: the share of the translations that the tokenizer loses.
-    """
-
-    pairs: list[tuple[list[int], list[int], int | None]]
-    tokens: int
-    size: int
-    lost: float = 0.0
+    """`batch_nats` of each batch of a text, and which targets are scored, `[batch, targets]`."""
+    for inputs, targets in stream.batches(model, block_size, batch_size):
+        yield batch_nats(model, targets, **inputs), targets != IGNORED
 
 
 def pair_stream(
@@ -254,21 +279,6 @@ def pair_stream(
             "positions hold."
         )
     return ScoredPairs(chosen, tokens, size, lost.share)
-
-
-@torch.no_grad()
-def _pair_nats(model: Any, stream: ScoredPairs, batch_size: int) -> Iterator[tuple[float, int]]:
-    """The negative log-likelihood of each batch's translations, in nats, and the number of their tokens. Pairs of like
-    length share a batch."""
-    pairs = sorted(stream.pairs, key=lambda pair: -len(pair[0]))
-    for first in range(0, len(pairs), batch_size):
-        inputs, targets, codes = zip(*pairs[first : first + batch_size], strict=True)
-        batch = {name: value.to(model.device) for name, value in pair_batch(model, inputs, targets).items()}
-        labels = batch.pop("labels")
-        for row, target, code in zip(labels, targets, codes, strict=True):
-            if code is not None:
-                row[code % len(target)] = IGNORED
-        yield target_loss(model(**batch, use_cache=False), labels, 1).item(), int((labels != IGNORED).sum())
 
 
 def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[int]]) -> dict[str, torch.Tensor]:
@@ -300,19 +310,13 @@ def score_stream(
         update: is told of the tokens that were scored.
     """
     nats, away = 0.0, None
-    if isinstance(stream, ScoredPairs):
-        for of_batch, tokens in _pair_nats(model, stream, batch_size):
-            nats += of_batch
-            update(tokens)
-    else:
-        block_size = min(block_size, longest_block(model.config) or block_size)
-        with _judged(model) as judged:
-            for part, scored in target_nats(model, stream, block_size, batch_size):
-                nats += part.sum().item()
-                update(int(scored.sum()))
-                for class_T in judged:
-                    away = (away or 0) + int((class_T.view(scored.shape)[scored] > 0).sum())
-                judged.clear()
+    with _judged(model) as judged:
+        for part, scored in target_nats(model, stream, block_size, batch_size):
+            nats += part.sum().item()
+            update(int(scored.sum()))
+            for class_T in judged:
+                away = (away or 0) + int((class_T.view(scored.shape)[scored] > 0).sum())
+            judged.clear()
     return LanguageScore.from_nats(nats, stream.tokens, stream.size, stream.lost, away)
 
 

@@ -1,17 +1,18 @@
 """Scores several models, for the verb `evaluate` and for runs: one JSON file and its tables."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.source import load_config, resolve_checkpoint
+from ..checkpoint.source import load_config, name_in_results, resolve_checkpoint
 from ..checkpoint.stored import network_of
 from ..core.errors import InputError, errors_at
 from ..core.jsonfile import read_json, write_json
+from ..core.printing import print_table
 from ..core.saying import say_once
 from ..core.schema import changed, checked, read
 from ..data.lost import MOST_LOST, share_in_words
@@ -270,6 +271,50 @@ def score_models(
             result.tasks[name] = tasks.evaluate(model, tokenizer, settings.batch_size)
         del model  # before the next one is loaded
     return result
+
+
+def evaluate_models(
+    models: Mapping[str, str],
+    sources: dict[str, Any],
+    languages: list[list[str]],
+    settings: EvaluationSettings,
+    tasks: Any = None,
+    score_more: Callable[[Evaluation, EvaluationSettings], None] | None = None,
+) -> Evaluation:
+    """Scores models side by side and prints the tables.
+
+    Args:
+        models: folder or hub id of each model, by its name in the results (`labels_of`).
+        languages, tasks: see `score_models`.
+        score_more: adds scores to these.
+    """
+    named = {label: (name, None) for label, name in models.items()}
+    settings = in_time(settings, named, sources)
+    result = score_models(named, sources, languages, settings, tasks)
+    if score_more is not None:
+        score_more(result, settings)
+    if sources:
+        print("bits per byte")
+        print_table(*result.rows())
+        print("perplexity")
+        print_table(*result.rows("perplexity"))
+        print("\n".join(result.notes()))
+    if tasks is not None:
+        print("tasks")
+        print_table(*result.task_rows())
+        if result.benchmarks:
+            print_table(*result.benchmark_rows())
+    return result
+
+
+def labels_of(models: Sequence[str]) -> dict[str, str]:
+    """The models by their names in results: a folder's name, in a run `RUN/STAGE`, or a hub id."""
+    labels: dict[str, str] = {}
+    for name in models:
+        if (label := name_in_results(name)) in labels:
+            raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
+        labels[label] = name
+    return labels
 
 
 def in_time(

@@ -5,18 +5,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import GenerationConfig
-
 from ..core.errors import InputError
 from ..core.extra import import_extra
 from ..core.jsonfile import write_json, write_text
 from ..core.progress import Bar
 from ..data.files import count_lines
-from ..data.pairs import PairEncoder, padded
+from ..data.pairs import PairEncoder
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
 from ..data.tokens import prompt_tokens
-from ..inference.models import end_tokens, generating, longest_block
+from ..inference.models import end_tokens, generated, longest_block
 from .report import compared
 from .scoring_settings import TranslationSettings
 
@@ -79,16 +76,10 @@ def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
     """Parallel text: sentence `i` is the same in each language. White space in a sentence counts as one space."""
     texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
     for code, source in sources.items():
-        lines = sum(map(count_lines, source.files()))
-        if lines and len(texts[code]) > lines:
+        if (lines := sum(map(count_lines, source.files()))) and lines != len(texts[code]):
             raise InputError(
-                f"{source.source}: has rows with `translation`, which make documents of both directions; give a file "
-                "with the sentences of one language, one sentence a line."
-            )
-        if lines and lines != len(texts[code]):
-            raise InputError(
-                f"{source.source}: {len(texts[code])} of {lines} lines are text in {code!r}; in parallel text every "
-                "line must be."
+                f"{source.source}: {len(texts[code])} texts in {code!r} on {lines} lines: parallel text has one "
+                "sentence in each line, and no rows with `translation`, which make texts of both directions."
             )
     first, *others = texts
     for code in others:
@@ -133,92 +124,74 @@ def translate(
     """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens."""
-    encoded, ends = _prompts(model.config, tokenizer, prompts, max_new_tokens), end_tokens(model, tokenizer)
-    options = {"max_new_tokens": max_new_tokens, "pad_token_id": ends[0] if ends else 0, "stop_strings": ["\n"]}
-    return _written(model, tokenizer, encoded, batch_size, options)
+    encoded = _prompts(model.config, tokenizer, prompts, max_new_tokens)
+    return _written(model, tokenizer, encoded, batch_size, max_new_tokens=max_new_tokens, stop_strings=["\n"])
 
 
 def translate_pairs(
-    model: Any,
-    tokenizer: Any,
-    sentences: Sequence[str],
-    direction: Pair,
-    batch_size: int = 8,
-    max_new_tokens: int = 256,
-    beams: int = 1,
-) -> tuple[list[str], int]:
+    model: Any, tokenizer: Any, sentences: Sequence[str], direction: Pair, batch_size: int = 8,
+    max_new_tokens: int = 256, beams: int = 1,
+) -> tuple[list[str], int]:  # fmt: skip
     """An encoder-decoder's translations, and the number of those cut off at `max_new_tokens`. The first token names the
     target's language, where the tokenizer has codes.
 
     Of the checkpoint's own generation settings, only its special tokens count."""
-    if not sentences:
-        return [], 0
-    _check_directions(model.config, tokenizer, {direction: sentences}, max_new_tokens)
-    encoder, own = PairEncoder(tokenizer), model.generation_config
+    encoded, own = _sources(model.config, tokenizer, sentences, direction, max_new_tokens), model.generation_config
     start = own.decoder_start_token_id
-    options = {
-        "num_beams": beams, "max_new_tokens": max_new_tokens, "pad_token_id": model.config.pad_token_id or 0,
+    special = {
         "bad_words_ids": own.bad_words_ids,
         "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) if start is None else start,
-        **encoder.start(direction),
-    }  # fmt: skip
-    return _written(model, tokenizer, encoder.sources(list(sentences), direction), batch_size, options)
+        **PairEncoder(tokenizer).start(direction),
+    }
+    return _written(model, tokenizer, encoded, batch_size, max_new_tokens=max_new_tokens, num_beams=beams, **special)
 
 
-def _prompts(config: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
-    """The tokens of prompts for `translate`."""
+def _prompts(config: Any, tokenizer: Any, prompts: Sequence[str], new_tokens: int) -> list[list[int]]:
+    """The tokens of prompts, which must leave room for new ones."""
     encoded = [prompt_tokens(prompt, tokenizer) for prompt in prompts]
     positions, longest = longest_block(config), max(map(len, encoded), default=0)
-    if positions is not None and longest + max_new_tokens > positions:
+    if positions is not None and longest + new_tokens > positions:
         raise InputError(
-            f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
+            f"A prompt of {longest} tokens and {new_tokens} new ones do not fit the model's {positions} positions: "
             "give fewer examples or new tokens."
         )
     return encoded
 
 
-def _check_directions(config: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], new_tokens: int) -> None:
-    """Refuses sentences of each direction that `translate_pairs` would refuse."""
+def _sources(
+    config: Any, tokenizer: Any, sentences: Sequence[str], direction: Pair, new_tokens: int
+) -> list[list[int]]:
+    """The tokens of sentences in a direction of the model, which must fit its positions, as their translations must."""
     encoder, positions = PairEncoder(tokenizer), longest_block(config)
-    encoder.check(sentences)
-    for direction, texts in sentences.items():
-        longest = max(map(len, encoder.sources(list(texts), direction)))
-        if positions is not None and max(longest, new_tokens + 2) > positions:
-            raise InputError(
-                f"A sentence of {longest} tokens and a translation of {new_tokens} do not fit the model's "
-                f"{positions} positions: give shorter sentences or fewer new tokens."
-            )
+    encoder.check([direction])
+    encoded = encoder.sources(list(sentences), direction) if sentences else []
+    longest = max(map(len, encoded), default=0)
+    if encoded and positions is not None and max(longest, new_tokens + 2) > positions:
+        raise InputError(
+            f"A sentence of {longest} tokens and a translation of {new_tokens} do not fit the model's {positions} "
+            "positions: give shorter sentences or fewer new tokens."
+        )
+    return encoded
 
 
 def _written(
-    model: Any, tokenizer: Any, encoded: Sequence[list[int]], batch_size: int, options: Mapping[str, Any]
+    model: Any, tokenizer: Any, encoded: Sequence[list[int]], batch_size: int, **options: Any
 ) -> tuple[list[str], int]:
     """What the model writes after each input: a decoder's first line, an encoder-decoder's sentence; and how many lack
-    their end. `options` take the place of the model's own settings, which `generate` would use for omitted ones."""
-    has_encoder, ends = model.config.is_encoder_decoder, end_tokens(model, tokenizer)
-    config = GenerationConfig(do_sample=False, eos_token_id=ends or None, **options)
-
-    def stacked(rows: list[list[int]], filler: int) -> torch.Tensor:
-        """`[batch, longest]`, padded on the right for an encoder, on the left for a decoder."""
-        if has_encoder:
-            return padded(rows, filler).to(model.device)
-        return padded([row[::-1] for row in rows], filler).flip(1).to(model.device)
-
-    texts, cut = [""] * len(encoded), 0
+    their end."""
+    ends, texts, cut = end_tokens(model, tokenizer), [""] * len(encoded), 0
     # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
     model.eval()
-    with generating(model, config), Bar(total=len(order), desc="translate", unit="sentence") as bar:
+    with Bar(total=len(order), desc="translate", unit="sentence") as bar:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
-            rows = [encoded[place] for place in batch]
-            ids_BS, mask_BS = stacked(rows, config.pad_token_id), stacked([[1] * len(row) for row in rows], 0)
-            written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, tokenizer=tokenizer)
-            for place, row in zip(batch, written_BT[:, 1 if has_encoder else ids_BS.shape[1] :].tolist(), strict=True):
+            rows = generated(model, tokenizer, [encoded[place] for place in batch], do_sample=False, **options)
+            for place, row in zip(batch, rows, strict=True):
                 end = next((at for at, token in enumerate(row) if token in ends), None)
                 text = tokenizer.decode(row[:end], skip_special_tokens=True)
-                line, newline, _ = (" ".join(text.split()), "", "") if has_encoder else text.partition("\n")
-                texts[place] = line.strip()
+                text, newline = (" ".join(text.split()), "") if "num_beams" in options else text.partition("\n")[:2]
+                texts[place] = text.strip()
                 cut += end is None and not newline
             bar.update(len(batch))
     return texts, cut
@@ -240,11 +213,10 @@ def check_translation(
         raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
-    if is_encoder_decoder:
-        given = {pair: _scored(texts[pair[0]], settings) for pair in pairs}
-        _check_directions(config, tokenizer, given, settings.max_new_tokens)
-    else:
-        for pair in pairs:
+    for pair in pairs:
+        if is_encoder_decoder:
+            _sources(config, tokenizer, _scored(texts[pair[0]], settings), pair, settings.max_new_tokens)
+        else:
             _prompts(config, tokenizer, _prompts_of(pair, texts, settings), settings.max_new_tokens)
 
 

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ..checkpoint.facts import Facts
 from ..checkpoint.source import load_config, name_in_results, resolve_checkpoint
@@ -14,7 +13,7 @@ from ..core.errors import InputError, first_line
 from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig
 from ..modeling.routing_control import classes_of
-from .models import check_decoder, end_tokens, generating, load_for_inference, longest_block
+from .models import check_decoder, generated, load_for_inference, longest_block
 from .writing import Answering
 
 Message = Mapping[str, str]
@@ -64,8 +63,7 @@ class ChatModel:
         """What it writes after a prompt, without a template; see `reply`."""
         if how.system is not None:
             raise InputError("A system message belongs to a chat: ask in the chat template, or leave it out.")
-        ids_1S = torch.tensor([prompt_tokens(prompt, self.tokenizer)], dtype=torch.long)
-        return self._write({"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}, how, language, streamer)
+        return self._write(prompt_tokens(prompt, self.tokenizer), how, language, streamer=streamer)
 
     def reply(
         self, messages: Sequence[Message], how: Answering, language: str | None = None, streamer: Any = None
@@ -79,48 +77,43 @@ class ChatModel:
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
-        # The gate judges the newest message alone, in the template: bare, a short one says too little.
         try:
-            inputs, newest = (
+            ids, newest = (
                 self.tokenizer.apply_chat_template(
-                    talk, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self._template(language)
+                    talk, add_generation_prompt=True, return_dict=False, **self._template(language)
                 )
                 for talk in ([*system, *messages], messages[-1:])
             )
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
-        return self._write(inputs, how, language, streamer, newest["input_ids"])
+        # The gate judges the newest message alone, in the template: bare, a short one says too little.
+        judge = {"judge": torch.tensor([newest])} if hasattr(self.model, "judge") else {}
+        return self._write(ids, how, language, streamer=streamer, **judge)
 
     def _template(self, language: str | None) -> dict[str, Any]:
         """The chat template of the fine-tune that a language came from, where it has its own."""
         known = self.tokenizer.chat_template
         return {"chat_template": known[language]} if isinstance(known, dict) and language in known else {}
 
-    def _write(
-        self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, judge: torch.Tensor | None = None
-    ) -> str:
-        """What it writes after these inputs; a language gate judges the tokens `judge` in their place."""
-        inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
-        length = inputs["input_ids"].shape[1]
-        if not length:
+    def _write(self, ids: list[int], how: Answering, language: str | None, **given: Any) -> str:
+        """What it writes after these tokens, with further arguments of `generate`."""
+        if not ids:
             raise InputError(
                 "The prompt is empty, and the tokenizer adds no token that begins a text: give some words."
             )
         most = longest_block(self.model.config)
-        if most is not None and length >= most:
-            raise InputError(f"{self.name}: the prompt has {length:,} tokens, but the model takes {most:,} positions.")
-        new = how.max_new_tokens if most is None else min(how.max_new_tokens, most - length)
+        if most is not None and len(ids) >= most:
+            raise InputError(
+                f"{self.name}: the prompt has {len(ids):,} tokens, but the model takes {most:,} positions."
+            )
         drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
-        pad = self.tokenizer.pad_token_id
-        config = GenerationConfig(
-            max_new_tokens=new, eos_token_id=end_tokens(self.model, self.tokenizer) or None,
-            pad_token_id=self.tokenizer.eos_token_id if pad is None else pad, **(drawn if how.temperature else {}),
-        )  # fmt: skip
-        if judge is not None and hasattr(self.model, "judge"):
-            inputs["judge"] = judge
+        options = {
+            "max_new_tokens": how.max_new_tokens if most is None else min(how.max_new_tokens, most - len(ids)),
+            **(drawn if how.temperature else {}),
+        }
         torch.manual_seed(how.seed)
-        with torch.no_grad(), self._as_asked(language), generating(self.model, config):
-            written = self.model.generate(**inputs, streamer=streamer)[0, length:].tolist()
+        with self._as_asked(language):
+            (written,) = generated(self.model, self.tokenizer, [ids], given, **options)
         return self.tokenizer.decode(written, skip_special_tokens=True)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:

@@ -1,8 +1,8 @@
 """Loads models and tokenizers, dense or expanded, for inference."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..checkpoint.stored import StoredModel, check_size
 from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError, first_line
 from ..core.schema import checked
+from ..data.pairs import padded
 from ..modeling import ExpandedConfig, auto_class
 
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
@@ -87,14 +88,31 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
 
 
-@contextmanager
-def generating(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Inside, `generate` takes these settings, and not the checkpoint's own, such as a penalty of repetition."""
-    own, model.generation_config = model.generation_config, config
+def generated(
+    model: Any, tokenizer: Any, rows: Sequence[list[int]], given: Mapping[str, Any] | None = None, **options: Any
+) -> list[list[int]]:
+    """The tokens that a model writes after each row of tokens, an encoder-decoder of its sources, up to an end of text.
+
+    Args:
+        given: further arguments of `generate`.
+        options: its settings, in place of the checkpoint's own, such as a penalty of repetition.
+    """
+    has_encoder, ends = model.config.is_encoder_decoder, end_tokens(model, tokenizer)
+    filler = model.config.pad_token_id or 0 if has_encoder else [*ends, 0][0]
+
+    def stacked(rows: Sequence[list[int]], filler: int) -> torch.Tensor:
+        """`[batch, longest]`, padded on the right for an encoder, on the left for a decoder."""
+        return padded(rows, filler) if has_encoder else padded([row[::-1] for row in rows], filler).flip(1)
+
+    rows_BS = stacked(rows, filler).to(model.device)
+    mask_BS = stacked([[1] * len(row) for row in rows], 0).to(model.device)
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=filler, **options)
     try:
-        yield
+        made = model.generate(input_ids=rows_BS, attention_mask=mask_BS, tokenizer=tokenizer, **(given or {}))
     finally:
         model.generation_config = own
+    return made[:, 1 if has_encoder else rows_BS.shape[1] :].tolist()
 
 
 def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ..checkpoint.expand import versions
 from ..checkpoint.facts import Facts
@@ -19,7 +18,7 @@ from ..data.files import format_of, read_rows
 from ..data.sources import LanguageText
 from ..data.tokens import begin_tokens, prompt_tokens
 from ..modeling import ExpandedConfig
-from .models import check_decoder, generating, load_for_inference, longest_block
+from .models import check_decoder, generated, load_for_inference, longest_block
 from .writing import SampleSettings
 
 WRITTEN_BY = "written_by"  # the key of a row that names the model that wrote it
@@ -65,22 +64,19 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
             f"tokens is {chosen.tokens}, and a prompt has up to {longest}, but the model takes {positions} positions: "
             "lower tokens."
         )
-    ends = model.generation_config.eos_token_id
-    plain = GenerationConfig(
-        do_sample=True, temperature=chosen.temperature, top_p=chosen.top_p, top_k=0, max_new_tokens=chosen.tokens,
-        eos_token_id=tokenizer.eos_token_id if ends is None else ends, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    drawn = {"do_sample": True, "temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": 0}
     base = model.use_expert(0) if expanded else nullcontext()
     bar = Bar(total=chosen.documents, desc="sample", unit="document")
     devices = [model.device] if model.device.type == "cuda" else []
-    with bar, base, generating(model, plain), torch.random.fork_rng(devices):
+    with bar, base, torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
         for number, (prompt, ids) in enumerate(begun.items()):
             left, empty = len(range(number, chosen.documents, len(begun))), 0
-            batch = torch.tensor([ids] * min(chosen.batch_size, left), device=model.device)
+            rows = [ids] * min(chosen.batch_size, left)
             while left:
-                made = model.generate(batch, attention_mask=torch.ones_like(batch))
-                whole, own = (tokenizer.batch_decode(made[:, at:], skip_special_tokens=True) for at in (1, len(ids)))
+                made = generated(model, tokenizer, rows, max_new_tokens=chosen.tokens, **drawn)
+                own = tokenizer.batch_decode(made, skip_special_tokens=True)
+                whole = tokenizer.batch_decode([[*ids[1:], *new] for new in made], skip_special_tokens=True)
                 texts = [text for text, new in zip(whole, own, strict=True) if new.strip()][:left]
                 left, empty = left - len(texts), 0 if texts else empty + 1
                 if empty == _TRIES:

@@ -103,7 +103,7 @@ def _adapt(
     model: str, out: Path, data: Any, settings: Any, seed: int, overwrite: bool, allow_lost_text: bool, test: Any
 ) -> None:
     """Adds a language to a DMoE model, and scores it before and after."""
-    from ..evaluation.side_by_side import evaluate_models
+    from ..evaluation.report import evaluate_models, labels_of
     from ..stages.kinds.adapt import adapt_language
 
     if len(data) > 1:
@@ -120,7 +120,7 @@ def _adapt(
     if test:
         new = [code for code in test if code == source.language]
         old = [code for code in test if code not in new]
-        evaluate_models([model, str(out)], test, [old, new], EvaluationSettings())
+        evaluate_models(labels_of([model, str(out)]), test, [old, new], EvaluationSettings())
 
 
 def _settings(key: str, mapping: dict[str, Any], where: str, held_out: dict[str, Any]) -> Any:
