@@ -122,7 +122,7 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
     refused(load, f"hub:{tmp_path}::train[:{10**27}]", says=r"the dataset cannot be read: Bad split: train\[:1")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "train.jsonl").write_text('{"body": "x"}\n')
-    refused(load, f"hub:{tmp_path / 'other'}", says=r"row 1: has no string under `text`, nor .* \(found body: str\)")
+    refused(load, f"hub:{tmp_path / 'other'}", says=r"0:1: has no string under `text`, nor .* \(found body: str\)")
     refused(load, f"hub:{tmp_path / 'nowhere'}", says="nowhere: the dataset cannot be read: ")
 
 

@@ -22,7 +22,8 @@ from hf_moe_expand import Plan, expand_checkpoint, pack_pairs
 from hf_moe_expand.analysis.reading import side_batches
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair, pairs_of, sentence_pairs
-from hf_moe_expand.data.sources import LanguageText, language_name
+from hf_moe_expand.data.rows import language_name
+from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation import translation
 from hf_moe_expand.evaluation.perplexity import pair_stream
 from hf_moe_expand.evaluation.scoring_settings import TranslationSettings

@@ -19,7 +19,7 @@ from ..core.errors import InputError
 from ..core.languages import names_language
 from ..core.progress import Bar
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
-from ..data.sources import Pair
+from ..data.rows import Pair
 from ..data.tokens import begin_tokens
 from ..evaluation.perplexity import pair_batch
 from ..inference.models import longest_block

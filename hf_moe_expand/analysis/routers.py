@@ -33,7 +33,7 @@ from ..core.languages import check_old_and_new
 from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
-from ..data.sources import Pair
+from ..data.rows import Pair
 from ..evaluation.perplexity import batch_nats
 from ..inference.models import model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing

@@ -9,11 +9,11 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from io import TextIOWrapper
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import pyarrow
 from pyarrow.parquet import ParquetFile
@@ -21,6 +21,7 @@ from pyarrow.parquet import ParquetFile
 from ..core.errors import InputError, first_line, is_unicode
 from ..core.saying import say_once
 from .places import BUFFER, opened_file
+from .rows import Row
 
 KINDS = (".jsonl", ".txt", ".parquet")
 # Each kind of compression and what opens it. Parquet compresses by itself.
@@ -45,20 +46,6 @@ _BROKEN = (
     OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError, pyarrow.ArrowException,
     UnicodeDecodeError,
 )  # fmt: skip
-
-
-class Row(NamedTuple):
-    """One row of a file.
-
-    Attributes:
-        number: its place, from 1; the number of its line where it is one.
-        content: its columns.
-        read: the share of the file that is read, as far as is known.
-    """
-
-    number: int
-    content: dict[str, Any]
-    read: float
 
 
 def format_of(path: str | os.PathLike) -> str | None:
@@ -128,39 +115,10 @@ def read_rows(path: str | os.PathLike, after: int = 0) -> Iterator[Row]:
         after: the number of the row after which to begin.
 
     Raises:
-        InputError: the file is damaged or not UTF-8, a row has no text, or the place does not answer.
+        InputError: the file is damaged or not UTF-8, a line is no JSON, or the place does not answer.
     """
     path = str(path)
-    for row in _parquet_rows(path, after) if format_of(path) == ".parquet" else _lines(path, after):
-        check_row(row.content, f"{path}:{row.number}")
-        yield row
-
-
-def check_row(row: Any, where: str) -> None:
-    """Refuses a row without a column of text, or of translations, whose value may be missing."""
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: needs an object with `text` or `translation`, found a {type(row).__name__}.")
-    text = row.get("text")
-    if text is None and row.get("translation") is None:
-        has_text = "text" in row or "translation" in row
-    else:
-        has_text = isinstance(text, str) if text is not None else is_translation(row)
-    if not has_text:
-        found = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
-        raise InputError(
-            f"{where}: has no string under `text`, nor strings by language under `translation` (found {found})."
-        )
-    try:
-        for part in (text, *chain.from_iterable(row["translation"].items() if is_translation(row) else ())):
-            (part or "").encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where}: not Unicode text ({error.reason}).") from None
-
-
-def is_translation(row: Mapping[str, Any]) -> bool:
-    """Whether a row holds sentences by language."""
-    sentences = row.get("translation")
-    return isinstance(sentences, dict) and all(isinstance(text, str | None) for text in sentences.values())
+    return _parquet_rows(path, after) if format_of(path) == ".parquet" else _lines(path, after)
 
 
 def _lines(path: str, after: int) -> Iterator[Row]:

@@ -6,7 +6,8 @@ from itertools import product
 
 from ..core.errors import InputError
 from ..core.progress import Bar
-from .sources import LanguageText, counted
+from .rows import counted
+from .sources import LanguageText
 
 # The share of a text's bytes from which a score on it says nothing of held-out text.
 MOST_SHARED = 0.01

@@ -217,7 +217,12 @@ def pack_texts(
     check_named_once(list(texts))
     order = tuple(languages or texts)
     replayed, share = replay or ((), 0.0)
-    encoded_texts, tokens, lost = {}, {}, {}
+    encoded, tokens, lost = dict[str, Dataset](), dict[str, int](), {}
+
+    def take(wanted: Mapping[str, int | None]) -> None:
+        for language, most in wanted.items():
+            encoded[language], tokens[language] = take_tokens(encoded[language], most, language)
+
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
         lost[language] = lost_text((row["text"] for row in dataset), tokenizer)
@@ -225,19 +230,14 @@ def pack_texts(
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         if not len(dataset):
             raise InputError(f"Language {language!r}: no row has text to train on or to score: give some.")
-        encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}", num_proc)
-        say_special(f"language {language!r}", _special_in_texts(encoded, tokenizer))
-        most = None if language in replayed else tokens_per_language
-        encoded_texts[language], tokens[language] = take_tokens(encoded, most, language)
+        encoded[language] = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}", num_proc)
+        say_special(f"language {language!r}", _special_in_texts(encoded[language], tokenizer))
+    take({language: None if language in replayed else tokens_per_language for language in texts})
     if replayed:
-        each = _replayed_tokens(tokens, replayed, share)
         with errors_at(f"replay_share is {share:g}"):
-            for language in replayed:
-                encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], each, language)
+            take(dict.fromkeys(replayed, _replayed_tokens(tokens, replayed, share)))
     if sides is not None:
-        for language, wanted in balanced_tokens(tokens, sides).items():
-            encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], wanted, language)
-    counts = {language: len(encoded) for language, encoded in encoded_texts.items()}
+        take(balanced_tokens(tokens, sides))
     mixed = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]
@@ -246,9 +246,9 @@ def pack_texts(
                 f"All text of {', '.join(members)} together is {found:,} tokens, less than one block of {block_size}: "
                 "give more text or a smaller block_size."
             )
-        mixed.append(concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed))
+        mixed.append(concatenate_datasets([encoded[code] for code in members]).shuffle(seed=seed))
     blocks = Blocks(mixed, block_size, begin_tokens(tokenizer))
-    return PackedText(blocks, order, tokens, counts, blocks.of_each, lost)
+    return PackedText(blocks, order, tokens, {code: len(of) for code, of in encoded.items()}, blocks.of_each, lost)
 
 
 def _replayed_tokens(tokens: Mapping[str, int], replayed: Sequence[str], share: float) -> int:

@@ -18,12 +18,16 @@ from ..core.languages import check_named_once, named_in, names_language
 from ..core.schema import checked
 from .lost import SAMPLE, LostText, lost_text
 from .packing import PackedText, first_tokens
-from .sources import LanguageText, Pair, language_name, row_pairs
+from .rows import Pair, language_name, row_pairs
+from .sources import LanguageText
 
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
 IGNORED = -100  # label of padding
 _AT_ONCE = 512  # pairs tokenised at once
 _CODE = re.compile(r"[a-z]{2,3}(_[A-Za-z]{2,4})?")
+_ROW = Features(
+    {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "language_ids": List(Value("int16"))}
+)
 _IN_FRONT = re.compile(r"<2[a-z]{2,3}(_[A-Za-z]{2,4})?>")
 
 
@@ -301,48 +305,48 @@ def pack_pairs(
     """
     order = tuple(languages or texts)
     encoder = PairEncoder(tokenizer)
-    features = Features({
-        "input_ids": List(Value("int32")), "labels": List(Value("int32")), "language_ids": List(Value("int16")),
-    })  # fmt: skip
     datasets, tokens, counts, lost = [], {}, {}, {}
     for language, dataset in texts.items():
         dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
         lost[language] = encoder.lost(SentencePair(**row) for row in dataset).get(language, LostText())
-
-        def encode(batch: dict) -> dict:
-            encoded = list(encoder.fitting(sentence_pairs(batch), block_size))
-            return {
-                "input_ids": [source for _, source, _ in encoded],
-                "labels": [target for *_, target in encoded],
-                "language_ids": [[_id_of(code, order) for code in row.direction] for row, *_ in encoded],
-            }
-
         wanted = len(dataset) if documents is None else min(documents[language], len(dataset))
-        parts: list[Dataset] = []
-        first = 0
-        while sum(map(len, parts)) < wanted and first < len(dataset):
-            # Where some pairs are too long, as many again and more.
-            rows = dataset.select(range(first, min(max(wanted, 2 * first), len(dataset))))
-            first += len(rows)
-            encoder.check(set(zip(rows["source_language"], rows["target_language"], strict=True)))
-            parts.append(
-                rows.map(
-                    encode, batched=True, remove_columns=rows.column_names, features=features,
-                    desc=f"tokenize {language}",
-                )
-            )  # fmt: skip
-        fitting = concatenate_datasets(parts)
-        if not len(fitting):
-            raise InputError(
-                f"Language {language!r}: each of its {len(dataset):,} sentence pairs is longer than block_size, "
-                f"{block_size} tokens of a side: raise it, or give shorter texts."
-            )
-        fitting = fitting.select(range(min(wanted, len(fitting))))
+        fitting = _fitting(dataset, encoder, block_size, order, wanted, language)
         sides = (fitting.with_format("arrow")[name] for name in ("input_ids", "labels"))
         sizes = (len(source) + len(target) for source, target in zip(*sides, strict=True))
         counts[language], tokens[language] = first_tokens(language, sizes, tokens_per_language)
         datasets.append(fitting.select(range(counts[language])))
     return PackedText(concatenate_datasets(datasets), order, tokens, counts, tuple(map(len, datasets)), lost)
+
+
+def _fitting(
+    dataset: Dataset, encoder: PairEncoder, block_size: int, order: Sequence[str], wanted: int, language: str
+) -> Dataset:
+    """The tokens of the first `wanted` pairs that fit `block_size`."""
+
+    def encode(batch: dict) -> dict:
+        encoded = list(encoder.fitting(sentence_pairs(batch), block_size))
+        return {
+            "input_ids": [source for _, source, _ in encoded],
+            "labels": [target for *_, target in encoded],
+            "language_ids": [[_id_of(code, order) for code in row.direction] for row, *_ in encoded],
+        }
+
+    parts: list[Dataset] = []
+    first = 0
+    while sum(map(len, parts)) < wanted and first < len(dataset):
+        # Where some pairs are too long, as many again and more.
+        rows = dataset.select(range(first, min(max(wanted, 2 * first), len(dataset))))
+        first += len(rows)
+        encoder.check(set(zip(rows["source_language"], rows["target_language"], strict=True)))
+        columns, desc = rows.column_names, f"tokenize {language}"
+        parts.append(rows.map(encode, batched=True, remove_columns=columns, features=_ROW, desc=desc))
+    fitting = concatenate_datasets(parts)
+    if not len(fitting):
+        raise InputError(
+            f"Language {language!r}: each of its {len(dataset):,} sentence pairs is longer than block_size, "
+            f"{block_size} tokens of a side: raise it, or give shorter texts."
+        )
+    return fitting.select(range(min(wanted, len(fitting))))
 
 
 def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dataset:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,45 +12,24 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import langcodes
 import numpy
-from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import HTTPError
 
 from ..core.errors import InputError, in_one_line, is_unicode
-from ..core.extra import import_extra
-from ..core.languages import check_old_and_new, is_language_code, names_language
+from ..core.languages import check_old_and_new
 from ..core.saying import say_once
 from ..core.schema import checked
-from .files import KNOWN, Row, check_row, format_of, is_translation, no_text_file, read_rows, text_files, version
+from .files import KNOWN, format_of, no_text_file, read_rows, text_files, version
 from .places import UnreachableError, check_address, files_elsewhere, is_elsewhere
+from .rows import PAIR, TEXT, Document, LeftOut, Row, counted, judged
 
-Pair = tuple[str, str]
-Document = dict[str, str]  # its `text`; or, of a sentence pair, the columns of `_PAIR`
-
-_TEXT = {"text": Value("string")}
-_PAIR = dict.fromkeys(("source", "target", "source_language", "target_language"), Value("string"))
 _LEFT_OUT = "left_out"  # the column that says why a row is left out
-_MOST_NAMED, _MOST_FILES = 8, 30  # reasons and files in a line
+_MOST_FILES = 30  # in a line
 BEGINNING = 1 << 20  # bytes of a file
 _ROWS = 256  # of a dataset on the hub, read at once
 LARGE = 1 << 30  # bytes of a source from which parts of its files stand for them in a fingerprint
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 row`, `1,200 rows`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-class LeftOut(Counter[str]):
-    """Rows that are left out, by the reason."""
-
-    def __str__(self) -> str:
-        named = [f"{count:,} {reason}" for reason, count in self.most_common(_MOST_NAMED)]
-        if rest := self.total() - sum(count for _, count in self.most_common(_MOST_NAMED)):
-            named.append(f"{rest:,} for other reasons")
-        return f"{counted(self.total(), 'row')} left out: {', '.join(named)}"
 
 
 @dataclass(frozen=True)
@@ -144,16 +122,17 @@ class LanguageText:
         """
         # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
         stamps: dict[str, Any] = {str(path): (str(path.resolve()), *version(path)) for path in self.files()}
-        if self.source.startswith("hub:"):
-            stamps = {self.source: None}
-        elif is_elsewhere(self.source):
-            stamps = self._elsewhere()
-        self._say_files_left_out()
-        parts = [_generated(name, self.language, stamp, as_pairs) for name, stamp in stamps.items()]
-        dataset = concatenate_datasets(parts)
+        stamps |= self._elsewhere() if is_elsewhere(self.source) else {}
+        features = Features({**(PAIR if as_pairs else TEXT), _LEFT_OUT: Value("string")})
+        arguments: dict[str, Any] = {"text": self, "stamps": stamps, "as_pairs": as_pairs}
+        if next(read_documents(**arguments), None) is None:  # the library's error for an empty one is unclear
+            raise self.no_text(LeftOut(), as_pairs)
+        try:
+            dataset = Dataset.from_generator(read_documents, features=features, gen_kwargs=arguments)
+        except DatasetGenerationError as error:
+            raise error.__cause__ if isinstance(error.__cause__, InputError) else error from None
         reasons = dataset.data.column(_LEFT_OUT)
-        left_out = LeftOut(reasons.drop_null().to_pylist())
-        if left_out:
+        if left_out := LeftOut(reasons.drop_null().to_pylist()):
             dataset = dataset.select(numpy.flatnonzero(reasons.is_null().to_numpy()))
         if not len(dataset):
             raise self.no_text(left_out, as_pairs)
@@ -178,18 +157,14 @@ class LanguageText:
             raise self.no_text(left_out, as_pairs)
         return first
 
-    def digests(self) -> list[str]:
-        """SHA-256 of each local file, or of parts of it where all together have `LARGE` bytes; the addresses and sizes
-        of files elsewhere."""
+    def contents(self) -> list[str]:
+        """Its source, and SHA-256 of each local file, or of parts of it where all together have `LARGE` bytes; of files
+        elsewhere, addresses and sizes. For a fingerprint."""
         if is_elsewhere(self.source):
-            return [f"{path} {size}" for path, size in self._elsewhere().items()]
+            return [self.source, *(f"{path} {size}" for path, size in self._elsewhere().items())]
         files = self.files()
         whole = sum(path.stat().st_size for path in files) < LARGE
-        return [_digest(path, whole, *version(path)) for path in files]
-
-    def contents(self) -> list[str]:
-        """Its source and the hashes of its files, for a fingerprint."""
-        return [self.source, *self.digests()]
+        return [self.source, *(_digest(path, whole, *version(path)) for path in files)]
 
     def shards(self) -> list[Shard]:
         """Its shards: files, here or elsewhere, or those of a dataset on the hub.
@@ -199,23 +174,19 @@ class LanguageText:
         """
         if self.source.startswith("hub:"):
             stream, limit = _hub_stream(self.source)
-            rows = partial(_hub_rows, self.source, stream, limit)
+            parts: dict[str, int | None] = {f"{self.source}, shard {part}": part for part in range(stream.num_shards)}
             if limit is not None:  # the first rows of all shards
-                return [Shard(self.source, None, partial(rows, None))]
-            return [
-                Shard(f"{self.source}, shard {part}", None, partial(rows, part)) for part in range(stream.num_shards)
-            ]
+                parts = {self.source: None}
+            rows = partial(_hub_rows, self.source, stream, limit)
+            return [Shard(name, None, partial(rows, part)) for name, part in parts.items()]
         if is_elsewhere(self.source):
             return [Shard(path, size, partial(read_rows, path)) for path, size in self._elsewhere().items()]
-        self._say_files_left_out()
+        if not_read := self.files_left_out():
+            say_once(f"{self.source}: {not_read}")
         return self._of_files()
 
     def _of_files(self) -> list[Shard]:
         return [Shard(str(path), path.stat().st_size, partial(read_rows, str(path))) for path in self.files()]
-
-    def _say_files_left_out(self) -> None:
-        if not_read := self.files_left_out():
-            say_once(f"{self.source}: {not_read}")
 
     def _elsewhere(self) -> dict[str, int | None]:
         """The files of an address that are of a known kind, and their sizes; says which are not."""
@@ -263,8 +234,7 @@ class LanguageText:
         """
         shards = self._of_files()
         size = max(16 * BEGINNING // max(len(shards), 16), BEGINNING >> 6)
-        for shard in shards:
-            yield beginning(shard, self.language, as_pairs, size, lambda row: sum(map(len, map(str, row.values()))))
+        return (beginning(shard, self.language, as_pairs, size) for shard in shards)
 
     def _documents(self, left_out: LeftOut, as_pairs: bool = False) -> Iterator[Document]:
         """The documents or pairs of the local files; counts in `left_out` the rows without."""
@@ -330,46 +300,26 @@ def _first_names(names: list[str]) -> str:
     return ", ".join(names[:_MOST_FILES]) + (f" and {n:,} others" if (n := len(names) - _MOST_FILES) > 0 else "")
 
 
-def _generated(name: str, language: str, stamp: Any, as_pairs: bool) -> Dataset:
-    """A cached dataset of `read_documents`."""
-    features = Features({**(_PAIR if as_pairs else _TEXT), _LEFT_OUT: Value("string")})
-    arguments = {"name": name, "language": language, "stamp": stamp, "as_pairs": as_pairs}
-    if next(read_documents(**arguments), None) is None:
-        # The library's error for an empty one is unclear.
-        return Dataset.from_dict({column: [] for column in features}, features=features)
-    try:
-        return Dataset.from_generator(read_documents, features=features, gen_kwargs=arguments)
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, InputError):
-            raise error.__cause__ from None
-        raise
-
-
-def read_documents(name: str, language: str, stamp: Any, as_pairs: bool) -> Iterator[Document]:
-    """The documents or pairs in a language of a file, an address or `hub:dataset`; of each row without any, why it is
-    left out.
+def read_documents(text: LanguageText, stamps: Any, as_pairs: bool) -> Iterator[Document]:
+    """The documents or pairs of a text; of each row without any, why it is left out.
 
     Args:
-        stamp: tells versions of a file apart.
+        stamps: tell versions of its files apart.
     """
-    of_hub = name.startswith("hub:")
-    for row in _hub_rows(name, *_hub_stream(name)) if of_hub else read_rows(name):
-        found, reason = judged(row.content, language, f"{name}:{row.number}", as_pairs)
-        yield from found or [{_LEFT_OUT: reason}]
+    for shard in text.shards():
+        for row in shard.rows(0):
+            found, reason = judged(row.content, text.language, f"{shard.name}:{row.number}", as_pairs)
+            yield from found or [{_LEFT_OUT: reason}]
 
 
-def beginning(
-    shard: Shard, language: str, as_pairs: bool, size: int, measure: Callable[[Mapping[str, Any]], int],
-    skips: bool = False,
-) -> Beginning:  # fmt: skip
-    """The documents of a shard up to the row with which the sum of `measure` over the rows reaches `size`, or with
-    `skips` up to what cannot be read."""
+def beginning(shard: Shard, language: str, as_pairs: bool, size: int, skips: bool = False) -> Beginning:
+    """The documents of a shard up to about `size` characters of text, or with `skips` up to what cannot be read."""
     kept: list[Document] = []
     left_out, seen, share = LeftOut(), 0, 0.0
     try:
         for row, found in shard.documents(language, left_out, as_pairs):
             kept.extend(found)
-            seen, share = seen + measure(row.content), row.read
+            seen, share = seen + len(row.content.get("text") or str(row.content.get("translation") or "")), row.read
             if seen >= size:
                 break
     except InputError as error:
@@ -391,7 +341,6 @@ def _hub_rows(
             dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True)
         )
         for number, content in enumerate(rows, start=after + 1):
-            check_row(content, f"{source}: row {number}")
             yield Row(number, content, 0.0)
 
 
@@ -417,49 +366,6 @@ def _hub_errors(source: str) -> Iterator[None]:
         raise kind(f"{source}: the dataset cannot be read: {in_one_line(error)}.") from None
 
 
-def judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool = False) -> tuple[list[Document], str]:
-    """The documents or pairs in a language of a row; where it has none, the reason."""
-    tag = row.get("language")
-    if isinstance(tag, list) and len(tag) == 1:
-        tag = tag[0]
-    if tag is not None and not names_language(tag, language):
-        return [], f"tagged {str(tag)[:40]!r}"
-    if row.get("text") is None and row.get("translation") is None:
-        return [], "without text"
-    if as_pairs:
-        return list(row_pairs(row, language, where)), "without a sentence and its translation"
-    if row.get("text") is None:
-        found = [{"text": translation_line(codes, *both)} for codes, both in _directions(row, language)]
-        return found, "without a sentence and its translation"
-    return [{"text": row["text"]}] if row["text"].strip() else [], "without text"
-
-
-def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
-    """A row's sentence pairs to and from a language; refuses a row with `text` in place of `translation`."""
-    if not is_translation(row):
-        raise InputError(
-            f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "
-            'translations: give rows such as {"translation": {"en": "A word.", "el": "Μία λέξη."}}.'
-        )
-    for codes, both in _directions(row, language):
-        named = (language if names_language(code, language) else code for code in codes)
-        yield dict(zip(_PAIR, (*both, *named), strict=True))
-
-
-def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, Pair]]:
-    """The codes and the sentences of each direction between a language and another one, without missing translations;
-    white space in a sentence counts as one space."""
-    sentences = {code: " ".join((text or "").split()) for code, text in (row.get("translation") or {}).items()}
-    named = (code for code in sentences if names_language(code, language))
-    own = language if language in sentences else next(named, None)
-    if own is None or not sentences[own]:
-        return
-    for other in sentences:
-        if other != own and sentences[other]:
-            for source, target in ((other, own), (own, other)):
-                yield (source, target), (sentences[source], sentences[target])
-
-
 @cache
 def _digest(path: Path, whole: bool, *version: int) -> str:
     """SHA-256 of a file, or of its size, beginning, middle and end; `version` tells an edited file from the one that
@@ -480,25 +386,6 @@ def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     check_old_and_new(old, new)
     if not new:
         raise InputError("No new language was given: an expansion needs at least one.")
-
-
-def language_name(code: str) -> str:
-    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified)."""
-    import_extra("language_data")
-    if not is_language_code(code):
-        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
-    return langcodes.Language.get(code).display_name()
-
-
-def translation_line(pair: Pair, source: str, target: str) -> str:
-    """`English: ... → Greek: ...`"""
-    return f"{translation_start(pair, source)} {target}"
-
-
-def translation_start(pair: Pair, source: str) -> str:
-    """The start of `translation_line`, up to the translation."""
-    names = [language_name(code) for code in pair]
-    return f"{names[0]}: {source} → {names[1]}:"
 
 
 def contents(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:

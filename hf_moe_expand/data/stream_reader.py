@@ -12,10 +12,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ..core.errors import InputError, printable
-from .files import Row
 from .lost import LostText, lost_text
 from .places import UnreachableError
-from .sources import Beginning, LanguageText, LeftOut, Shard, all_left_out, beginning, counted, judged
+from .rows import LeftOut, Row, counted, judged
+from .sources import Beginning, LanguageText, Shard, all_left_out, beginning
 from .tokens import document_frame, encode_documents, say_special, special_tokens, tokens_of
 
 OnBadShard = Literal["stop", "skip"]
@@ -202,8 +202,8 @@ class Reader:
             self._end = row.number
             if row.number % parts != part:
                 continue
-            rows, size = rows + 1, size + len(row.content.get("text") or "")
             found, reason = judged(row.content, self.language, f"{shard.name}:{row.number}")
+            rows, size = rows + 1, size + len(row.content.get("text") or "")
             left_out.update([reason] * (not found))
             texts += [document["text"] for document in found]
             if rows == _WINDOW or size >= _CHARACTERS:
@@ -272,10 +272,7 @@ def _beginnings(
     some = [shards[at] for at in sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})]
     for shard in some:
         try:
-            found = beginning(
-                shard, text.language, False, _SAMPLE // len(some), lambda row: len(row.get("text") or ""),
-                skips=on_bad_shard == "skip",
-            )  # fmt: skip
+            found = beginning(shard, text.language, False, _SAMPLE // len(some), on_bad_shard == "skip")
         except InputError as error:
             _refuse(error)
         yield shard, found

@@ -11,7 +11,8 @@ from ..core.jsonfile import write_json, write_text
 from ..core.progress import Bar
 from ..data.files import count_lines
 from ..data.pairs import PairEncoder
-from ..data.sources import LanguageText, Pair, translation_line, translation_start
+from ..data.rows import Pair, translation_line, translation_start
+from ..data.sources import LanguageText
 from ..data.tokens import prompt_tokens
 from ..inference.models import end_tokens, generated, longest_block
 from .report import compared

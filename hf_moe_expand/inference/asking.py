@@ -106,7 +106,7 @@ class ChatModel:
             raise InputError(
                 f"{self.name}: the prompt has {len(ids):,} tokens, but the model takes {most:,} positions."
             )
-        drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
         options = {
             "max_new_tokens": how.max_new_tokens if most is None else min(how.max_new_tokens, most - len(ids)),
             **(drawn if how.temperature else {}),

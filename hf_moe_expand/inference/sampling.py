@@ -64,7 +64,7 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
             f"tokens is {chosen.tokens}, and a prompt has up to {longest}, but the model takes {positions} positions: "
             "lower tokens."
         )
-    drawn = {"do_sample": True, "temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": 0}
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": 0}
     base = model.use_expert(0) if expanded else nullcontext()
     bar = Bar(total=chosen.documents, desc="sample", unit="document")
     devices = [model.device] if model.device.type == "cuda" else []

@@ -23,7 +23,8 @@ from ..core.scratch import FolderLock
 from ..data.lost import LostText, check_lost, lost_lines, token_line
 from ..data.pairs import check_pairs, lost_of
 from ..data.places import is_elsewhere
-from ..data.sources import LanguageText, all_left_out, counted
+from ..data.rows import counted
+from ..data.sources import LanguageText, all_left_out
 from ..evaluation.report import Evaluation
 from ..inference.asking import why_no_base_inside
 from ..modeling import stack_sizes

@@ -15,7 +15,7 @@ from ..core.saying import say_once
 from ..core.schema import shown_value
 from ..data.packing import Blocks
 from ..data.pairs import pairs_of
-from ..data.sources import LeftOut, counted
+from ..data.rows import LeftOut, counted
 from ..inference.models import longest_block
 from ..trainers.watching import CHANGE_THE_LOSS
 

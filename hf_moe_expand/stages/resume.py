@@ -37,7 +37,7 @@ class TrainingFolder:
     ) -> None:
         self.path = training_of(out)
         self.lock = FolderLock(self.path, f"trains {out.name}")
-        sources = {code: [text.source, *text.digests()] for code, text in data.items()}
+        sources = {code: text.contents() for code, text in data.items()}
         fingerprint = CheckpointReader(model).fingerprint()
         settings = {name: value for name, value in settings.items() if name not in _MAY_CHANGE}
         # What must match for a run to resume, as JSON keeps it.
