@@ -15,7 +15,7 @@ from ...checkpoint.source import load_config, pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel
 from ...checkpoint.tuned import codes_of, expand_tuned
 from ...core.errors import InputError, errors_at
-from ...data.sources import counted
+from ...data.rows import counted
 from ...inference.models import load_for_inference
 from ...modeling.part_expansion_only import RECORD
 from ...planning.make import make_plan
