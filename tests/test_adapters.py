@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import LayerMoEConfig, Plan, expand_checkpoint, expand_model, grow_checkpoint, join_expansions
-from hf_moe_expand.checkpoint.kinds import kind_of
+from hf_moe_expand.checkpoint.facts import kind_of
 from hf_moe_expand.checkpoint.new_experts import all_linear
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.modeling.routing import TokenClasses

@@ -13,8 +13,8 @@ from ..core.errors import InputError
 from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.part_joined import joins_packs
+from .facts import Facts, kind_of
 from .graft import dense_names
-from .kinds import kind_of, kinds_of
 from .operation_settings import AverageSettings
 from .records import History, StageRecord
 from .stored import BASE_FIELDS, Place, Source, check_alike
@@ -182,7 +182,7 @@ def _origins(stored: Source) -> dict[tuple[int, int | None], int]:
             f"{stored.folder}: its new experts began as {made}, {REFUSED['random', 'average-with-the-base']}."
         )
     copied = {int(layer): expert for one in records for layer, expert in (one.copied_experts or {}).items() if expert}
-    if copied and (joined or any(not kind.has_ffn for kind in kinds_of(config))):
+    if copied and (joined or any(kind.name != "ffn" for kind in Facts(config).kinds)):
         raise InputError(
             f"{stored.folder}: a further expansion copied other experts than expert 0 (copy_from), and of "
             f"{'packs' if joined else 'updates and added experts'} these cannot be told apart any more."

@@ -25,8 +25,8 @@ from ..modeling import (
 )
 from ..planning.plan import Plan
 from .compare import base_hashes
+from .facts import ExpertKind
 from .gate import Gate
-from .kinds import ExpertKind
 from .new_experts import chosen_kind, new_weight, random_weight
 from .operation_settings import NewExperts
 from .promises import check_architecture

@@ -13,7 +13,7 @@ from ..core.jsonfile import read_json
 from ..core.progress import Bar
 from ..core.schema import checked
 from ..modeling.part_expansion_only import ADDED, RECORD
-from .kinds import set_part
+from .facts import set_part
 from .reader import StoredTensor
 from .records import History
 from .source import load_expanded_config, name_and_commit, resolve_checkpoint

@@ -1,7 +1,7 @@
-"""What a configuration says of its model, dense or expanded: layers, experts, kinds, languages and their classes."""
+"""What a configuration says of its model, dense or expanded: layers, experts, their kinds, languages and classes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -10,8 +10,90 @@ from ..core.languages import in_words
 from ..modeling import count_layers, stack_sizes
 from ..modeling.language_gate import GateRule
 from ..modeling.part_joined import joins_packs
-from .kinds import ExpertKind, kind_of, kinds_of
 from .records import History
+
+# The fields of a configuration for each setting of a kind of experts.
+_FIELDS = {
+    "ffn": {}, "lora": {"rank": "lora_rank", "alpha": "lora_alpha"}, "added": {"width": "expert_width"},
+    "adapter": {"adapters": "adapters"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """The kind of the experts of expansions.
+
+    Attributes:
+        name: `expert_kind`: `ffn`, FFNs of the backbone's class; `lora`, expert 0 with updates; `added`, expert 0 with
+            an FFN beside it; or `adapter`, a language's own modules.
+        settings: `rank` and `alpha` of `lora`; the `width` of `added`; `adapters`, the entries of each expansion.
+    """
+
+    name: str = "ffn"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its arguments of a configuration."""
+        own = {name: self.settings[setting] for setting, name in _FIELDS[self.name].items()}
+        return {"expert_kind": self.name, **own}
+
+    @property
+    def _updates(self) -> dict[str, list[list | None]]:
+        """An adapter's updates, and None for whole modules, by the last part of a module's name."""
+        found: dict[str, list[list | None]] = {}
+        for entry in self.settings["adapters"]:
+            for maps in (entry["maps"], *entry.get("layers", {}).values(), *map(entry.get, ("outside", "head"))):
+                for name, update in (maps or {}).items():
+                    found.setdefault(name.rpartition(".")[2], []).append(update)
+        return found
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether some have low-rank updates, whose factors have no mean."""
+        return self.name == "lora" or (self.name == "adapter" and any(map(any, self._updates.values())))
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        if self.name == "ffn":
+            return "FFNs"
+        if self.name == "lora":
+            return f"expert 0 with updates of rank {self.settings['rank']}, alpha {self.settings['alpha']:g}"
+        if self.name == "added":
+            return f"expert 0 with an added FFN of width {self.settings['width']}"
+        found = self._updates
+        updated = sorted(name for name, updates in found.items() if any(updates))
+        whole = sorted(name for name, updates in found.items() if None in updates)
+        ranks = sorted({update[0] for updates in found.values() for update in updates if update})
+        parts = [f"updates of rank {', '.join(map(str, ranks))} on {', '.join(updated)}"] if updated else []
+        return "; ".join([*parts, *([f"own {', '.join(whole)}"] if whole else [])])
+
+
+def kind_of(config: Any, first: int = 0, end: int | None = None) -> ExpertKind:
+    """The kind of the experts of the expansions from `first` to `end`, which are numbered from 0."""
+    if "languages" in config.parts:
+        return ExpertKind("adapter", {"adapters": config.parts["languages"][first:end]})
+    for name in ("lora", "added"):
+        settings = config.parts.get(name) or {}
+        if one := settings["each"][first] if "each" in settings else settings:
+            return ExpertKind(name, one)
+    return ExpertKind()
+
+
+def set_part(config: Any, name: str, settings: Any) -> None:
+    """Gives a configuration a part's settings; None takes the part away."""
+    others = {part: value for part, value in config.parts.items() if part != name}
+    config.parts = others if settings is None else {**others, name: settings}
+
+
+def set_kinds(config: Any, kinds: Sequence[ExpertKind]) -> None:
+    """Gives a configuration the kinds of its expansions."""
+    set_part(config, "languages", [one for kind in kinds for one in kind.settings.get("adapters", ())] or None)
+    for name in ("lora", "added"):
+        each = [kind.settings if kind.name == name else None for kind in kinds]
+        is_one = all(one == each[0] for one in each)
+        set_part(config, name, (each[0] if is_one else {"each": each}) if any(each) else None)
 
 
 @dataclass(frozen=True)
@@ -100,7 +182,7 @@ class Facts:
     @property
     def kinds(self) -> list[ExpertKind]:
         """The kind of the experts of each expansion."""
-        return kinds_of(self.config)
+        return [kind_of(self.config, number, number + 1) for number in range(len(self.config.counts_of_expansions))]
 
     @property
     def has_adapters(self) -> bool:

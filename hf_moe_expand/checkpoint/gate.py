@@ -20,7 +20,7 @@ from ..core.scratch import link, scratch_folder, sibling
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..modeling.language_gate import GateRule
 from ..modeling.parts import PARTS
-from .kinds import set_part
+from .facts import set_part
 from .reader import TORCH_DTYPES
 from .records import History, StageRecord
 from .source import OLD_GATES, load_expanded_config, resolve_checkpoint

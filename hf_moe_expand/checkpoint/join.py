@@ -17,8 +17,7 @@ from ..core.errors import InputError
 from ..core.languages import same_language
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
-from .facts import Facts
-from .kinds import ExpertKind, kind_of, kinds_of, set_kinds, set_part
+from .facts import ExpertKind, Facts, kind_of, set_kinds, set_part
 from .reader import StoredTensor
 from .records import History
 from .source import differences, pack_and_name
@@ -264,7 +263,7 @@ def joined_config(packs: Sequence[Pack]) -> Any:
     set_part(config, "joined", [size for pack in packs for size in pack.sizes])
     config.classifier_layers = []  # they, and a gate, know nothing of the other packs' languages
     set_part(config, "gate", None)
-    set_kinds(config, [kind for pack in packs for kind in kinds_of(pack.config)])
+    set_kinds(config, [kind for pack in packs for kind in Facts(pack.config).kinds])
     History(records).write(config)
     return config
 

@@ -20,10 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import InputError, first_line
 from ..modeling import decoder_ffns, layer_names
 from ..modeling.backbone import SeparateFFN
+from ..modeling.language_modules import maps_of
 from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
-from .kinds import AdapterKind, AddedKind, ExpertKind, LoraKind
+from .facts import ExpertKind
 from .operation_settings import NewExperts
 from .stored import network_of
 
@@ -31,10 +32,9 @@ ALL_LINEAR = "all-linear"
 Maps = dict[str, Any]  # rank and scaling by the name of a map in its layer, or None of a whole module
 
 
-def layer_modules(network: Any) -> dict[str, nn.Module]:
-    """The layers of a decoder, by their names in the model."""
-    names = [ffn.place.rpartition(".")[0] for ffn in decoder_ffns(network)]
-    return {name: network.get_submodule(name) for name in names}
+def layer_places(network: Any) -> list[str]:
+    """The names of a decoder's layers in the model."""
+    return [ffn.place.rpartition(".")[0] for ffn in decoder_ffns(network)]
 
 
 def all_linear(network: Any) -> list[str]:
@@ -42,20 +42,16 @@ def all_linear(network: Any) -> list[str]:
     state-space blocks and of Gemma 3n's `altup`, which read the weights themselves."""
     mixtures = tuple(f"{ffn.place}." for ffn in decoder_ffns(network) if ffn.is_mixture)
     found = []
-    for place, layer in layer_modules(network).items():
+    for place in layer_places(network):
+        layer = network.get_submodule(place)
         for inner, module in layer.named_modules():
-            name = f"{place}.{inner}"
-            reads_weights = hasattr(_parent(layer, inner), "A_log") or inner.startswith("altup.")
-            if not isinstance(module, nn.Linear | Conv1D) or reads_weights:
+            name, parent = f"{place}.{inner}", layer.get_submodule(inner.rpartition(".")[0])
+            if not isinstance(module, nn.Linear | Conv1D) or hasattr(parent, "A_log") or inner.startswith("altup."):
                 continue
             is_shared = "shared" in inner and min(module.weight.shape) > 1
             if not name.startswith(mixtures) or is_shared:
                 found.append(name)
     return found
-
-
-def _parent(layer: nn.Module, inner: str) -> nn.Module:
-    return layer.get_submodule(inner.rpartition(".")[0])
 
 
 def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
@@ -69,20 +65,21 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
         InputError: PEFT refuses it, or it updates modules outside the layers.
     """
     if lora.target_modules == ALL_LINEAR:
-        names = all_linear(network)
-        wrapped = _wrapped(network, _with_targets(lora, names), where)
+        lora = copy.deepcopy(lora)
+        lora.target_modules = names = all_linear(network)  # type: ignore[assignment]
+        found = {name: update for name, update in lora_maps(network, lora, where).items() if name in names}
         # In the layers of some mixtures PEFT takes the names of shared or dense FFNs for those of the experts.
-        known = [name for name in names if isinstance(wrapped.get_submodule(name), LoraLayer)]
-        if left_out := sorted({name.rpartition(".")[2] for name in names} - {n.rpartition(".")[2] for n in known}):
+        if left_out := sorted({name.rpartition(".")[2] for name in names} - {n.rpartition(".")[2] for n in found}):
             warnings.warn(
                 f"{where}: PEFT knows {', '.join(left_out)} of this model as the experts' alone: they are left out",
                 stacklevel=2,
             )
-        lora = _with_targets(lora, known)
-    places = list(layer_modules(network))
+    else:
+        found = lora_maps(network, lora, where)
+    places = layer_places(network)
     layers: list[Maps] = [{} for _ in places]
-    for name, update in lora_maps(network, lora, where).items():
-        layer = next((number for number, place in enumerate(places) if name.startswith(f"{place}.")), None)
+    for name, update in found.items():
+        layer = layer_of(name, places)
         if layer is None or not isinstance(network.get_submodule(name), nn.Linear | Conv1D):
             raise InputError(
                 f"{where}: updates {name}, which is no linear map of a layer: an adapter of a language updates the "
@@ -92,33 +89,24 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
     return entry_of(layers)
 
 
+def layer_of(name: str, places: Sequence[str]) -> int | None:
+    """The number of the layer in which a module is; None outside the layers, whose names are `places`."""
+    return next((number for number, place in enumerate(places) if name.startswith(f"{place}.")), None)
+
+
 def lora_maps(network: Any, lora: LoraConfig, where: str) -> Maps:
-    """Rank and scaling of each module that a LoRA updates, by its name in the dense model."""
-    found: Maps = {}
-    for name, module in _wrapped(network, lora, where).named_modules():
-        if isinstance(module, LoraLayer):
-            (adapter,) = module.r
-            found[name] = [module.r[adapter], module.scaling[adapter]]
-    return found
-
-
-def _with_targets(lora: LoraConfig, names: list[str]) -> LoraConfig:
-    lora = copy.deepcopy(lora)
-    lora.target_modules = names  # type: ignore[assignment]
-    return lora
-
-
-def _wrapped(network: Any, lora: LoraConfig, where: str) -> nn.Module:
-    """The dense model with the LoRA, on the meta device."""
+    """Rank and scaling of each module that PEFT updates for a LoRA, by its name in the dense model."""
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
             warnings.filterwarnings("ignore", ".*alpha_pattern keys did not match")  # its own, for fused experts
-            return inject_adapter_in_model(copy.deepcopy(lora), network_of(network.config))
+            wrapped = inject_adapter_in_model(copy.deepcopy(lora), network_of(network.config))
     except Exception as error:  # of PEFT, in many types
         raise InputError(
             f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
         ) from None
+    updated = {name: module for name, module in wrapped.named_modules() if isinstance(module, LoraLayer)}
+    return {name: [*module.r.values(), *module.scaling.values()] for name, module in updated.items()}
 
 
 def entry_of(layers: list[Maps]) -> dict[str, Any]:
@@ -189,7 +177,7 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     if name == "added":
         if experts.expert_width is None:
             raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
-        return AddedKind(experts.expert_width)
+        return ExpertKind("added", {"width": experts.expert_width})
     ffn = ffns[grown[0]].module if grown else next(ffn.module for ffn in ffns if not ffn.is_mixture)
     narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
     if experts.lora_rank >= narrowest:
@@ -197,10 +185,10 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
             f"lora_rank is {experts.lora_rank}: must be below {narrowest}, the narrowest side of the FFN's linear "
             "layers."
         )
-    return LoraKind(experts.lora_rank, float(experts.lora_alpha))
+    return ExpertKind("lora", {"rank": experts.lora_rank, "alpha": float(experts.lora_alpha)})
 
 
-def _adapters(network: Any, plan: Plan, experts: NewExperts) -> AdapterKind:
+def _adapters(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
         raise InputError(
             f"a language has modules of its own, but the plan has {plan.counts_in_words} experts"
@@ -219,15 +207,19 @@ def _adapters(network: Any, plan: Plan, experts: NewExperts) -> AdapterKind:
     rank = (plan.rank or 1) if by_plan else experts.lora_rank
     lora = LoraConfig(r=rank, lora_alpha=experts.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
     entry = adapter_of(network, lora, named)
-    if by_plan and plan.rank is None:
-        entry = {"maps": _whole(entry["maps"]), **_layers_whole(entry)}
-    kind = AdapterKind([entry])
-    if not any(kind.maps(0, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
+    if by_plan and plan.rank is None:  # whole copies
+        entry = {
+            where: {at: dict.fromkeys(maps) for at, maps in found.items()}
+            if where == "layers"
+            else dict.fromkeys(found)
+            for where, found in entry.items()
+        }
+    if not any(maps_of(entry, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
         raise InputError(
             f"{named}: updates nothing in the plan's layers ({plan.counts_in_words} experts): name "
             "maps of layers that the plan expands."
         )
-    return kind
+    return ExpertKind("adapter", {"adapters": [entry]})
 
 
 def _in_ffn(network: Any, name: str) -> bool:
@@ -238,14 +230,6 @@ def _in_ffn(network: Any, name: str) -> bool:
         if name in parts or name.startswith(f"{ffn.place}."):
             return True
     return False
-
-
-def _whole(maps: Maps) -> Maps:
-    return dict.fromkeys(maps)
-
-
-def _layers_whole(entry: dict[str, Any]) -> dict[str, Any]:
-    return {"layers": {layer: _whole(maps) for layer, maps in entry["layers"].items()}} if "layers" in entry else {}
 
 
 def _place_seed(*numbers: int) -> int:
@@ -279,20 +263,15 @@ def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...
     if network.config.is_encoder_decoder:  # T5 initialises its FFN as a whole, others do so layer by layer
         modules.insert(0, (ffn, rest, place))
     for module, name, numbers in modules:
-        drawn = _drawn(network, module, name, _place_seed(*numbers))
-        if not drawn.isnan().any():
+        own = copy.deepcopy(module).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for parameter in own.parameters():
+                parameter.fill_(torch.nan)
+            torch.manual_seed(_place_seed(*numbers))
+            network._init_weights(own)
+        drawn = own.get_parameter(name).detach()
+        if not drawn.isnan().any():  # which it left alone
             return drawn
     raise InputError(
         f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
     )
-
-
-def _drawn(network: Any, module: nn.Module, name: str, seed: int) -> torch.Tensor:
-    """A parameter of a copy of the module that the backbone has initialised; NaN if it leaves the parameter alone."""
-    module = copy.deepcopy(module).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(torch.nan)
-        torch.manual_seed(seed)
-        network._init_weights(module)
-    return module.get_parameter(name).detach()

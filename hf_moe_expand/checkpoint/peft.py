@@ -22,7 +22,7 @@ from ..core.progress import Bar
 from ..core.schema import checked, shown_value
 from .compare import moved_tensors
 from .export import StoredUpdate, class_of, dense_config, experts_of, own_places, updates_of
-from .kinds import kind_of
+from .facts import kind_of
 from .new_experts import lora_maps
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
 from .records import History, without_folders

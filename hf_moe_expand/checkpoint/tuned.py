@@ -29,10 +29,9 @@ from ..planning.plan import Plan
 from .compare import base_hashes
 from .expand import base_of, expansion_rule, planned_config, planned_record
 from .export import dense_config
-from .facts import Facts
+from .facts import ExpertKind, Facts, kind_of, set_part
 from .gate import Gate
-from .kinds import AdapterKind, kind_of, set_part
-from .new_experts import Maps, adapter_of, entry_of, layer_modules
+from .new_experts import Maps, adapter_of, entry_of, layer_of, layer_places
 from .peft import PeftAdapter
 from .promises import check_architecture
 from .reader import StoredTensor, are_headers_alone
@@ -151,7 +150,7 @@ class FineTune:
                 name, _, tensor = key.rpartition(".")
                 name = next((place for place in mixtures if key.startswith(f"{place}.")), name)
                 owned.setdefault(name, set()).add(tensor)
-        places, decoder = list(layer_modules(network)), decoder_of(network)
+        places, decoder = layer_places(network), decoder_of(network)
         layers: list[Maps] = [{} for _ in places]
         others: dict[str, Maps] = {"outside": {}, "head": {}}
         widths: list[tuple[int, str]] = []
@@ -163,8 +162,7 @@ class FineTune:
                 )
             if (update := self._update(network, name, owned[name])) is not None:
                 widths.append((min(network.get_submodule(name).weight.shape), name))
-            layer = next((number for number, place in enumerate(places) if name.startswith(f"{place}.")), None)
-            if layer is not None:
+            if (layer := layer_of(name, places)) is not None:
                 layers[layer][name.removeprefix(f"{places[layer]}.")] = update
             elif decoder and name.startswith(f"{decoder}."):
                 others["outside"][name.removeprefix(f"{decoder}.")] = update
@@ -437,7 +435,11 @@ def _planned(
     earlier = [*earlier, *(plan.experts_per_layer for plan in plans[:-1])]
     if is_dense:
         config = planned_config(
-            config, plans[-1], AdapterKind(list(entries)), gate, earlier_experts_per_layer=earlier or None
+            config,
+            plans[-1],
+            ExpertKind("adapter", {"adapters": list(entries)}),
+            gate,
+            earlier_experts_per_layer=earlier or None,
         )
     else:
         if gate is not None:

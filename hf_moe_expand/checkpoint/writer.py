@@ -23,7 +23,7 @@ from ..core.progress import Bar
 from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.part_expansion_only import RECORD
-from .kinds import set_part
+from .facts import set_part
 from .reader import ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor, are_headers_alone
 from .source import ADAPTER, CODE, TOKENIZER_FILES, lies_inside
 from .tokenizer import keep_tokenizer

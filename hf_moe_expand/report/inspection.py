@@ -8,8 +8,7 @@ from typing import Any
 
 from ..checkpoint.compare import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
-from ..checkpoint.facts import Facts, JoinedPack
-from ..checkpoint.kinds import kind_of
+from ..checkpoint.facts import Facts, JoinedPack, kind_of
 from ..checkpoint.new_experts import chosen_kind
 from ..checkpoint.operation_settings import NewExperts
 from ..checkpoint.reader import CheckpointReader
@@ -119,7 +118,7 @@ def inspect_config(config: Any) -> Inspection:
     network = network_of(config)
     facts = Facts(config)
     kind, *others = facts.kinds
-    is_own = not kind.has_ffn and all(other.name == kind.name for other in others)
+    is_own = kind.name != "ffn" and all(other.name == kind.name for other in others)
     layers = [(1, False, 0)] * count_layers(config)
     gate = getattr(network, "language_gate", None)
     added, total = 0 if gate is None else _size_of(gate), _size_of(network)
@@ -208,7 +207,7 @@ def _idle_in_ffns(network: Any) -> int:
             idle += sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
         if expanded:
             sizes = sorted(map(_size_of, list(block.experts)[1:]), reverse=True)
-            if any(kind.has_ffn for kind in Facts(config).kinds):
+            if any(kind.name == "ffn" for kind in Facts(config).kinds):
                 sizes = sorted([*sizes, _size_of(block.experts[0])], reverse=True)
                 sizes = sizes[int(block.shares_expert_0) :]
             idle += sum(sizes[block.top_k :])  # of other kinds a token uses expert 0's weights besides
