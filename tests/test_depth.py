@@ -28,7 +28,7 @@ from hf_moe_expand import DenseConfig, Plan, evaluate_ensemble, expand_checkpoin
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.graft import graft_delta, merge_delta
+from hf_moe_expand.checkpoint.graft import graft_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
@@ -103,7 +103,7 @@ def test_a_delta_goes_to_the_old_blocks_alone(tmp_path):
     shaken(load(tmp_path / "base"), 0.02).save_pretrained(tmp_path / "instruct")
     byte_tokenizer().save_pretrained(tmp_path / "instruct")
     expand_depth(tmp_path / "base", tmp_path / "deep", 2)
-    merge_delta(tmp_path / "deep", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
+    graft_delta(tmp_path / "deep", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
     deep, found, instruct = tensors(tmp_path / "deep"), tensors(tmp_path / "out"), tensors(tmp_path / "instruct")
     homes = {0: 0, 2: 1, 3: 2}
     for name, value in found.items():

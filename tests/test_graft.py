@@ -17,7 +17,6 @@ from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.graft import merge_delta
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.core.errors import InputError
 
@@ -83,7 +82,7 @@ def test_rounds_once_from_float32(tmp_path):
     save_dense(tmp_path / "base", dtype=torch.bfloat16)
     fine_tuned(tmp_path / "base", tmp_path / "instruct")
     fine_tuned(tmp_path / "base", tmp_path / "other", seed=9)
-    merge_delta(tmp_path / "other", tmp_path / "out", tmp_path / "base", tmp_path / "instruct", scale=0.3)
+    graft_delta(tmp_path / "other", tmp_path / "out", tmp_path / "base", tmp_path / "instruct", scale=0.3)
     base, instruct, other, found = (tensors(tmp_path / name) for name in ("base", "instruct", "other", "out"))
     differs_from_bfloat16 = 0
     for name, value in other.items():
@@ -177,7 +176,6 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
     def dense(folder, backbone="qwen2", **changes):
         return save_dense(tmp_path / folder, backbone, **changes)
 
-    refused("is a dense checkpoint; use `merge delta`", model=family / "base")
     refused("scale is nan: must be a finite number", scale=float("nan"))
     refused("is an expanded checkpoint; base and instruct must be dense ones", instruct=family / "trained")
     refused("model_type is 'qwen2' in .*, but 'llama' in", instruct=dense("llama", "llama"))
@@ -201,7 +199,7 @@ def test_a_result_that_does_not_fit_its_type(tmp_path):
     save_dense(tmp_path / "base", dtype=torch.float16)
     fine_tuned(tmp_path / "base", tmp_path / "instruct")
     with pytest.raises(InputError, match="the result is not finite in F16"):
-        merge_delta(tmp_path / "base", tmp_path / "out", tmp_path / "base", tmp_path / "instruct", scale=1e9)
+        graft_delta(tmp_path / "base", tmp_path / "out", tmp_path / "base", tmp_path / "instruct", scale=1e9)
     assert not (tmp_path / "out").exists()
 
 
@@ -307,16 +305,13 @@ def test_averages_that_make_no_sense(three, tmp_path):
 def test_a_dense_models_delta(three, tmp_path):
     # c was trained from a; b is a's fine-tune as far as the arithmetic goes.
     with pytest.warns(UserWarning, match="look unrelated"):
-        merge_delta(three[2], tmp_path / "out", three[0], three[1], scale=0.5)
+        graft_delta(three[2], tmp_path / "out", three[0], three[1], scale=0.5)
     a, b, c = map(tensors, three)
     for name, value in tensors(tmp_path / "out").items():
         exact = c[name].double() + 0.5 * (b[name].double() - a[name].double())
         torch.testing.assert_close(value.double(), exact, rtol=0, atol=1e-7)
     (entry,) = json.loads((tmp_path / "out" / "config.json").read_text())["history"]
     assert entry["stage"] == "merge delta"
-    expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
-    given = (tmp_path / "expanded", tmp_path / "no", three[0], three[1])
-    refused(merge_delta, *given, says="is an expanded checkpoint; use `graft`")
 
 
 @pytest.mark.parametrize("backbone", ["bloom", "gpt_neox", "qwen2"])

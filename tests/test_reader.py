@@ -21,7 +21,6 @@ from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.checkpoint.graft import merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
@@ -131,7 +130,7 @@ WORK = {
         at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     ),
     "graft": lambda at, out: graft_delta(at / "expanded", out, at / "base", at / "instruct"),
-    "merge delta": lambda at, out: merge_delta(at / "base", out, at / "base", at / "instruct"),
+    "merge delta": lambda at, out: graft_delta(at / "base", out, at / "base", at / "instruct"),
     "merge average": lambda at, out: average_checkpoints([at / "expanded", at / "instruct"], out),
     "expand-branches": lambda at, out: expand_branches([at / "base", at / "instruct"], out, GROUPS),
     "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),

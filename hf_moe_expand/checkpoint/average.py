@@ -171,10 +171,10 @@ def average_experts(
 def _origins(stored: Source) -> dict[tuple[int, int | None], int]:
     """The expert that each new expert copied, by layer and expert."""
     config = stored.config
+    if not isinstance(config, ExpandedConfig):
+        raise InputError(f"{stored.folder}: is a dense model: give a second checkpoint to average it with.")
     if not isinstance(config, LayerMoEConfig):
-        is_dmoe = isinstance(config, ExpandedConfig)
-        dense = "is a dense model: give a second checkpoint to average it with"
-        raise InputError(f"{stored.folder}: {REFUSED['dmoe', 'average-with-the-base'] if is_dmoe else dense}.")
+        raise InputError(f"{stored.folder}: {REFUSED['dmoe', 'average-with-the-base']}.")
     history, joined = History.of(config), joins_packs(config)
     records = history.expansions if joined else [history.last]
     if made := next((one.expert_init for one in records if one.expert_init in ("random", "branches")), None):

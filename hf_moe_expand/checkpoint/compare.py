@@ -20,7 +20,7 @@ from ..core.progress import Bar
 from ..modeling.part_expansion_only import RECORD
 from .reader import TORCH_DTYPES, Bytes, CheckpointReader, StoredTensor, tensor_bytes
 from .records import History
-from .stored import StoredModel, load_any_config, network_of, stored_tensors
+from .stored import Source, StoredModel, load_any_config, network_of, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,16 @@ def _same(left: StoredTensor, right: StoredTensor) -> bool:
         return left.same_bytes(right)
     pairs = zip(left.pieces(), right.pieces(), strict=True)
     return all(torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True) for x, y in pairs)
+
+
+def differing_tensor(one: Source, other: Source) -> str | None:
+    """The first tensor of the base inside, by its name in the base, in which two models differ in type, shape or bytes,
+    or that one of them lacks; None if they have one base."""
+    ours, theirs = one.base, other.base
+    for name in sorted({*ours, *theirs}):
+        if name not in ours or name not in theirs or not one[ours[name]].same_bytes(other[theirs[name]]):
+            return name
+    return None
 
 
 # The verdict, in the checkpoint's folder.

@@ -1,4 +1,4 @@
-"""DeltaMoE: adds the change of a fine-tune to a model that was expanded from the same base; streamed."""
+"""DeltaMoE: adds the change of a fine-tune to a model that was made from the same base; streamed."""
 
 import copy
 import os
@@ -34,14 +34,12 @@ class GraftReport:
 
     Attributes:
         instruct_cosine: cosine of base and instruct over a sample of every layer's FFN; near 1 for a fine-tune.
-        model_cosine: the same cosine of base and the model's expert 0.
         new_rows: number of embedding rows that only instruct has.
         fields: fields of the configuration taken from instruct: (before, after) by name.
     """
 
     out: Path
     instruct_cosine: float
-    model_cosine: float
     new_rows: int
     fields: dict[str, tuple[Any, Any]]
 
@@ -67,7 +65,8 @@ def graft_delta(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> GraftReport:
-    """Adds `delta = instruct - base` to an expanded checkpoint of `base` (DeltaMoE Eq. 8, 9).
+    """Adds `delta = instruct - base` to an expanded checkpoint of `base` (DeltaMoE Eq. 8, 9), to a dense one that was
+    trained from `base` (Dense-FT-Delta), or to the old layers of one that `expand_depth` made of it (LLaMA-Pro).
 
     Shared tensors get their own delta, and every expert of a layer (expert 0 too) gets the delta of the layer's FFN.
     Routers, classifiers and gates stay byte for byte, as do the updates of LoRA experts, which share expert 0's
@@ -76,9 +75,9 @@ def graft_delta(
     base is the same as expanding instruct. Scale 0 gives the model's own weights exactly.
 
     Args:
-        model: expanded checkpoint (LayerMoE, DMoE).
+        model: the checkpoint.
         out: folder to write.
-        base: the dense model from which `model` was expanded.
+        base: the dense model from which `model` was made.
         instruct: a fine-tune of `base`. Its further embedding rows (chat tokens) are copied unchanged.
         scale: factor of the delta.
         keep_tokenizer: keep the model's tokenizer, chat template, generation config and special token ids; by default
@@ -89,57 +88,20 @@ def graft_delta(
         InputError: the three models do not fit together (the message names the tensor or field), `model` was expanded
             from another model than `base`, a delta or a result is not finite, or `out` cannot be written.
     """
-    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-    return _add_delta("graft", model, out, base, revision, instruct, scale, keep_tokenizer, written)
-
-
-def merge_delta(
-    model: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike, instruct: str | os.PathLike, *,
-    scale: float = 1.0, keep_tokenizer: bool = False, **written: Any,
-) -> GraftReport:  # fmt: skip
-    """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
-    of a checkpoint that `expand_depth` made from `base` (LLaMA-Pro). See `graft_delta` for arguments and errors."""
-    return _add_delta("merge delta", model, out, base, None, instruct, scale, keep_tokenizer, written)
-
-
-def check_fine_tune(
-    base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
-) -> None:
-    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
-    `graft_delta` would warn."""
-    before, after = StoredModel(base, revision=revision), StoredModel(instruct)
-    _new_rows(before, after, keep_tokenizer)
-    _cosine(before, after, f"instruct ({after.name})")
-
-
-def _add_delta(
-    step: str,
-    model: Any,
-    out: Any,
-    base: Any,
-    revision: str | None,
-    instruct: Any,
-    scale: float,
-    keep_tokenizer: bool,
-    written: dict,
-) -> GraftReport:
-    """The step on a model, dense or expanded; blocks that `expand_depth` inserted stay as they are."""
     target = StoredModel(model)
     before, after = StoredModel(base, revision=revision), StoredModel(instruct)
-    if (step == "graft") != isinstance(target.config, ExpandedConfig):
-        kind, other = ("a dense", "merge delta") if step == "graft" else ("an expanded", "graft")
-        raise InputError(f"{target.folder}: is {kind} checkpoint; use `{other}`.")
     if not isfinite(scale):
         raise InputError(f"scale is {scale}: must be a finite number.")
-    check_output(out, written.get("overwrite", False), target.folder, before.folder, after.folder)
+    check_output(out, overwrite, target.folder, before.folder, after.folder)
     new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
     check_alike(target, before, keys=homes)
     own = {home: key for key, home in homes.items() if home is not None and not target.places[key].expert}
-    if isinstance(target.config, ExpandedConfig):
+    step = "graft" if isinstance(target.config, ExpandedConfig) else "merge delta"
+    if step == "graft":
         _check_expanded_from(target, before, after, own)
-    instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
-    model_cosine = _cosine(before, target, f"the model ({target.name})", own)
+    cosine = _cosine(before, after, f"instruct ({after.name})")
+    _cosine(before, target, f"the model ({target.name})", own)
     config, fields = copy.deepcopy(target.config), {}
     for name, _, new in differences(before.config, after.config, (*_OWN, *(_TOKEN_IDS if keep_tokenizer else ()))):
         if (old := getattr(config, name, None)) != new:
@@ -150,9 +112,19 @@ def _add_delta(
     rewrite(
         [target, before, after], config, _grafted(homes, scale, before, after), out, title=step,
         record=StageRecord(stage=step, settings=settings), companions=0 if keep_tokenizer else 2,
-        **written,
+        max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
+    return GraftReport(Path(out), cosine, new_rows, fields)
+
+
+def check_fine_tune(
+    base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
+) -> None:
+    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
+    `graft_delta` would warn."""
+    before, after = StoredModel(base, revision=revision), StoredModel(instruct)
+    _new_rows(before, after, keep_tokenizer)
+    _cosine(before, after, f"instruct ({after.name})")
 
 
 def _grafted(homes: Mapping[str, str | None], scale: float, before: StoredModel, after: StoredModel) -> Rule:
@@ -203,15 +175,11 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
 
 def _same_tensor(ours: StoredTensor, theirs: StoredTensor) -> bool:
     """Whether two tensors have the same elements in the type of one of them."""
-    if ours.shape != theirs.shape:
-        return False
-    up_to_ours = up_to_theirs = True
-    for a, b in zip(ours.pieces(), theirs.pieces(), strict=True):
-        up_to_ours = up_to_ours and torch.equal(b.to(a.dtype), a)
-        up_to_theirs = up_to_theirs and torch.equal(a.to(b.dtype), b)
-        if not (up_to_ours or up_to_theirs):  # the rest of a large tensor is not read
-            return False
-    return True
+
+    def rounded(one: StoredTensor, other: StoredTensor) -> bool:
+        return all(torch.equal(b.to(a.dtype), a) for a, b in zip(one.pieces(), other.pieces(), strict=True))
+
+    return ours.shape == theirs.shape and (rounded(ours, theirs) or rounded(theirs, ours))
 
 
 def dense_names(target: Source) -> dict[str, str | None]:
@@ -253,19 +221,20 @@ def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str
         what: the other model, for the warning.
         names: the other model's name of each tensor of `base`, where the names differ.
     """
-    dot = left = right = 0.0
+    sums = torch.zeros(3, dtype=torch.float64)
     for ffn in decoder_ffns(base.network):
         key = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
         ours, theirs = base[key], other[names[key] if names else key]
         stop = min(_SAMPLE, ours.numel)
         for a, b in zip(ours.pieces(stop=stop), theirs.pieces(stop=stop), strict=True):
             a, b = a.double(), b.double()
-            dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
+            sums += torch.stack([a @ b, a @ a, b @ b])
+    dot, left, right = sums.tolist()
     cosine = dot / max((left * right) ** 0.5, 1e-30)
     if cosine < _RELATED:
         warnings.warn(
             f"base ({base.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, while it is "
             "nearly 1 for a fine-tune. Adding this delta will hardly give a working model.",
-            stacklevel=4,
+            stacklevel=3,
         )
     return cosine

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from ..core.errors import InputError
 from ..core.languages import same_language
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
-from .facts import ExpertKind, Facts, kind_of, set_kinds, set_part
+from .compare import differing_tensor
+from .facts import Facts, set_kinds, set_part
 from .reader import StoredTensor
 from .records import History
 from .source import differences, pack_and_name
@@ -52,44 +53,21 @@ class Pack:
     stored: StoredModel
     is_named: bool = False
 
-    @property
-    def config(self) -> Any:
-        """Its configuration."""
-        return self.stored.config
-
     @cached_property
-    def history(self) -> History:
-        """Its expansions."""
-        return History.of(self.config)
+    def facts(self) -> Facts:
+        """What its configuration says."""
+        return Facts(self.stored.config)
 
     @property
     def new_languages(self) -> list[str]:
         """The languages that it adds."""
-        return list(dict.fromkeys(code for one in self.history.expansions for code in one.new_languages))
+        return list(dict.fromkeys(code for codes in self.facts.history.by_expansion[1:] for code in codes))
 
     @property
     def names(self) -> list[str]:
         """The name of each of its expansions: that of the pack which brought it, or its own."""
-        return [self.name if self.is_named else record.pack or self.name for record in self.history.expansions]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of expansions of each pack that it counts as."""
-        return Facts(self.config).sizes
-
-    @property
-    def kind(self) -> ExpertKind:
-        """The kind of the experts of the first of these."""
-        return kind_of(self.config, 0, self.sizes[0])
-
-    @cached_property
-    def routed(self) -> set[int]:
-        """The layers that have a router."""
-        return {place.layer for place in self.stored.places.values() if place.inner == "router.weight"}
-
-    def added(self, layer: int) -> int:
-        """The number of experts that it adds to a layer."""
-        return self.config.num_experts_per_layer[layer] - 1
+        records = self.facts.history.expansions
+        return [self.name if self.is_named else record.pack or self.name for record in records]
 
 
 @dataclass(frozen=True)
@@ -142,8 +120,8 @@ def join_expansions(
             trained.
     """
     loaded = load_packs(packs, out, overwrite)
-    check_packs(loaded)
-    config = joined_config(loaded)
+    _check_packs(loaded)
+    config = _joined_config(loaded)
     rewrite(
         [pack.stored for pack in loaded], config, _joined(loaded), out, record=History.of(config),
         title="join", max_shard_size=max_shard_size, overwrite=overwrite,
@@ -181,12 +159,12 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
     return loaded
 
 
-def check_packs(packs: Sequence[Pack], bytes_too: bool = True) -> None:
-    """Refuses packs that do not fit together; `bytes_too` compares the bytes of their bases too, which reads them."""
+def _check_packs(packs: Sequence[Pack]) -> None:
+    """Refuses packs that do not fit together."""
     first, *others = packs
-    grafted = [any(stage.stage == "graft" for stage in pack.history.stages) for pack in packs]
+    grafted = [any(stage.stage == "graft" for stage in pack.facts.history.stages) for pack in packs]
     for pack, is_grafted in zip(packs, grafted, strict=True):
-        if stage := pack.history.trained_base:
+        if stage := pack.facts.history.trained_base:
             raise InputError(
                 f"{pack.name}: `{stage}` trained the base inside, which the other packs do not share: join packs whose "
                 "base stayed frozen."
@@ -205,51 +183,42 @@ def check_packs(packs: Sequence[Pack], bytes_too: bool = True) -> None:
     names = [name for pack in packs for name in dict.fromkeys(pack.names)]
     for name in {name for name in names if names.count(name) > 1}:
         raise InputError(f"{name}: two packs have this name: name one, NAME=FOLDER.")
-    for pack in others if bytes_too else ():
-        _check_base(first, pack)
-
-
-def _check_config(first: Pack, pack: Pack) -> None:
-    apart = {"added": "added experts", "adapter": "adapters"}
-    if kinds := [kind for kind in apart if (first.kind.name == kind) != (pack.kind.name == kind)]:
-        own, another = (first, pack) if first.kind.name == kinds[0] else (pack, first)
-        raise InputError(
-            f"{own.name}: has {apart[kinds[0]]}, but the experts of {another.name} are {another.kind.words}: "
-            f"{apart[kinds[0]]} are joined with {apart[kinds[0]]} alone."
-        )
-    for field, ours, theirs in differences(first.config, pack.config, _MAY_DIFFER):
-        raise InputError(
-            f"{field} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: they were not expanded from the same "
-            "base."
-        )
-
-
-def _check_base(first: Pack, pack: Pack) -> None:
-    """Refuses a pack whose base has other bytes."""
-    ours, theirs = first.stored.base, pack.stored.base
-    for dense in sorted(set(ours) | set(theirs)):
-        both = dense in ours and dense in theirs
-        if not both or not first.stored[ours[dense]].same_bytes(pack.stored[theirs[dense]]):
+    for pack in others:
+        if (dense := differing_tensor(first.stored, pack.stored)) is not None:
             raise InputError(
                 f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
                 "one base, of the same revision and type."
             )
 
 
-def joined_config(packs: Sequence[Pack]) -> Any:
+def _check_config(first: Pack, pack: Pack) -> None:
+    for own, other in ((first, pack), (pack, first)):
+        name, kind = own.facts.kinds[0].name, other.facts.kinds[0]
+        if (what := {"added": "added experts", "adapter": "adapters"}.get(name)) and kind.name != name:
+            raise InputError(
+                f"{own.name}: has {what}, but the experts of {other.name} are {kind.words}: {what} are joined with "
+                f"{what} alone."
+            )
+    for field, ours, theirs in differences(first.stored.config, pack.stored.config, _MAY_DIFFER):
+        raise InputError(
+            f"{field} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: they were not expanded from the same "
+            "base."
+        )
+
+
+def _joined_config(packs: Sequence[Pack]) -> Any:
     """The configuration of the joined model, with the packs' histories one after the other."""
-    config: Any = copy.deepcopy(packs[0].config)
+    config: Any = copy.deepcopy(packs[0].stored.config)
     cumulated = [1] * count_layers(config)
-    history, records = [], []
+    counts, records = [], []
     new = {code for pack in packs for code in pack.new_languages}
-    old = list(dict.fromkeys(code for pack in packs for code in pack.history.first.old_languages if code not in new))
-    known = list(old)
+    firsts = [pack.facts.history.first for pack in packs]
+    known = list(dict.fromkeys(code for record in firsts for code in record.old_languages if code not in new))
     for pack in packs:
-        before = cumulated
-        steps = [*(pack.config.earlier_experts_per_layer or []), pack.config.num_experts_per_layer]
-        for counts, record, name in zip(steps, pack.history.expansions, pack.names, strict=True):
-            cumulated = [a + b - 1 for a, b in zip(before, counts, strict=True)]
-            history.append(cumulated)
+        before, own = cumulated, pack.stored.config.counts_of_expansions
+        for after, record, name in zip(own, pack.facts.history.expansions, pack.names, strict=True):
+            cumulated = [a + b - 1 for a, b in zip(before, after, strict=True)]
+            counts.append(cumulated)
             # What an expansion added is its own, the totals are the joined model's.
             records.append(
                 changed(
@@ -258,12 +227,11 @@ def joined_config(packs: Sequence[Pack]) -> Any:
                 )
             )  # fmt: skip
             known += [code for code in record.new_languages if code not in known]
-    config.num_experts_per_layer = history[-1]
-    config.earlier_experts_per_layer = history[:-1] or None
-    set_part(config, "joined", [size for pack in packs for size in pack.sizes])
+    config.num_experts_per_layer, config.earlier_experts_per_layer = counts[-1], counts[:-1] or None
+    set_part(config, "joined", [size for pack in packs for size in pack.facts.sizes])
     config.classifier_layers = []  # they, and a gate, know nothing of the other packs' languages
     set_part(config, "gate", None)
-    set_kinds(config, [kind for pack in packs for kind in Facts(pack.config).kinds])
+    set_kinds(config, [kind for pack in packs for kind in pack.facts.kinds])
     History(records).write(config)
     return config
 
@@ -273,16 +241,17 @@ def _joined(packs: Sequence[Pack]) -> Rule:
     base = packs[0].stored.base
 
     def rule(place: Place) -> Copy | New | None:
-        if place.is_routing:
-            routers = [pack.stored[place.key] if place.layer in pack.routed else None for pack in packs]
-            like = next(router for router in routers if router is not None)
-            return New(lambda: _joined_router([pack.added(place.layer) for pack in packs], routers), like.dtype)
-        if not place.expert:
+        if not place.expert and not place.is_routing:
             return Copy(base[place.dense]) if place.dense in base else None
+        added = [pack.facts.counts[place.layer] - 1 for pack in packs]
+        if place.is_routing:
+            routers = [pack.stored[place.key] if place.key in pack.stored.shapes else None for pack in packs]
+            like = next(router for router in routers if router is not None)
+            return New(partial(_joined_router, added, routers), like.dtype)
         # A language's modules outside the layers have the number of its class.
-        ends = [*accumulate(len(pack.history) if place.layer < 0 else pack.added(place.layer) for pack in packs)]
-        number = bisect_left(ends, place.expert)
-        return Copy(place.of_expert(place.expert - [0, *ends][number]), number)
+        ends = [*accumulate(added if place.layer >= 0 else [len(pack.facts.history) for pack in packs])]
+        number = bisect_left(ends, place.expert)  # type: ignore[type-var]
+        return Copy(place.of_expert(place.expert - [0, *ends][number]), number)  # type: ignore[operator]
 
     return rule
 
@@ -292,7 +261,8 @@ def _joined_router(added: Sequence[int], routers: Sequence[StoredTensor | None])
     pack that has no router in this layer."""
     loaded = [None if router is None else router.load() for router in routers]
     like = next(router for router in loaded if router is not None)
-    rows = [like.new_zeros(1, like.shape[1])]
-    for own, router in zip(added, loaded, strict=True):
-        rows.append(like.new_zeros(own, like.shape[1]) if router is None else router[1:].to(like.dtype))
-    return torch.cat(rows)
+    rows = like.new_zeros(1 + sum(added), like.shape[1])
+    for router, end, count in zip(loaded, accumulate(added), added, strict=True):
+        if router is not None:
+            rows[1 + end - count : 1 + end] = router[1:]
+    return rows

@@ -208,12 +208,8 @@ def _adapters(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     lora = LoraConfig(r=rank, lora_alpha=experts.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
     entry = adapter_of(network, lora, named)
     if by_plan and plan.rank is None:  # whole copies
-        entry = {
-            where: {at: dict.fromkeys(maps) for at, maps in found.items()}
-            if where == "layers"
-            else dict.fromkeys(found)
-            for where, found in entry.items()
-        }
+        layers = {layer: dict.fromkeys(maps) for layer, maps in entry.get("layers", {}).items()}
+        entry = {"maps": dict.fromkeys(entry["maps"]), **({"layers": layers} if layers else {})}
     if not any(maps_of(entry, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
         raise InputError(
             f"{named}: updates nothing in the plan's layers ({plan.counts_in_words} experts): name "

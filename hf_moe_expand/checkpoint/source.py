@@ -71,10 +71,9 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
-    for entry in folder.iterdir():  # reading a pipe would never end
+    for entry in folder.iterdir():  # reading a pipe or a device would never end
         if entry.name.endswith(_READ) and not entry.is_file():
-            kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
-            raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
+            raise InputError(f"{folder}: {entry.name} is no file, but a file is read there; remove it.")
     return folder
 
 
@@ -192,10 +191,7 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
 
 def holds_adapter(name: str | os.PathLike) -> bool:
     """Whether a folder, or a repository of the hub, holds an adapter of PEFT, or a folder that does, and no model."""
-    folder = Path(name)
-    if not folder.exists():
-        local_checkpoint(name)  # refuses what is no hub id
-        folder = _downloaded(name, None, [ADAPTER])
+    folder = Path(name) if Path(name).exists() else _downloaded(name, None, [ADAPTER])
     found = (folder / ADAPTER).is_file() or any(folder.glob(f"*/{ADAPTER}"))
     return found and not (folder / "config.json").is_file()
 
@@ -210,7 +206,6 @@ def resolve_adapter(name: str | os.PathLike) -> Path:
     if folder.is_file():
         raise InputError(f"{name}: is a file; give the adapter's folder.")
     if not folder.is_dir():
-        local_checkpoint(name)  # refuses what is no hub id either
         folder = _downloaded(name, None, [ADAPTER, "adapter_model.safetensors"])
     if (folder / ADAPTER).is_file():
         return folder
@@ -299,8 +294,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     inner = config.get_text_config(decoder=True)
     if inner is config or type(inner) not in language_models(inner):
         return config
-    inner.dtype = inner.dtype or config.dtype
-    inner.tie_word_embeddings = inner.tie_word_embeddings or config.tie_word_embeddings
+    for name in ("dtype", "tie_word_embeddings"):
+        setattr(inner, name, getattr(inner, name) or getattr(config, name))
     inner.name_or_path = config.name_or_path
     return inner
 

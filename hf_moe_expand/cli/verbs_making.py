@@ -1,6 +1,6 @@
 """The verbs that make a checkpoint from others without training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -314,18 +314,15 @@ def graft(
     Args:
         base: the dense model from which both were made.
     """
+    _add_delta(model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def _add_delta(model: str, out: Path, base: str, settings: GraftSettings, **written: Any) -> None:
     from ..checkpoint.graft import graft_delta
-
-    _add_delta(graft_delta, model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
-
-
-def _add_delta(
-    add: Callable[..., Any], model: str, out: Path, base: str, settings: GraftSettings, **written: Any
-) -> None:
     from ..checkpoint.source import local_checkpoint
 
     local_checkpoint(settings.instruct)
-    print("\n".join(add(model, out, base, **settings.model_dump(), **written).lines()))
+    print("\n".join(graft_delta(model, out, base, **settings.model_dump(), **written).lines()))
 
 
 merge = Group("Merge checkpoints tensor by tensor.")
@@ -348,9 +345,7 @@ def merge_delta_(
     Args:
         base: the dense model from which both were made.
     """
-    from ..checkpoint.graft import merge_delta
-
-    _add_delta(merge_delta, model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
+    _add_delta(model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 @merge.verb("average")

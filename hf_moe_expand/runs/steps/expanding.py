@@ -5,6 +5,7 @@ from typing import Any
 
 from ...analysis.gating import anchors_for, gate_from_file
 from ...analysis.routers import nearest_experts
+from ...checkpoint.compare import differing_tensor
 from ...checkpoint.expand import expand_checkpoint
 from ...checkpoint.facts import Facts
 from ...checkpoint.grow import grow_checkpoint
@@ -193,13 +194,11 @@ def _fingerprints(models: Any) -> list[Any]:
 
 def _check_base(run: ExpansionRun, pack: Pack) -> None:
     """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""
-    if any(stage.changes_everything for stage in pack.history.stages):
+    if any(stage.changes_everything for stage in pack.facts.history.stages):
         return
     base = StoredModel(run.recipe.base, revision=run.recipe.revision)
-    for dense, key in sorted(pack.stored.base.items()):
-        same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
-        if not same or not base[dense].same_bytes(pack.stored[key]):
-            raise InputError(f"{pack.name}: is no expansion of `base`, {run.recipe.base}: tensor {dense!r} differs.")
+    if (dense := differing_tensor(base, pack.stored)) is not None:
+        raise InputError(f"{pack.name}: is no expansion of `base`, {run.recipe.base}: tensor {dense!r} differs.")
 
 
 def _check_languages(run: ExpansionRun, config: Any) -> None:
