@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
+from hf_moe_expand.core.scratch import MARKER
 from hf_moe_expand.planning.results import DeviationResult
 
 # One document a language, so that the order of documents is none.
@@ -210,7 +211,7 @@ def test_an_interrupted_analysis_goes_on(tmp_path, trained):
     with pytest.raises(KeyboardInterrupt):
         measure(model, tmp_path / "work")
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
-    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["language-en", "settings.json"]
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [MARKER, "language-en"]
     trained.interrupt = False
     found = measure(model, tmp_path / "work")
     assert trained() == 4  # the interrupted one too
@@ -220,20 +221,15 @@ def test_an_interrupted_analysis_goes_on(tmp_path, trained):
 def test_a_work_folder_of_other_work_is_refused(tmp_path):
     model, work = tiny_dense("qwen2"), tmp_path / "work"
     measure(model, work, {"en": TEXTS["en"]}, steps=2)
-    for changes, message in [
-        ({"steps": 3}, "steps was 2, is 3"),
-        ({"learning_rate": 1e-4}, r"learning_rate was 0.001, is 0.0001"),
-        ({"seed": 1}, "seed was 0, is 1"),
-        ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]"),
-        ({"batch_size": 2, "block_size": 8}, "batch_size was 3, is 2; block_size was 12, is 8"),
-        ({"texts": {"en": TEXTS["hu"]}}, "another text in 'en'"),
-        ({"model": tiny_dense("qwen2", seed=1)}, "was made with other settings: it was another model"),
-    ]:
+    for changes in (
+        {"steps": 3}, {"learning_rate": 1e-4}, {"seed": 1}, {"layers": [0]}, {"batch_size": 2, "block_size": 8},
+        {"texts": {"en": TEXTS["hu"]}}, {"model": tiny_dense("qwen2", seed=1)}, {"at_steps": [1]},
+    ):  # fmt: skip
         arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
-        refused(measure, arguments.pop("model"), work, says=message, **arguments)
+        refused(measure, arguments.pop("model"), work, says="language-en: was made with other settings", **arguments)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_text("")
-    refused(measure, model, tmp_path / "photos", says="photos: exists and is not the folder of a deviation analysis")
+    refused(measure, model, tmp_path / "photos", says="photos: exists and is not a work folder")
 
 
 def test_too_little_text_names_every_such_language(tmp_path):

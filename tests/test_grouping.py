@@ -305,7 +305,7 @@ def test_wrong_dmoe_settings_are_refused(settings, message):
 def test_a_plan_whose_groups_do_not_fit_is_refused():
     plan = dmoe(groups=2)
     for changes, message in [
-        ({"groups": [["en"], ["de"], ["el"]]}, "layer 0 2 experts, but there are 3 groups"),
+        ({"groups": [["en"], ["de"], ["el"]]}, "layer 0, 3 must have 1 expert, or 3, one for each group"),
         ({"groups": [["en"], ["de", "en"]]}, "en is named twice"),
         ({"groups": [["en"], []]}, "a group is empty"),
         ({"groups": []}, "a dmoe plan must name the languages"),

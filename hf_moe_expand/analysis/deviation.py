@@ -34,13 +34,13 @@ from ..core.jsonfile import read_json, write_json
 from ..core.languages import check_named_once
 from ..core.progress import Bar
 from ..core.schema import checked
+from ..core.scratch import work_folder
 from ..data.tokens import begin_tokens, encode_documents
 from ..inference.models import check_decoder, longest_block, model_name
 from ..modeling import decoder_ffns
 from ..planning.results import DeviationResult
 from .settings import DeviationSettings
 
-_SETTINGS = "settings.json"
 _FOUND = "deviation.json"
 _SIZES = {"micro_batch_size", "last_layers", "at_steps"}  # settings that do not change what is trained
 _DOCUMENTS = 256  # tokenised at a time
@@ -113,23 +113,22 @@ def _train_languages(
 ) -> None:
     """Trains the model on each language that is not finished, from the same weights, and writes the changes."""
     ffns, at_steps = decoder_ffns(model), settings.at_steps
+    work_folder(next(iter(folders.values())).parent)
     with _in_float32(model) as start, ExitStack() as stack:
-        claimed = {**settings.model_dump(exclude=_SIZES), "layers": chosen, "seed": seed, "model": _digest(start)}
-        work_dir = next(iter(folders.values())).parent
-        _claim(work_dir, {**claimed, "at_steps": at_steps} if at_steps else claimed)
-        unfinished = [language for language in blocks if not _finished(folders[language], language, blocks[language])]
+        of_all = [settings.model_dump(exclude={"micro_batch_size", "last_layers"}), list(chosen), seed, _digest(start)]
+        made_of = {language: [*of_all, _digest({"tokens": rows})] for language, rows in blocks.items()}
+        unfinished = [language for language in blocks if not _finished(folders[language], made_of[language])]
         bar = stack.enter_context(Bar(total=len(unfinished) * settings.steps, desc="deviation", unit="step"))
         for language in unfinished:
             torch.manual_seed(seed)
-            text = _digest({"tokens": blocks[language]})
             with goes_on(lambda language=language: f"with language {language!r}"):  # type: ignore[misc]
                 for step in _fine_tune(model, blocks[language], settings):
                     bar.update()
                     if step in at_steps:
                         partial = _at_step(folders[language], step)
                         shutil.rmtree(partial, ignore_errors=True)  # of an interrupted training
-                        _write_change(partial, language, ffns, chosen, start, text)
-                _write_change(folders[language], language, ffns, chosen, start, text)
+                        _write_change(partial, language, ffns, chosen, start, made_of[language])
+                _write_change(folders[language], language, ffns, chosen, start, made_of[language])
             with torch.no_grad():
                 for name, tensor in _floating(model):
                     tensor.copy_(start[name])
@@ -249,7 +248,7 @@ def _write_change(
     ffns: Sequence[Any],
     chosen: Sequence[int],
     start: Mapping[str, torch.Tensor],
-    text: str,
+    made_of: Sequence[Any],
 ) -> None:
     """Writes each layer's deviation and the changes of the chosen layers into `folder`, whole or not at all."""
     deviation = []
@@ -271,43 +270,21 @@ def _write_change(
             deviation.append(squares**0.5)
             if layer in chosen:
                 save_file(changes, _layer_file(partial, layer))
-        write_json(partial / _FOUND, {"text": text, "deviation": deviation})
+        write_json(partial / _FOUND, {"made_of": made_of, "deviation": deviation})
 
 
 def _layer_file(folder: Path, layer: int) -> Path:
     return folder / f"layer-{layer}.safetensors"
 
 
-def _claim(work_dir: Path, settings: dict[str, Any]) -> None:
-    """Refuses a folder that holds anything but an analysis of the same model with the same settings."""
-    record = work_dir / _SETTINGS
-    if not record.is_file():
-        if work_dir.exists() and (not work_dir.is_dir() or any(work_dir.iterdir())):
-            raise InputError(f"{work_dir}: exists and is not the folder of a deviation analysis; give another one.")
-        write_json(record, settings)
-        return
-    before = read_json(record, "the record of a deviation analysis")
-    differing = [
-        f"{name} was {before.get(name)}, is {value}" if name != "model" else "it was another model"
-        for name, value in settings.items()
-        if before.get(name) != value
-    ]
-    if differing:
+def _finished(folder: Path, made_of: Sequence[Any]) -> bool:
+    """Whether a language is done; refuses a folder of other settings, another model or other text."""
+    if folder.is_dir() and read_json(folder / _FOUND, "a deviation").get("made_of") != made_of:
         raise InputError(
-            f"{work_dir}: was made with other settings: {'; '.join(differing)}. Give another work folder, or delete "
-            "this one."
-        )
-
-
-def _finished(folder: Path, language: str, blocks: torch.Tensor) -> bool:
-    if not folder.is_dir():
-        return False
-    if read_json(folder / _FOUND, "a deviation").get("text") != _digest({"tokens": blocks}):
-        raise InputError(
-            f"{folder}: was made from another text in {language!r} (or with another tokenizer). Give another work "
+            f"{folder}: was made with other settings, or from another model, tokenizer or text. Give another work "
             "folder, or delete this one."
         )
-    return True
+    return folder.is_dir()
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -51,10 +51,6 @@ class TextBatch:
         """`[tokens]` bool: the measured tokens of a layer's stack."""
         return self.measured[0 if layer < encoder_layers else -1].flatten()
 
-    def to(self, device: torch.device) -> "TextBatch":
-        inputs = {name: value.to(device) for name, value in self.inputs.items()}
-        return TextBatch(inputs, tuple(mask.to(device) for mask in self.measured), self.targets.to(device))
-
 
 @contextmanager
 def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) -> Iterator[None]:
@@ -95,9 +91,8 @@ def read_inputs(
 
     with ffn_inputs(model, measured):
         for batch in batches:
-            batch = batch.to(model.device)
             with suppress(_Enough):
-                base(**batch.inputs, use_cache=False)
+                base(**{name: value.to(model.device) for name, value in batch.inputs.items()}, use_cache=False)
             if bar is not None:
                 bar.update(batch.tokens)
 

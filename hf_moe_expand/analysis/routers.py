@@ -334,7 +334,7 @@ def _perplexity(
         with model.capture_routing() if receive else nullcontext() as routing:
             nats += batch_nats(model, batch.targets, **batch.inputs).sum().item()
         if receive:
-            receive(routing, batch.to(model.device))
+            receive(routing, batch)
         count += int((batch.targets != IGNORED).sum())
         bar.update(batch.tokens)
     return math.exp(min(nats / count, 700.0))

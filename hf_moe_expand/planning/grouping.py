@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import AllowInfNan
 
 from ..core.errors import InputError, errors_at
-from ..core.jsonfile import read_json
+from ..core.jsonfile import read_json, read_text
 from ..core.languages import check_named_once
 from ..core.schema import Number, Schema, Text, checked, read
 
@@ -150,19 +150,14 @@ def _read_vectors(path: Path) -> dict[str, list[float]]:
 
 
 def _csv_rows(path: Path) -> dict[str, list[float | str]]:
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            lines = [[line[0].strip(), *map(_cell, line[1:])] for line in csv.reader(file) if line]
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file (linguistic vectors).") from None
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not linguistic vectors: {error}.") from None
-    if lines and not any(isinstance(cell, float) for cell in lines[0]):
-        lines = lines[1:]
-    names = [str(name) for name, *_ in lines]
+    lines = [line for line in csv.reader(read_text(path, "linguistic vectors").splitlines()) if line]
+    rows = [(name.strip(), [_cell(cell) for cell in cells]) for name, *cells in lines]
+    if rows and not any(isinstance(cell, float) for cell in rows[0][1]):
+        del rows[0]
+    names = [name for name, _ in rows]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"{path}: {twice} has two vectors; give one.")
-    return {name: line[1:] for name, line in zip(names, lines, strict=True)}
+    return dict(rows)
 
 
 def _cell(text: str) -> float | str:

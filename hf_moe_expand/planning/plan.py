@@ -1,5 +1,7 @@
 """The plan: a small JSON file with the experts and classifiers of each layer."""
 
+from collections.abc import Iterable, Mapping
+from operator import gt
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -67,65 +69,47 @@ class Plan(JsonFile):
         def __init__(self, method: str, experts_per_layer: list[int], **others: Any) -> None: ...
 
     def model_post_init(self, _: Any) -> None:
-        counts = self.experts_per_layer
-        if not self.method.strip():
-            raise InputError("method is empty: name the plan's method, or give a word of your own.")
-        if sum(counts) > MOST_EXPERTS:
-            raise InputError(f"experts_per_layer: a model may have at most {MOST_EXPERTS:,} experts in all.")
-        if max(counts) < 2:
-            raise InputError("experts_per_layer is 1 everywhere: no layer would be expanded.")
-        for layer in self.classifier_layers:
-            if not 0 <= layer < len(counts) or counts[layer] < 2:
-                raise InputError(
-                    f"classifier_layers names layer {self.name_of(layer)}, which has no router in this plan."
-                )
-        if not 0 <= self.encoder_layers < len(counts):
-            raise InputError(
-                f"encoder_layers is {self.encoder_layers}: must be at least 0 and below {len(counts)}, the number of "
-                "all layers."
-            )
-        if self.exclusive and (self.encoder_layers or self.groups):
-            reason = REFUSED["exclusive", "encoder-decoder" if self.encoder_layers else "dmoe"]
-            raise InputError(
-                f"exclusive: a token of a new language takes its expert alone, but {reason}: leave exclusive out."
-            )
-        if (self.modules or self.rank) and not self.exclusive:
-            raise InputError(
-                f"{'modules' if self.modules else 'rank'}: is for a plan with exclusive alone: leave it out."
-            )
-        if self.encoder_layers and self.groups:
-            raise InputError(
-                f"groups: {REFUSED['encoder-decoder', 'dmoe']}. Use another method, such as `plan layer-moe`."
-            )
-        if len(set(self.classifier_layers)) < len(self.classifier_layers):
-            raise InputError("classifier_layers names a layer twice; name each layer once.")
-        grown = len(self.grows_from) in (0, len(counts))
-        if not grown or any(before > count for before, count in zip(self.grows_from, counts, strict=False)):
-            raise InputError("grows_from: experts_per_layer must not give a layer fewer experts than grows_from.")
-        for layer, before in enumerate(self.grows_from):
-            if before == 1 < counts[layer] and not self.groups:
-                raise InputError(
-                    f"grows_from: layer {self.name_of(layer)} is dense in the model that grows, so it gets no experts: "
-                    f"experts_per_layer must be 1 there, not {counts[layer]}."
-                )
+        counts, before, encoder = self.experts_per_layer, self.grows_from, self.encoder_layers
+        no_router = [n for n in self.classifier_layers if not 0 <= n < len(counts) or counts[n] < 2]
+        fewer = len(before) not in (0, len(counts)) or any(map(gt, before, counts))
+        dense = [n for n, count in enumerate(before) if not fewer and count == 1 < counts[n] and not self.groups]
+        in_pairs = REFUSED["exclusive", "encoder-decoder" if encoder else "dmoe"]
+        _refuse({
+            "method is empty: name the plan's method, or give a word of your own.": not self.method.strip(),
+            f"experts_per_layer: a model may have at most {MOST_EXPERTS:,} experts.": sum(counts) > MOST_EXPERTS,
+            "experts_per_layer is 1 everywhere: no layer would be expanded.": max(counts) < 2,
+            f"classifier_layers names layer {self._names(no_router)}, which has no router in this plan.": no_router,
+            f"encoder_layers is {encoder}: must be at least 0 and below {len(counts)}, the number of all layers.":
+                not 0 <= encoder < len(counts),
+            f"exclusive: a token of a new language takes its expert alone, but {in_pairs}: leave exclusive out.":
+                self.exclusive and (encoder or self.groups),
+            "modules: is for a plan with exclusive alone: leave it out.": self.modules and not self.exclusive,
+            "rank: is for a plan with exclusive alone: leave it out.": self.rank and not self.exclusive,
+            f"groups: {REFUSED['encoder-decoder', 'dmoe']}. Use another method, such as `plan layer-moe`.":
+                encoder and self.groups,
+            "classifier_layers names a layer twice; name each layer once.":
+                len({*self.classifier_layers}) < len(self.classifier_layers),
+            "grows_from: experts_per_layer must not give a layer fewer experts than grows_from.": fewer,
+            f"grows_from: layer {self._names(dense)} is dense in the model that grows, so it gets no experts: "
+            "experts_per_layer must be 1 there.": dense,
+            "groups: a dmoe plan must name the languages of each expert.": self.method == "dmoe" and not self.groups,
+        })  # fmt: skip
         check_old_and_new(self.old, self.new)
-        if self.method == "dmoe" and not self.groups:
-            raise InputError("groups: a dmoe plan must name the languages of each expert.")
-        if not self.groups:
-            return
+        if self.groups:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Refuses groups that are not those of a DMoE."""
         check_groups(self.groups)
-        if alone := [code for code in self.new if not any(code in group for group in self.groups)]:
-            raise InputError(f"new: {', '.join(alone)} stands in no group, so that no expert learns it.")
-        for layer, count in enumerate(self.experts_per_layer):
-            if count not in (1, len(self.groups)):
-                raise InputError(
-                    f"experts_per_layer gives layer {self.name_of(layer)} {count} experts, but there are "
-                    f"{len(self.groups)} groups: an expanded layer needs one expert for each group."
-                )
-        if self.classifier_layers:
-            raise InputError(f"classifier_layers: {REFUSED['classifiers', 'dmoe']}.")
-        if self.grows_from:
-            raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
+        alone = [code for code in self.new if not any(code in group for group in self.groups)]
+        odd = [n for n, count in enumerate(self.experts_per_layer) if count not in (1, len(self.groups))]
+        _refuse({
+            f"new: {', '.join(alone)} stands in no group, so that no expert learns it.": alone,
+            f"experts_per_layer: layer {self._names(odd)} must have 1 expert, or {len(self.groups)}, one for each "
+            "group.": odd,
+            f"classifier_layers: {REFUSED['classifiers', 'dmoe']}.": self.classifier_layers,
+            "grows_from: a plan with groups is for a dense model; `train adapt` adds a language.": self.grows_from,
+        })  # fmt: skip
 
     def checked(self) -> "Plan":
         """This plan, after all checks of a new one: its lists may have been changed since it was made."""
@@ -134,6 +118,9 @@ class Plan(JsonFile):
     def name_of(self, layer: int) -> str:
         """The name of a layer: its number, or its number in the encoder or decoder."""
         return layer_name(layer, self.encoder_layers)
+
+    def _names(self, layers: Iterable[int]) -> str:
+        return ", ".join(map(self.name_of, layers))
 
     @property
     def total_experts(self) -> int:
@@ -149,3 +136,10 @@ class Plan(JsonFile):
     def classifiers_in_words(self) -> str:
         """The layers with a classifier, in words."""
         return layers_in_words(self.classifier_layers, self.encoder_layers) or "none"
+
+
+def _refuse(mistakes: Mapping[str, Any]) -> None:
+    """Refuses the first of these mistakes that was made."""
+    for sentence, was_made in mistakes.items():
+        if was_made:
+            raise InputError(sentence)

@@ -32,13 +32,18 @@ class JsonFile(Schema):
         unset = [name for name in _SELDOM if not fields.get(name)]
         write_json(path, {name: value for name, value in fields.items() if name not in unset})
 
+    to_json = save
+
     @classmethod
     @checked
     def load(cls, path: str | Path) -> Self:
         """Reads the file."""
         fields = read_json(path, cls.kind)
         gone = [name for name in cls.gone if fields.get(name, fields) is None]
-        return read(cls, {name: value for name, value in fields.items() if name not in gone}, str(path))
+        known = {name: value for name, value in fields.items() if name not in gone}
+        return read(cls, known, f"{path}: not {cls.kind}")
+
+    from_json = load
 
 
 class Result(JsonFile):
@@ -68,15 +73,6 @@ class Result(JsonFile):
             return None if value is None else [value[layer] for layer in layers]
 
         return changed(self, **{name: some(getattr(self, name)) for name in self.by_layer})
-
-    def to_json(self, path: str | Path) -> None:
-        self.save(path)
-
-    @classmethod
-    @checked
-    def from_json(cls, path: str | Path) -> Self:
-        """Reads the file."""
-        return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")
 
 
 class SimilarityResult(Result):
@@ -124,15 +120,9 @@ class SimilarityResult(Result):
         if both is None:
             raise InputError("Similarity needs two languages: name an old and a new one, or two new ones.")
         return cls(
-            old=list(old),
-            new=list(new),
-            tokens=tokens,
-            pairs={name: list(values) for name, values in pairs.items()},
-            new_new=new_new,
-            new_old=new_old,
-            similarity=both,
-            encoder_layers=encoder_layers,
-        )
+            old=list(old), new=list(new), tokens=tokens, pairs={name: list(values) for name, values in pairs.items()},
+            new_new=new_new, new_old=new_old, similarity=both, encoder_layers=encoder_layers,
+        )  # fmt: skip
 
     def between(self, languages: Sequence[str]) -> list[list[float]]:
         """`[languages, languages]`: the similarity of two languages, mean over layers; 1 with itself."""
@@ -260,10 +250,9 @@ class RoutingResult(Result):
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each layer, with means over the base's languages and the added ones."""
         columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
-            ("expert 0", self.expert_0_score, 3),
-            ("classifier", self.classifier_accuracy, 3),
+            ("expert 0", self.expert_0_score, 3), ("classifier", self.classifier_accuracy, 3),
             ("E_50%", self.experts_for_half, 1),
-        ]
+        ]  # fmt: skip
         header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
         rows = []
         for index, name in enumerate(self.names):
