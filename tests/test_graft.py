@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -132,16 +131,6 @@ def test_rows_that_only_instruct_has_are_taken_over_and_said_aloud(tmp_path, nam
     assert found.config.vocab_size == found.get_output_embeddings().weight.shape[0] == 260
 
 
-def refused_base(message, *arguments):
-    refused(graft_delta, *arguments, says=message)
-    assert not Path(arguments[1]).exists()
-
-
-def test_base_and_instruct_swapped_are_refused(family, tmp_path):
-    swapped = r"base \(.*instruct\) and instruct \(.*base\) look swapped: .*trained has the weights of instruct"
-    refused_base(swapped, family / "trained", tmp_path / "out", family / "instruct", family / "base")
-
-
 @pytest.mark.parametrize("changed", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
 def test_another_base_is_refused_by_its_first_tensor_that_differs(family, tmp_path, changed):
     shutil.copytree(family / "base", tmp_path / "near")
@@ -149,7 +138,7 @@ def test_another_base_is_refused_by_its_first_tensor_that_differs(family, tmp_pa
     weights[changed].view(-1)[-1] += 1e-5  # the last element alone, of one tensor
     save_file(weights, tmp_path / "near" / "model.safetensors", metadata={"format": "pt"})
     message = rf"near: is not the model from which .*trained was expanded: tensor '{changed}' differs"
-    refused_base(message, family / "trained", tmp_path / "out", tmp_path / "near", family / "instruct")
+    refused(graft_delta, family / "trained", tmp_path / "out", tmp_path / "near", family / "instruct", says=message)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +152,8 @@ def test_a_base_in_another_type_is_the_same_base(family, tmp_path, of_model, of_
         byte_tokenizer().save_pretrained(tmp_path / name)
     expand_checkpoint(tmp_path / "model", tmp_path / "expanded", PLAN)
     graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", family / "instruct")
-    swapped = "look swapped|is not the model from which"
-    refused_base(swapped, tmp_path / "expanded", tmp_path / "no", family / "instruct", tmp_path / "base")
+    swapped = (tmp_path / "expanded", tmp_path / "no", family / "instruct", tmp_path / "base")
+    refused(graft_delta, *swapped, says="look swapped|is not the model from which")
 
 
 def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
@@ -173,21 +162,18 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
             graft_delta(model, options.pop("out", tmp_path / "out"), base, instruct, **options)
         assert not (tmp_path / "out").exists()
 
-    def dense(folder, backbone="qwen2", **changes):
-        return save_dense(tmp_path / folder, backbone, **changes)
-
     refused("scale is nan: must be a finite number", scale=float("nan"))
+    refused(r"look swapped: .*trained has the weights of", base=family / "instruct", instruct=family / "base")
     refused("is an expanded checkpoint; base and instruct must be dense ones", instruct=family / "trained")
-    refused("model_type is 'qwen2' in .*, but 'llama' in", instruct=dense("llama", "llama"))
+    refused("model_type is 'qwen2' in .*, but 'llama' in", instruct=save_dense(tmp_path / "llama", "llama"))
     refused("model_type is 'qwen2' in .*, but 'llama' in", base=tmp_path / "llama", instruct=tmp_path / "llama")
-    refused("layers is 3 in .*, but 4 in", instruct=dense("deep", num_hidden_layers=4))
-    refused("layers is 3 in .*, but 4 in", base=tmp_path / "deep", instruct=tmp_path / "deep")
-    refused("num_attention_heads is 4 in .*, but 2 in", instruct=dense("heads", num_attention_heads=2))
-    refused("hidden_act is 'silu' in .*, but 'gelu' in", instruct=dense("act", hidden_act="gelu"))
-    wide = dense("wide", intermediate_size=64)
+    refused("layers is 3 in .*, but 4 in", instruct=save_dense(tmp_path / "deep", num_hidden_layers=4))
+    refused("num_attention_heads is 4 in .*, but 2 in", instruct=save_dense(tmp_path / "heads", num_attention_heads=2))
+    refused("hidden_act is 'silu' in .*, but 'gelu' in", instruct=save_dense(tmp_path / "act", hidden_act="gelu"))
+    wide = save_dense(tmp_path / "wide", intermediate_size=64)
     refused(r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", instruct=wide)
     refused(r"gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", base=wide, instruct=wide)
-    fewer = dense("fewer", vocab_size=250, pad_token_id=0, eos_token_id=0)
+    fewer = save_dense(tmp_path / "fewer", vocab_size=250, pad_token_id=0, eos_token_id=0)
     refused(r"'model.embed_tokens.weight' has shape \[257, 32\] .*but \[250, 32\]", instruct=fewer)
     AutoModelForCausalLM.from_pretrained(family / "instruct").save_pretrained(tmp_path / "torn", max_shard_size="20KB")
     refused("has no tokenizer; pass --keep-tokenizer", instruct=tmp_path / "torn")
@@ -198,8 +184,8 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
 def test_a_result_that_does_not_fit_its_type(tmp_path):
     save_dense(tmp_path / "base", dtype=torch.float16)
     fine_tuned(tmp_path / "base", tmp_path / "instruct")
-    with pytest.raises(InputError, match="the result is not finite in F16"):
-        graft_delta(tmp_path / "base", tmp_path / "out", tmp_path / "base", tmp_path / "instruct", scale=1e9)
+    given = (tmp_path / "base", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
+    refused(graft_delta, *given, says="the result is not finite in F16", scale=1e9)
     assert not (tmp_path / "out").exists()
 
 
@@ -286,7 +272,6 @@ def test_averages_that_make_no_sense(three, tmp_path):
         ("two or more", three[:1]),
         ("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5]),
         (r"weights is \[40, -39\]: .* with the sum 1, none below 0\.", three[:2], [40, -39]),
-        ("the sum 1", three[:2], [0.5, 0.6]),
         ("the sum 1", three[:2], [float("nan"), 0.5]),
         (r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", [three[0], wide]),
         ("num_attention_heads is 4 in .*, but 2", [three[0], heads]),
@@ -294,7 +279,6 @@ def test_averages_that_make_no_sense(three, tmp_path):
         ("activation_function is 'gelu' in .*, but 'relu'", acts),
         ("is a dense checkpoint; give an expanded one first", [three[0], expanded]),
         ("model_type is 'qwen2' in .*, but 'llama'", [expanded, llama]),
-        ("num_attention_heads is 4 in .*, but 2", [expanded, heads]),
         ("only these have routers", [expanded, three[0]], [0.0, 1.0]),
         (r"num_experts_per_layer is \[2, 2, 2\] in .*, but \[3, 3, 3\]", [expanded, larger]),
     ):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_moe_expand import Plan, group_languages, select_layers
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.planning import grouping
 from hf_moe_expand.planning.grouping import _grown_set, random_groups, vector_similarity
@@ -132,7 +131,6 @@ def test_random_groups_are_balanced_and_follow_the_seed():
         ([["en", "de", "el", "tr"], ["fr"]], "fr was not measured; known: en, de, el, tr"),
         ([["en", "de", "el", "tr"], []], "a group is empty"),
         ([["en", False], ["el"]], "in quotes"),
-        (["en", "de", "el"], r"groups\[0\]: Input should be a valid list, found 'en'"),
         ([["en", "de", "el", "tr"]], "at least 2 experts"),
     ],
 )
@@ -161,11 +159,8 @@ def test_vectors_from_json_and_csv(tmp_path):
         ("v.json", '{"el": [1, 2], "hu": [1]}', "el has 2, hu has 1"),
         ("v.json", '{"el": [1, 2], "hu": [0, 0]}', "vector of hu is all zeros"),
         ("v.json", '{"el": [1, 2], "hu": [1, "--"]}', r"vectors.hu\[1\]: Input should be a valid number.*, found '--'"),
-        ("v.json", '{"el": [1, 2], "hu": [1, NaN]}', "NaN is not a JSON number"),
-        ("v.json", '{"el": [1, 2], "hu": 7}', "vectors.hu: Input should be a valid list, found 7"),
         ("v.json", "[1]", "not linguistic vectors"),
         ("v.csv", "el,1,2\nhu,--,1\n", r"v.csv: vectors.hu\[0\]: Input should be a valid number.*, found '--'"),
-        ("v.csv", "el,1,2\nhu,nan,1\n", "vectors.hu"),
         ("v.csv", "el,1,2\nhu,1,2\nel,3,4\n", "el has two vectors"),
         ("v.csv", None, "no such file"),
         ("v.txt", "", "unknown kind of file for linguistic vectors; known: .json, .csv"),
@@ -197,10 +192,6 @@ def test_a_ratio_takes_the_layers_that_deviate_most(deviation, tenths):
         assert sum((-d, i) < (-deviation[layer], layer) for i, d in enumerate(deviation)) < count
 
 
-def test_a_ratio_is_not_lost_to_rounding():
-    assert len(select_layers([float(i) for i in range(100)], ratio=0.29)) == 29  # 0.29 * 100 < 29 in floating point
-
-
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=12).filter(lambda d: len(set(d)) > 1), st.integers(0, 8))
 def test_a_threshold_is_on_the_scaled_deviation(deviation, eighths):
     scaled = [(d - min(deviation)) / (max(deviation) - min(deviation)) for d in deviation]
@@ -213,9 +204,7 @@ def test_a_threshold_is_on_the_scaled_deviation(deviation, eighths):
     [
         ([1, 2, 3], {}, "exactly one"),
         ([1, 2, 3], {"ratio": 0.5, "threshold": 0.5}, "exactly one"),
-        ([1, 2, 3], {"threshold": 1.1}, "threshold of 1.1 selects no layer"),
         ([1, 2, 3], {"ratio": 0.3}, "ratio of 0.3 selects no layer"),
-        ([1, 2, 3], {"ratio": 1.5}, "at most 1"),
         ([2, 2, 2], {"threshold": 0.5}, "deviate equally"),
         ([1, float("nan")], {"ratio": 0.5}, "finite"),
         ([], {"ratio": 0.5}, "one for each layer"),
@@ -282,18 +271,15 @@ def test_one_pass_gives_groups_and_layers_in_place_of_a_training_for_each_langua
     assert plan.settings["similarity"] == ALIKE.similarity
     by_hand = plan_settings("dmoe", groups=[["en", "tr"], ["de", "el"]], grouping="similarity", ratio=0.2)
     assert make_plan(by_hand, 5, [], [], ALIKE).experts_per_layer == [1, 2, 1, 1, 1]
-    with pytest.raises(InputError, match="run `analyze similarity` first"):
-        make_plan(plan_settings("dmoe", groups=2, grouping="similarity"), 5, [], [], deviation=FOUND)
+    settings = plan_settings("dmoe", groups=2, grouping="similarity")
+    refused(make_plan, settings, 5, [], [], says="run `analyze similarity` first", deviation=FOUND)
     earlier = changed(ALIKE, pairs={name: values for name, values in ALIKE.pairs.items() if name != "en-de"})
-    with pytest.raises(InputError, match="lacks the pair en-de: run `analyze similarity` again"):
-        make_plan(plan_settings("dmoe", groups=2, grouping="similarity"), 5, [], [], earlier)
+    refused(make_plan, settings, 5, [], [], earlier, says="lacks the pair en-de: run `analyze similarity` again")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": 2, "layers_by": "chance"}, "layers_by"),
-        ({}, "groups: Field required"),
         ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "so leave out grouping `random`"),
         ({"groups": 2, "deviation": None}, "run `analyze deviation` first"),
     ],

@@ -88,12 +88,10 @@ def slow_accuracy(model, tokenizer, code, shots):
 def test_accuracy_is_that_of_likelihoods_one_by_one(root, shots, monkeypatch):
     model, tokenizer = models.load_for_inference(root / "moe")
     asked, score_all = [], HFLM.loglikelihood
-    monkeypatch.setattr(
-        HFLM, "loglikelihood", lambda self, requests: (asked.extend(requests), score_all(self, requests))[1]
-    )
-    found = HarnessTasks([f"pick_el@{shots}", "pick_hu"], num_fewshot=1, include_path=root / "tasks").evaluate(
-        model, tokenizer, batch_size=4
-    )
+    score = lambda self, requests: (asked.extend(requests), score_all(self, requests))[1]  # noqa: E731
+    monkeypatch.setattr(HFLM, "loglikelihood", score)
+    tasks = HarnessTasks([f"pick_el@{shots}", "pick_hu"], num_fewshot=1, include_path=root / "tasks")
+    found = tasks.evaluate(model, tokenizer, batch_size=4)
     assert list(found) == ["pick_el", "pick_hu"]
     prompts = [examples(code, count) + question + f"| {choice}" for code, count in (("el", shots), ("hu", 1))
                for question, choices, _ in QUESTIONS[code] for choice in choices]  # fmt: skip
@@ -230,7 +228,6 @@ def test_a_task_list_gives_means_over_old_new_and_unnamed_languages(root, tmp_pa
         (["--tasks", "dmoe", "--old", "en", "--new", "el", "--unnamed", "el"], "--unnamed: el is an old or a new"),
         (["--tasks", "pick_el", "--unnamed", "fr"], "--unnamed: means of a task list have them"),
         (["--tasks", "dmoe", "--old", "la"], "The task list has no task in la; it has ar, bg, "),
-        (["--tasks", "none.yaml"], "none.yaml: no such file"),
         (["--tasks", "wrong.yaml"], "wrong.yaml: .*xyzzy"),
     ],
 )
@@ -269,13 +266,10 @@ def test_bad_input(root, tmp_path, monkeypatch):
     here = {"include_path": root / "tasks"}
     for arguments, options, message in [
         (["pick_eu"], here, r"'pick_eu' is not a task of lm_eval \S+ or of --include-path; did you mean pick"),
-        (["zzzz*"], here, "'zzzz\\*' is not a task"),
         (["pick_el", "pick_el@2"], here, "pick_el: given twice"),
         (["pick", "pick_hu@1"], here, "pick_hu: given twice"),
         (["pick_el@few"], here, "'pick_el@few' is not TASK@EXAMPLES"),
-        (["@5"], here, "'@5' is not TASK@EXAMPLES"),
         (["pick_el"], {**here, "limit": 0}, "must be at least 0 and 1"),
-        (["pick_el"], {**here, "num_fewshot": -1}, "must be at least 0 and 1"),
         (["pick_el"], {"include_path": tmp_path / "none"}, "none: no such folder"),
     ]:
         refused(HarnessTasks, arguments, says=message, **options)

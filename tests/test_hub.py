@@ -289,17 +289,14 @@ def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, o
     [
         (None, {"expansion_only": True}, "was expanded from mine, a local folder: give `base`"),
         ("/", {}, "--base /: is a local folder; give the base model's hub id"),
-        ("a/b/c", {}, "--base a/b/c: Repo id must be in the form"),
         ("org/nothing", {}, "--base org/nothing: 404 Client Error. Repository Not Found for url"),
         ("org/wide", {}, "--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32"),
-        ("org/llama", {}, "its model_type is 'llama', not 'qwen2'"),
         ("org/empty", {}, "--base org/empty: .*config.json: no such file"),
     ],
 )
 def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_path, given, options, message):
-    for name, backbone, size in (("wide", "qwen2", 64), ("llama", "llama", 32)):
-        tiny_config(backbone, hidden_size=size).save_pretrained(tmp_path / name)
-        server.add(f"org/{name}", {"config.json": (tmp_path / name / "config.json").read_bytes()})
+    tiny_config("qwen2", hidden_size=64).save_pretrained(tmp_path)
+    server.add("org/wide", {"config.json": (tmp_path / "config.json").read_bytes()})
     server.add("org/empty", {"README.md": b"x"})
     answer = client.push(of_a_folder, "me/x", dry_run=True, **options, **({"base": given} if given else {}))
     assert re.search(message, answer["message"])
@@ -313,8 +310,6 @@ def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_pa
         ("other/x", {}, "other/x: 403 Forbidden: You don't have the rights to create a model"),
         ("me/public", {"private": True}, "me/public: exists already and is public"),
         ("a/b/c", {}, "a/b/c: Repo id must be in the form"),
-        ("me/x", {"license": 7}, "push_to_hub: license is 7: must be str or None"),
-        ("me/x", {"expansion_only": True, "base": "/"}, "--base /: is a local folder"),
     ],
 )
 def test_what_a_push_refuses(server, client, checkpoint, repo_id, options, message):

@@ -42,10 +42,8 @@ def whole(load, child: str, **parents: str) -> dict:
         ("plan: {top_k: 2}", {"plan": {"total_experts": 7, "top_k": 2}}),
         ("plan: {classifier_layers: 1}", {"plan": {"total_experts": 7, "top_k": 1, "classifier_layers": 1}}),
         ("plan: {top_k: null}", {"plan": {"total_experts": 7}}),
-        ("plan: {}", {"plan": {"total_experts": 7, "top_k": 1}}),
         ("new: {hu: hu.txt}", {"new": {"el": "el.txt", "hu": "hu.txt"}}),
         ("new: {el: null, hu: hu.txt}", {"new": {"hu": "hu.txt"}}),
-        ("test: null", {"test": None}),
         ("post_pretrain: null", {"post_pretrain": None}),
         ("post_pretrain: {validation: {every: 3}}", {"post_pretrain": {
             "validation": {"texts": {"el": "el.txt"}, "every": 3}, "losses": {}, "block_size": 12}}),
@@ -72,9 +70,7 @@ def test_languages_join_lists_replace_and_expansions_take_what_is_inherited(load
     merged = whole(load, "inherits: p.yaml\nnew: {bn: x, hi: y}\n", p=GOOD.replace("{el", "{tr: t, el"))
     assert list(merged["new"]) == ["tr", "el", "bn", "hi"]
     parent = f"{GOOD.replace('new:', '#')}expansions: [{{new: {{el: x}}}}]\npost_pretrain: {{block_size: 12}}\n"
-    recipe = load(
-        "inherits: p.yaml\nexpansions: [{new: {hu: y}}, {new: {tr: z}, plan: {total_experts: 9}}]\n", p=parent
-    )
+    recipe = load("inherits: p.yaml\nexpansions: [{new: {hu: y}}, {new: {tr: z}, plan: {total_experts: 9}}]", p=parent)
     assert [list(expansion.new) for expansion in recipe.expansions] == [["hu"], ["tr"]]
     assert [expansion.plan.total_experts for expansion in recipe.expansions] == [7, 9]
     assert [expansion.post_pretrain.block_size for expansion in recipe.expansions] == [12, 12]
@@ -130,12 +126,9 @@ def test_a_deep_chain_and_what_show_prints(load):
         ("graft: {scale: 1.0}", f"{GOOD}graft: {{keep_tokenizer: true}}",
          "parent.yaml: graft.instruct: Field required"),
         ("", "- a", "parent.yaml: must hold `key: value` lines, found list"),
-        ("", "plan: {", "parent.yaml: not YAML: line 1"),
         ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
         # in the child
         ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: Input should be a valid integer"),
-        ("plan: null", GOOD, "child.yaml: `plan` is missing"),
-        ("plan: 3", GOOD, "child.yaml: plan: must hold `key: value` lines, found 3"),
         # nulls that take nothing out
         ("new: {hu: null}", GOOD,
          "child.yaml: new.hu: None is not a file, a folder or hub:NAME."),
@@ -145,9 +138,7 @@ def test_a_deep_chain_and_what_show_prints(load):
     ],
 )  # fmt: skip
 def test_a_mistake_names_its_file_and_key(load, child, parent, message):
-    with pytest.raises(InputError) as error:
-        load(f"inherits: parent.yaml\n{child}\n", parent=parent)
-    assert message in str(error.value)
+    refused(load, f"inherits: parent.yaml\n{child}\n", parent=parent, says=re.escape(message))
 
 
 def test_a_mistake_of_a_grandparent_is_not_its_childs(load):
@@ -193,8 +184,8 @@ def test_no_parent(load):
     ],
 )
 def test_a_circle_names_its_files(load, files, circle):
-    with pytest.raises(InputError, match=re.escape(f"a recipe inherits from itself ({circle}): take `inherits` out")):
-        load(**{name: f"inherits: {parent}\n" for name, parent in files.items()})
+    recipes = {name: f"inherits: {parent}\n" for name, parent in files.items()}
+    refused(load, **recipes, says=re.escape(f"a recipe inherits from itself ({circle}): take `inherits` out"))
 
 
 def test_a_run_keeps_the_file_and_all_values_and_a_later_change_of_the_parent_is_refused(tmp_path, monkeypatch):
@@ -203,7 +194,7 @@ def test_a_run_keeps_the_file_and_all_values_and_a_later_change_of_the_parent_is
     write_texts(tmp_path / "el.jsonl", ["ένα κείμενο"] * 8)
     parent = tmp_path / "parent.yaml"
     parent.write_text(
-        "base: base\nplan: {method: moe-lpr, experts: 2}\npost_pretrain: {block_size: 32, max_steps: 1}  # short\n"
+        "base: base\nplan: {method: moe-lpr, experts: 2}\npost_pretrain: {block_size: 32, max_steps: 1}\n"
     )
     child = "\ufeff# mine\r\ninherits: parent.yaml\noutput: $RUN\nnew: {el: el.jsonl}  # Greek\nreview: null\n".encode()
     monkeypatch.setenv("RUN", "run")
@@ -270,30 +261,20 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", 'line 3: found duplicate key "a"'),
-        ("x:\n  a: {b: 1, b: 2}\n", 'line 2: found duplicate key "b"'),
         (BOMB, "aliases that stand for over 1,000,000 values"),
         ("b: 1\na: &a [*a]\n", "an alias inside the value that it names"),
         ("x: 1\na: " + "[" * 5000, "recursion depth exceeded"),
         ("a:\n" + "".join(" " * n + f"b{n}:\n" for n in range(1, 3000)), "recursion depth exceeded"),
         ("x: 1\na: " + "9" * 5000 + "\n", "5000 digits"),
-        ("a: 0x" + "f" * 5000 + "\n", "an integer of more than 100 digits"),
         ("a: !!int x\n", "invalid literal for int"),
-        ("a: !!float x\n", "could not convert string to float"),
         ("a: !!python/object/apply:os.system [ls]\n", "line 1: could not determine a constructor"),
         ("x: 1\na: [1, 2\n", "line 3: "),
-        ("x: 1\na: b: c\n", "line 2: mapping values are not allowed"),
-        ("a: 1\n---\nb: 2\n", "line 2: "),
-        ("a: *b\n", "line 1: found undefined alias"),
         ("x: 1\na: \x07\n", "line 2: .*#x0007"),
         ('a: "\\ud800"\n', "surrogates not allowed"),
-        ("\tx: 1\n", "line 1: found character"),
         ("", "found nothing"),
         ("- a\n", "found list"),
     ],
     ids=lambda text: text[:24],
 )
 def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
-    with pytest.raises(InputError, match=rf"^{tmp_path}/a\.yaml: .*{message}") as error:
-        read(tmp_path, text)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
+    assert len(refused(read, tmp_path, text, says=rf"^{tmp_path}/a\.yaml: .*{message}")) < 400

@@ -47,18 +47,11 @@ def make_pack(folder, base, plan, seed, **arguments):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_dense(tmp_path_factory.mktemp("base") / "base")
-
-
-@pytest.fixture(scope="module")
-def packs(base, tmp_path_factory):
-    """Three packs of one base."""
-    home = tmp_path_factory.mktemp("packs")
-    named = {"el": EL, "hu": HU, "tr": TR}
-    return {
-        code: make_pack(home / f"qwen-{code}", base, plan, seed) for seed, (code, plan) in enumerate(named.items(), 1)
-    }
+def packs(tmp_path_factory):
+    """Three packs of one base, beside it."""
+    home, named = tmp_path_factory.mktemp("packs"), {"el": EL, "hu": HU, "tr": TR}
+    base = save_dense(home / "base")
+    return {code: make_pack(home / f"qwen-{code}", base, plan, at) for at, (code, plan) in enumerate(named.items(), 1)}
 
 
 def same_files(one, other):
@@ -129,11 +122,7 @@ def test_what_does_not_fit_is_refused(packs, base, tmp_path):
     el = packs["el"]
     refused("two or more packs", el)
     other = make_pack(tmp_path / "qwen-fr", save_dense(tmp_path / "other", seed=9), one_expert("fr"), 4)
-    refused(
-        "is no expansion of the base of qwen-el: tensor 'lm_head.weight' differs|tensor 'model.embed_tokens.weight'",
-        el,
-        other,
-    )
+    refused("is no expansion of the base of qwen-el: tensor '(lm_head|model.embed_tokens).weight' differs", el, other)
     refused("el: qwen-el and again both add it", el, shutil.copytree(el, tmp_path / "again"))
     refused("is a dmoe checkpoint.*nothing of a DMoE's base is frozen", el, make_dmoe(base, tmp_path))
     refused("is a qwen2 checkpoint, which is no language pack", el, base)
@@ -192,14 +181,8 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two_packs(base, tmp_path_factory):
-    home = tmp_path_factory.mktemp("companions")
-    return base, make_pack(home / "qwen-el", base, EL, 1), make_pack(home / "qwen-hu", base, HU, 2)
-
-
-def test_a_link_out_of_the_folder_is_not_followed(two_packs, tmp_path):
-    base, el, hu = two_packs
+def test_a_link_out_of_the_folder_is_not_followed(packs, base, tmp_path):
+    el, hu = packs["el"], packs["hu"]
     (tmp_path / "token").write_text("a secret of the user's")
     pack = shutil.copytree(el, tmp_path / "qwen-el")
     (pack / "chat_template.jinja").symlink_to(tmp_path / "token")
@@ -212,8 +195,8 @@ def test_a_link_out_of_the_folder_is_not_followed(two_packs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_link_inside_the_folder_and_those_of_the_hubs_cache_are_files(two_packs, tmp_path):
-    _, el, hu = two_packs
+def test_a_link_inside_the_folder_and_those_of_the_hubs_cache_are_files(packs, tmp_path):
+    el, hu = packs["el"], packs["hu"]
     cache = tmp_path / "models--me--el"
     snapshot = shutil.copytree(el, cache / "snapshots" / "0123")
     (cache / "blobs").mkdir()
@@ -227,9 +210,8 @@ def test_a_link_inside_the_folder_and_those_of_the_hubs_cache_are_files(two_pack
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "merges.txt"])
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "broken link"])
-def test_what_is_no_file_is_refused_at_once(two_packs, tmp_path, name, kind):
-    _, el, hu = two_packs
-    pack = shutil.copytree(el, tmp_path / "qwen-el")
+def test_what_is_no_file_is_refused_at_once(packs, tmp_path, name, kind):
+    pack = shutil.copytree(packs["el"], tmp_path / "qwen-el")
     place = pack / name
     place.unlink(missing_ok=True)
     if kind == "folder":
@@ -240,7 +222,7 @@ def test_what_is_no_file_is_refused_at_once(two_packs, tmp_path, name, kind):
         place.symlink_to("/dev/zero" if kind == "device" else "nowhere")
     signal.alarm(60)  # reading a pipe or a device never ends
     try:
-        refused(join_expansions, [pack, hu], tmp_path / "out", says=name)
+        refused(join_expansions, [pack, packs["hu"]], tmp_path / "out", says=name)
     finally:
         signal.alarm(0)
     assert not (tmp_path / "out").exists()
@@ -250,14 +232,11 @@ TRAINING = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
+def home(packs):
+    home = packs["el"].parent
     for code, words in WORDS.items():
         write_texts(home / f"{code}.jsonl", [words.format(number) for number in range(20)])
         write_texts(home / f"{code}.test.jsonl", [words.format(number) for number in range(100, 120)])
-    save_dense(home / "base")
-    for seed, (code, plan) in enumerate({"el": EL, "hu": HU}.items(), start=1):
-        make_pack(home / f"qwen-{code}", home / "base", plan, seed)
     return home
 
 
@@ -321,14 +300,10 @@ def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
     ("changes", "message"),
     [
         ({"plan": {"method": "moe-lpr", "experts": 2}}, "plan: a recipe with `join` makes and trains no new experts"),
-        ({"post_pretrain": {**TRAINING}}, "post_pretrain: a recipe with `join` makes and trains no new"),
         ({"expansions": [{"new": {"tr": "tr.jsonl"}}]}, "expansions: a recipe with `join`"),
-        ({"graft": {"instruct": "x"}}, "graft: a recipe with `join`"),
-        ({"expand": {"expert_kind": "lora"}}, "expand: a recipe with `join`"),
         ({"join": {"packs": ["only-one"]}}, "join.packs"),
         ({"join": {"packs": ["a", "b"], "gates": False}}, "join: unknown key `gates`"),
         ({"review": {**TRAINING}}, "review: a recipe with `join` makes and trains no new"),
-        ({"join": {"packs": ["a", "b"], "calibrate": True}}, "join: unknown key `calibrate`"),
     ],
 )
 def test_what_a_recipe_cannot_say(home, tmp_path, changes, message):
@@ -372,5 +347,5 @@ def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_pa
         ({"tuned": {"el": models["el"]}}, "`tuned` has no fine-tune for it"),
         ({"join": {"packs": ["a", "b"]}}, "a recipe with `join` takes no fine-tunes"),
     ):
-        with pytest.raises(InputError, match=why):
-            validate_recipe(recipe(home, tmp_path, **{"join": None, "tuned": models, **changes}))
+        given = {"join": None, "tuned": models, **changes}
+        refused(lambda given=given: validate_recipe(recipe(home, tmp_path, **given)), says=why)

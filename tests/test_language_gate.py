@@ -17,7 +17,6 @@ from hf_moe_expand import DMoEConfig, LayerMoEConfig, LayerMoEForCausalLM, Plan,
 from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file
 from hf_moe_expand.checkpoint.gate import Gate
 from hf_moe_expand.checkpoint.stored import StoredModel, gate_home
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.language_gate import (
     GateRule,
     classes_of_sums,
@@ -162,38 +161,31 @@ def test_without_a_gate_and_in_training_nothing_is_judged():
 @pytest.mark.parametrize(
     ("gate", "said"),
     [
-        ({"layer": -1}, "layer is -1"),
         ({"layer": 3}, "layer is 3, but the layers are 0 to 2"),
-        ({"layer": True}, "layer is True: must be a number"),
         ({"window": 0}, "window 0"),
         ({"window": 129}, "window 129.*1 to 128"),
-        ({"window": 2.5}, "window is 2.5: must be a number"),
-        ({"bound": 0}, "bound 0"),
         ({"bound": math.inf}, "bound inf"),
-        ({"bound": "2"}, "bound is '2': must be a number"),
         ({"begin": "<s>"}, "begin is '<s>': must be a number"),
         ({"home": 1}, "home 1 and .*home at most 0"),
         ({"languages": [["en"]]}, "must name the languages of class 0 and of each"),
-        ({"languages": [["en"], []]}, "must name the languages"),
         ({"languages": [["en"], ["el", "en"]]}, "each language once"),
-        ({"languages": [["en"], [""]]}, "each language once"),
         ({"languages": [["en"], ["el"], ["hu"]]}, "has 3 classes, but the model has 2"),
         ({"decay": 0.9}, "must be an object with layer, languages, bound, window, begin, home"),
     ],
 )
 def test_a_wrong_rule_is_refused(gate, said):
     dense = tiny_dense("qwen2").config
-    with pytest.raises(ValueError, match=said):
-        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 2, 2], language_gate=RULE | gate)
+    given = {"num_experts_per_layer": [1, 2, 2], "language_gate": RULE | gate}
+    refused(LayerMoEConfig.from_dense, dense, says=said, raises=ValueError, **given)
 
 
 def test_a_gate_beside_classifiers_and_in_a_dmoe_is_refused():
-    dense = tiny_dense("qwen2").config
-    counts = {"num_experts_per_layer": [1, 2, 2], "language_gate": RULE}
-    with pytest.raises(ValueError, match="leave classifier_layers out"):
-        LayerMoEConfig.from_dense(dense, classifier_layers=[1], **counts)
-    with pytest.raises(ValueError, match="a DMoE keeps no language of its base"):
-        DMoEConfig.from_dense(dense, language_groups=[["en"], ["el"]], **counts)
+    for config, fields, said in (
+        (LayerMoEConfig, {"classifier_layers": [1]}, "leave classifier_layers out"),
+        (DMoEConfig, {"language_groups": [["en"], ["el"]]}, "a DMoE keeps no language of its base"),
+    ):
+        given = {"num_experts_per_layer": [1, 2, 2], "language_gate": RULE, **fields}
+        refused(config.from_dense, tiny_dense("qwen2").config, says=said, raises=ValueError, **given)
 
 
 NEW = ["el", "hu"]
@@ -306,9 +298,9 @@ def test_the_command_line(base, tmp_path):
     anchors = [part for code in ANCHORS for part in ("--anchors", f"{code}={tmp_path / code}.jsonl")]
     options = ["--tokens", 400, "--anchor-tokens", 150, "--unseen-share", 0.02, "--new", "el,hu"]
     file = tmp_path / "gate.safetensors"
-    with pytest.raises(InputError, match="--max-shard-size: a gate is one file"):
-        invoke("gates", base, *data, *anchors, *options, "--out", file, "--max-shard-size", "1MB")
-    said = invoke("gates", base, *data, *anchors, *options, "--out", file)
+    command = ("gates", base, *data, *anchors, *options, "--out", file)
+    refused(invoke, *command, "--max-shard-size", "1MB", says="--max-shard-size: a gate is one file")
+    said = invoke(*command)
     assert "gate               in layer 0" in said
     PLAN.save(tmp_path / "plan.json")
     said = invoke("expand", base, tmp_path / "one", "--plan", tmp_path / "plan.json", "--gate", file)

@@ -167,11 +167,9 @@ OLD = LANGUAGES == 0
 def far_from_the_base():
     model = build()
     torch.manual_seed(1)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            for expert in ffn.experts[1:]:
-                for parameter in expert.parameters():
-                    parameter.normal_(std=0.4)
+    for ffn in model.expanded_ffns().values():
+        for parameter in ffn.experts[1:].parameters():
+            torch.nn.init.normal_(parameter, std=0.4)
     return model
 
 

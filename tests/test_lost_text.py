@@ -212,10 +212,8 @@ def test_validate_says_what_is_left_out_of_a_text(home, tmp_path):
     for offline in (False, True):
         lines = validate_recipe(Recipe.of_text(text, "recipe.yaml"), offline)
         said = next(line for line in lines if line.startswith(f"new.el: {tmp_path}, 1 file(s); "))
-        assert said.endswith(
-            "files left out: README.txt (about the data, by its name); 20 documents kept, 3 rows left out: 2 tagged "
-            "'grc', 1 without text"
-        )
+        assert "files left out: README.txt (about the data, by its name); 20 documents kept" in said
+        assert said.endswith("3 rows left out: 2 tagged 'grc', 1 without text")
 
 
 def test_a_training_on_lost_text_is_refused_unless_allowed(home, capsys):

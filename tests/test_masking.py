@@ -40,9 +40,8 @@ def build(num_experts=4, top_k=2, conditional=False, ffn=Plain, classifier=False
     torch.manual_seed(0)
     config = layer_config(HIDDEN, num_experts, top_k, classifier, conditional, earlier)
     layer = (OneConditionalLayer if conditional else OneLayer)(ffn(HIDDEN, 10), config, 0, RoutingControl())
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
     return layer
 
 
@@ -184,13 +183,11 @@ def test_the_routing_that_losses_see_is_each_experts_share():
     scores = found.router_logits.softmax(-1)
     torch.testing.assert_close(scores[:, 0], 1 - gate)
     torch.testing.assert_close(scores[:, 1:], gate[:, None] * (x @ layer.router.weight[1:].T).softmax(-1))
-    torch.testing.assert_close(
-        load_balance_loss(found.routed_logits, 2), load_balance_loss(x @ layer.router.weight[1:].T, 2)
-    )
+    balance, routed = load_balance_loss(found.routed_logits, 2), x @ layer.router.weight[1:].T
+    torch.testing.assert_close(balance, load_balance_loss(routed, 2))
     mask = torch.rand(50) < 0.5
-    torch.testing.assert_close(
-        gate_budget_loss(found.router_logits, 0.8, mask), sum(abs(g - 0.8) for g in gate[mask]) / mask.sum()
-    )
+    budget = gate_budget_loss(found.router_logits, 0.8, mask)
+    torch.testing.assert_close(budget, sum(abs(g - 0.8) for g in gate[mask]) / mask.sum())
 
 
 def test_gates_need_experts_and_masks_need_gates():

@@ -193,12 +193,7 @@ def test_torch_keeps_more_than_the_least(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("stage", "settings", "said", "warned"),
     [
-        (
-            DenseConfig,
-            {"num_train_epochs": 2, "gradient_accumulation_steps": 3},
-            "about 33 steps of 96 .*text: 2;",
-            "f",
-        ),
+        (DenseConfig, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, "about 33 .* 96 .*text: 2;", "f"),
         (DenseConfig, {"max_steps": 7}, "about 7 steps of 32 tokens; passes over the text: 0.14;", "f"),
         (DenseConfig, {"max_steps": 49}, "about 49 steps", "f"),
         (DenseConfig, {"max_steps": 50}, "about 50 steps", ""),

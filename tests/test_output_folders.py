@@ -92,11 +92,7 @@ def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, verb):
     assert sorted(home.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["thesis.tex", "notes.txt", "mine.py", "tokenizer_key.pem", "data/el.jsonl", "checkpoint-5/model.safetensors",
-     ".git/HEAD", "additional_chat_templates/deep/x.jinja", "config.json.bak", "sub/config.json"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["thesis.tex", "mine.py", "tokenizer_key.pem", "checkpoint-5/x", "sub/config.json"])
 def test_overwriting_deletes_no_foreign_file(tmp_path, name):
     folder = fill(tmp_path / "out", "model.safetensors", name)
     first = re.escape(name.split("/")[0])
@@ -128,13 +124,11 @@ def test_checkpoints_are_overwritten(made, tmp_path):
     [
         ("file/out", r"file is a file, not a folder"),
         ("x" * 300, "cannot be written .*too long"),
-        ("loop/out", "loop"),
         ("file", "file: is a file, not a folder"),
     ],
 )
 def test_places_where_nothing_can_be_written_are_one_sentence(tmp_path, place, message):
     (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(InputError, match=message), new_folder(tmp_path / place, overwrite=True):
         pass
 

@@ -78,13 +78,11 @@ def page_of(run):
 
 def scores(languages, models):
     """Different for each language and model."""
-    return {
-        model: {
-            code: LanguageScore(10.0 + i + m, 2 + 0.1 * i + 0.037 * m * (-1) ** i, 100, 200)
-            for i, code in enumerate(languages)
-        }
-        for m, model in enumerate(models)
-    }
+
+    def score(i, m):
+        return LanguageScore(10.0 + i + m, 2 + 0.1 * i + 0.037 * m * (-1) ** i, 100, 200)
+
+    return {model: {code: score(i, m) for i, code in enumerate(languages)} for m, model in enumerate(models)}
 
 
 def stage_of(run, checkpoint, name, stage, logs=(), tokens=None):

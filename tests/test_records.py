@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,17 +51,12 @@ def test_unknown_keys_are_kept(entry):
 
 
 def test_a_step_is_added_to_the_last_expansion_and_leaves_the_others():
-    class Config:
-        expansions = None
-
-    config = Config()
-    config.expansions = [json.loads(json.dumps(FULL)), dict(EXPANSION)]
+    config, dense = (SimpleNamespace(expansions=of) for of in ([json.loads(json.dumps(FULL)), dict(EXPANSION)], None))
     step = StageRecord(stage="review", steps=3, seed=0)
     add_stage(config, step)
     assert config.expansions[0] == FULL
     assert config.expansions[1]["stages"] == [{"stage": "review", "steps": 3, "seed": 0}]
     assert History.of(config).stages[-1] == step
-    dense = Config()
     add_stage(dense, step)
     add_stage(dense, step)
     assert dense.history == [step.to_dict()] * 2
@@ -144,9 +140,7 @@ def test_an_operation_of_ones_own(expanded, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in after.items() if not name.startswith(last))
     for name in ("gate_proj", "up_proj", "down_proj"):
         assert torch.equal(after[f"{last}{name}.weight"], before[f"{last}experts.0.{name}.weight"])
-    assert {name for name in after if name.startswith(last)} == {
-        f"{last}{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")
-    }
+    assert sum(name.startswith(last) for name in after) == 3
     model, loaded = load(out), load(expanded)
     assert model.config.expansions[0]["stages"] == [{"stage": "drop"}]
     in_memory = drop_last_experts(loaded)
@@ -161,9 +155,8 @@ def test_without_tensors_a_checkpoint_has_its_headers_and_holes(expanded, tmp_pa
         with mode:
             drop_last_experts(expanded, tmp_path / name)
     whole, bare = (CheckpointReader(tmp_path / name) for name in made)
-    assert {name: (one.dtype, one.shape) for name, one in bare.tensors.items()} == {
-        name: (one.dtype, one.shape) for name, one in whole.tensors.items()
-    }
+    types = [{name: (one.dtype, one.shape) for name, one in of.tensors.items()} for of in (whole, bare)]
+    assert types[0] == types[1]
     for file in ("config.json", "expanded_model.py"):
         assert (tmp_path / "bare" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in made]

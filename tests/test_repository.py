@@ -162,9 +162,7 @@ EQUATIONS = {
 def test_the_paper_index_has_every_equation():
     found = {paper: set() for paper in EQUATIONS}
     for named in equations_of_the_papers():
-        for paper, numbers in re.findall(
-            r"(MoE-LPR|LayerMoE|DMoE|Elbayad et al\.|DeltaMoE) ((?:\d+(?:–\d+)?(?:, )?)+)", named
-        ):
+        for paper, numbers in re.findall(rf"({'|'.join(EQUATIONS)}) ((?:\d+(?:–\d+)?(?:, )?)+)", named):
             for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
                 found[paper] |= {*range(int(first), int(last or first) + 1)}
     assert found == EQUATIONS
@@ -182,20 +180,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
 BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at the top of the repository
 # From the leaves to the command line. Each line may import the lines above it; `` is the package itself.
 ROOMS = (
-    ("core", "model_cards", "modeling"),
-    ("", "planning"),
-    ("data", "trainers"),
-    ("checkpoint",),
-    ("inference",),
-    ("evaluation",),
-    ("analysis", "baselines"),
-    ("stages",),
-    ("runs",),
-    ("report",),
-    ("demo", "hub"),
-    ("cli",),
+    ("core", "model_cards", "modeling"), ("", "planning"), ("data", "trainers"), ("checkpoint",), ("inference",),
+    ("evaluation",), ("analysis", "baselines"), ("stages",), ("runs",), ("report",), ("demo", "hub"), ("cli",),
     ("__main__",),
-)
+)  # fmt: skip
 
 
 def modules() -> dict[str, tuple[Path, bool]]:

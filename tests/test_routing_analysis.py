@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,9 +65,8 @@ def slow_tokens(model, tokenizer, texts, settings):
                 for layer, found in routing.layers.items():
                     scores = found.router_logits[position].double().softmax(-1).tolist()
                     best = sorted(range(len(scores)), key=lambda e, scores=scores: -scores[e])[:2]
-                    weights = [
-                        scores[e] / sum(scores[b] for b in best) if e in best else 0.0 for e in range(len(scores))
-                    ]
+                    whole = sum(scores[e] for e in best)
+                    weights = [scores[e] / whole if e in best else 0.0 for e in range(len(scores))]
                     kind = None
                     if found.classifier_logits is not None:
                         a, b = found.classifier_logits[position].tolist()
@@ -102,12 +102,10 @@ def test_every_figure_is_what_it_says(backbone, tmp_path):
             share = [top1.count(e) / len(rows) for e in range(len(weights[0]))]
             shares[language, index] = share
             assert result.top1_share[language][index] == pytest.approx(share, abs=1e-12)
-            assert result.weight_share[language][index] == pytest.approx(
-                [mean(column) for column in zip(*weights, strict=True)], abs=1e-6
-            )
-            assert result.expert_0_score[language][index] == pytest.approx(
-                mean([row[layer][1] for row in rows]), abs=1e-6
-            )
+            expected = [mean(column) for column in zip(*weights, strict=True)]
+            assert result.weight_share[language][index] == pytest.approx(expected, abs=1e-6)
+            expected = mean([row[layer][1] for row in rows])
+            assert result.expert_0_score[language][index] == pytest.approx(expected, abs=1e-6)
             kinds = [row[layer][2] for row in rows]
             right = None if kinds[0] is None else kinds.count(result.classes[language]) / len(rows)
             assert result.classifier_accuracy[language][index] == (right if right is None else pytest.approx(right))
@@ -224,15 +222,11 @@ def test_perplexity_under_random_routing():
 
 
 def test_the_models_provenance_says_which_languages_are_old():
-    class Config:
-        expansions = [  # noqa: RUF012
-            {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
-            {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["hu"]},
-        ]
-
-    assert language_classes(Config, ["hu", "de", "tr", "el"], ["de"], ["tr"]) == {"hu": 2, "de": 0, "tr": 2, "el": 1}
-    refused(language_classes, Config, ["tr", "en", "de"], [], [], says="de, tr: not a known language of this model")
-    refused(language_classes, Config, ["de"], ["de"], ["de"], says="de: given as an old and as a new language")
+    added = [{"old_languages": ["en"], "new_languages": ["el"]}, {"old_languages": ["en"], "new_languages": ["hu"]}]
+    config = SimpleNamespace(expansions=[{"method": "moe-lpr", **one} for one in added])
+    assert language_classes(config, ["hu", "de", "tr", "el"], ["de"], ["tr"]) == {"hu": 2, "de": 0, "tr": 2, "el": 1}
+    refused(language_classes, config, ["tr", "en", "de"], [], [], says="de, tr: not a known language of this model")
+    refused(language_classes, config, ["de"], ["de"], ["de"], says="de: given as an old and as a new language")
 
 
 def test_the_nearest_expert_has_most_of_the_weight():
@@ -241,13 +235,11 @@ def test_the_nearest_expert_has_most_of_the_weight():
         slow = [slow_tokens(model, tokenizer, TEXTS[code], SETTINGS)[0] for code in codes]
         expected = {}
         for layer in model.expanded_ffns():
-            shares = [
-                [mean([row[layer][0][e] for row in rows]) for rows in slow] for e in range(len(slow[0][0][layer][0]))
-            ]
-            expected[layer] = max(range(len(shares)), key=lambda e, shares=shares: mean(shares[e]))
-        found = nearest_experts(
-            model, tokenizer, {code: TEXTS[code] for code in codes}, tokens=101, block_size=16, batch_size=3
-        )
+            experts = range(len(slow[0][0][layer][0]))
+            shares = [mean([mean([row[layer][0][e] for row in rows]) for rows in slow]) for e in experts]
+            expected[layer] = max(experts, key=shares.__getitem__)
+        texts = {code: TEXTS[code] for code in codes}
+        found = nearest_experts(model, tokenizer, texts, tokens=101, block_size=16, batch_size=3)
         assert found == expected
     assert set(expected) == {0, 2, 3}
     assert any(expected.values())  # not expert 0 everywhere
@@ -325,11 +317,7 @@ def test_the_command_line(root, tmp_path, model, monkeypatch):
     refused(invoke, "analyze", "routing", root / model, *data, *out, says=r"routing.json: exists already")
 
 
-SIMILAR = {
-    "en": ["A plain sentence.", "Another one, a little longer than the first."] * 4,
-    "el": ["Μια απλή πρόταση.", "Και μία ακόμα, λίγο πιο μεγάλη."] * 4,
-    "hu": ["Egy egyszerű mondat.", "Még egy, kicsit hosszabb."] * 6,
-}
+SIMILAR = {code: texts * 2 for code, texts in TEXTS.items()}
 MEASURED = {"tokens": 150, "block_size": 16, "batch_size": 3}
 
 
@@ -374,10 +362,7 @@ def test_similarity_is_the_mean_of_all_pairs(backbone):
     ("changes", "said"),
     [
         ({"tokens": 9000}, r"Language 'e[nl]' has \d+ tokens, but 9,000 were asked for"),
-        *(
-            ({name: value}, "greater than or equal to 1")
-            for name, value in (("tokens", 0), ("block_size", -4), ("batch_size", 0))
-        ),
+        ({"block_size": -4}, "greater than or equal to 1"),
         ({"old": []}, "Similarity needs two languages"),
     ],
 )

@@ -231,7 +231,6 @@ def test_a_server_is_told_what_it_would_compute_wrongly(monkeypatch, attention, 
         config._attn_implementation_internal = attention
         return LayerMoEForCausalLM(config)
 
-    with pytest.raises(ValueError, match=f"{server} merges the linear layers.*export --expert"):
-        served("qwen2", expert_kind="lora", lora_rank=2, lora_alpha=4.0)
-    with pytest.raises(ValueError, match=f"{server} runs a mixture of experts by code of its own"):
-        served("olmoe", expert_kind="added", expert_width=4)
+    lora, added = KINDS[1], KINDS[0]
+    refused(served, "qwen2", **lora, says=f"{server} merges the linear layers.*export --expert", raises=ValueError)
+    refused(served, "olmoe", **added, says=f"{server} runs a mixture of experts by code of its own", raises=ValueError)

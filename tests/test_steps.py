@@ -15,7 +15,6 @@ from hf_moe_expand import Plan, PostPretrainConfig, ReviewConfig, cli, expand_ch
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.operation_settings import GraftSettings
 from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
@@ -37,16 +36,12 @@ def recipe(tmp_path):
         write_texts(tmp_path / f"{code}.jsonl", [words * 8] * 4)
         write_texts(tmp_path / f"{code}.test.jsonl", [words])
     return Recipe(
-        base=str(tmp_path / "base"),
-        output=str(tmp_path / "run"),
-        old={"en": str(tmp_path / "en.jsonl")},
-        new={"el": str(tmp_path / "el.jsonl")},
-        test={code: str(tmp_path / f"{code}.test.jsonl") for code in WORDS},
-        plan=plan_settings("moe-lpr", experts=2),
+        base=str(tmp_path / "base"), output=str(tmp_path / "run"), old={"en": str(tmp_path / "en.jsonl")},
+        new={"el": str(tmp_path / "el.jsonl")}, test={code: str(tmp_path / f"{code}.test.jsonl") for code in WORDS},
+        plan=plan_settings("moe-lpr", experts=2), evaluation=EvaluationSettings(block_size=16),
         post_pretrain=keywords(PostPretrainConfig, block_size=16, **TRAINING),
         review=keywords(ReviewConfig, block_size=16, **TRAINING),
-        evaluation=EvaluationSettings(block_size=16),
-    )
+    )  # fmt: skip
 
 
 def repeated(recipe):
@@ -92,11 +87,11 @@ def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
     given = {"el": f"file://{tmp_path / 'el.jsonl'}"}
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given))
     (tmp_path / "el.jsonl").write_text("")
-    with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: holds empty files alone: give one with text"):
-        validate_recipe(changed(recipe, new=given))
+    refused(validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: holds empty files alone")
     (tmp_path / "el.jsonl").unlink()
-    with pytest.raises(InputError, match=r"new.el: file://.*el.jsonl: cannot be opened: .*el.jsonl"):
-        validate_recipe(changed(recipe, new=given))
+    refused(
+        validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: cannot be opened: .*el.jsonl"
+    )
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given), offline=True)
 
 
@@ -107,8 +102,7 @@ def test_changed_settings_are_noticed_by_the_first_step_that_has_them(recipe):
         ({"expand": changed(recipe.expand, expert_init="random")}, "expand: expand: changed after step `expand`"),
         ({"review": replace(recipe.review, balance_coef=0.5)}, "review: review: changed after step `review`"),
     ]:
-        with pytest.raises(InputError, match=message):
-            run_recipe(changed(recipe, **changes))
+        refused(run_recipe, changed(recipe, **changes), says=message)
     for changes in ({"review": None}, {"evaluation": EvaluationSettings(block_size=8)}):
         assert repeated(changed(recipe, **changes)) == ["evaluate"]
 
@@ -131,14 +125,11 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
 
 def test_a_gate_is_fitted_once_more_on_a_base_that_a_stage_changed(recipe, tmp_path):
     gated = changed(recipe, review=None, gates=GateSettings())
-    assert [step.name for step in steps_of(gated)[0]] == [
-        "gate", "plan", "expand", "post_pretrain", "evaluate"
-    ]  # fmt: skip
+    assert [step.name for step in steps_of(gated)[0]] == ["gate", "plan", "expand", "post_pretrain", "evaluate"]
     grafted = changed(gated, graft=GraftSettings(instruct=str(tmp_path / "base")))
     everything = changed(gated, post_pretrain=replace(recipe.post_pretrain, everything=True))
     for one in (grafted, everything):
-        names = [step.name for step in steps_of(one)[0]]
-        assert names[-2:] == ["gates", "evaluate"]
+        assert [step.name for step in steps_of(one)[0]][-2:] == ["gates", "evaluate"]
 
 
 def test_a_gate_may_stand_where_the_plan_puts_no_experts(recipe, quick_gates):
@@ -183,9 +174,7 @@ def ran(tmp_path_factory):
 def test_a_run_ends_with_three_commands_that_work(ran):
     run, said = ran
     _, *commands = said[said.index("what follows:") :].splitlines()
-    assert [shlex.split(line)[:2] for line in commands] == [
-        ["hf-moe-expand", verb] for verb in ("report", "chat", "push")
-    ]
+    assert [" ".join(shlex.split(line)[:2]).partition(" ")[2] for line in commands] == ["report", "chat", "push"]
     _, chat, push = (invoke(*shlex.split(line)[1:]) for line in commands)
     assert (run / "report.html").is_file()
     assert "base inside" in chat

@@ -76,9 +76,7 @@ def change(file: Path, **fields) -> None:
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
 
-FILES = (
-    without_configuration, class_in_config, vocabulary_and_merges, no_class, other_class, unknown_class,
-)  # fmt: skip
+FILES = (without_configuration, class_in_config, vocabulary_and_merges, no_class, other_class, unknown_class)
 
 
 def save(folder: Path, backbone: str, edit=None, tokenizer=None) -> Path:
@@ -168,7 +166,6 @@ def framing() -> PreTrainedTokenizerFast:
 BEYOND = {
     "a word": (added("bir", special=False), "'bir' has number 257"),
     "many": (added("bir", "iki", "üç", special=False), r"'bir' has number 257, .*\(and 2 more: 'iki', 'üç'\)"),
-    "padding": (added(pad_token="[PAD]"), r"'\[PAD\]' has number 257"),
     "an end": (added(eos_token="</s>"), "'</s>' has number 257"),
     "a beginning": (added(bos_token="<s>"), "'<s>' has number 257"),
     "one put after texts": (framing(), r"'\[SEP\]' has number 257"),
@@ -212,7 +209,6 @@ TEMPLATES = {
     "an end": ("$A <end>", [], [END]),
     "both": ("<s> $A <end>", [BOS], [END]),
     "a separator": ("<s> $A [SEP]", [BOS], [SEP]),
-    "two beginnings": ("[MASK] <s> $A", [MASK, BOS], []),
     "the same one twice": ("<s> <s> $A [SEP] <end>", [BOS, BOS], [SEP, END]),
 }
 CASES = pytest.mark.parametrize(("template", "before", "after"), TEMPLATES.values(), ids=TEMPLATES)
@@ -230,10 +226,6 @@ def framed(template: str, bos: str | None = "<s>") -> PreTrainedTokenizerFast:
 
 def plain(text: str) -> list[int]:
     return byte_tokenizer()(text).input_ids
-
-
-def model():
-    return tiny_dense("llama", vocab_size=260)
 
 
 @CASES
@@ -275,7 +267,7 @@ def test_blocks_and_windows_begin_as_the_tokenizer_begins_texts(template, before
 
 @CASES
 def test_what_generates_gets_no_end(template, before, after, monkeypatch):
-    tokenizer, asked = framed(template), model()
+    tokenizer, asked = framed(template), tiny_dense("llama", vocab_size=260)
     given = []
 
     def generate(input_ids=None, **options):
@@ -290,7 +282,7 @@ def test_what_generates_gets_no_end(template, before, after, monkeypatch):
 
 @CASES
 def test_a_chat_begins_once_and_is_ended_by_its_template_alone(template, before, after, monkeypatch):
-    tokenizer, asked = framed(template), model()
+    tokenizer, asked = framed(template), tiny_dense("llama", vocab_size=260)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     given = []
     monkeypatch.setattr(asked, "generate", lambda input_ids=None, **options: given.append(input_ids) or input_ids)
@@ -312,8 +304,8 @@ def test_special_tokens_that_a_text_names_are_counted_and_said(template, before,
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)
     # At the end of a text, the token stands where the tokenizer would put it.
     assert f"language 'el': {SAID}<end> 4 times, [MASK] 4 times\n" in capfd.readouterr().err
-    evaluate_model(model(), tokenizer, {"tr": texts}, 16)
-    evaluate_model(model(), tokenizer, {"tr": texts}, 16)
+    for _ in range(2):
+        evaluate_model(tiny_dense("llama", vocab_size=260), tokenizer, {"tr": texts}, 16)
     assert capfd.readouterr().err.count(f"language 'tr': {SAID}<end> 8 times, [MASK] 4 times") == 1
 
 

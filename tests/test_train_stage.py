@@ -28,7 +28,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.core.errors import DivergedError, InputError
+from hf_moe_expand.core.errors import DivergedError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.stages.config import ValidationSettings
@@ -178,9 +178,9 @@ def test_a_review_that_may_take_fewer_documents_records_how_many_it_took(root, t
     both = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
     there = {code: len(source.load()) for code, source in both.items()}
     options = {"block_size": 16, "max_steps": 1, "old_documents": 50_000, **QUICK}
-    with pytest.raises(InputError, match=r"documents, but the mix asks for .*set `fewer_documents: true`"):
-        train_stage(root / "expanded", tmp_path / "out", both, ReviewConfig(**options))
-    record = train_stage(root / "expanded", tmp_path / "out", both, ReviewConfig(fewer_documents=True, **options))
+    given = (root / "expanded", tmp_path / "out", both)
+    refused(train_stage, *given, ReviewConfig(**options), says="but the mix asks for .*set `fewer_documents: true`")
+    record = train_stage(*given, ReviewConfig(fewer_documents=True, **options))
     old = min(there["en"], there["el"] // 2)
     assert record.documents == {"en": old, "el": 2 * old}
     history = json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][-1]["stages"][-1]
@@ -195,17 +195,16 @@ def test_a_users_folder_named_as_the_training_folder_is_neither_used_nor_removed
     mine = tmp_path / "out.training"
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"out\.training: is not the folder of an interrupted training of out"):
-        train_stage(root / "expanded", tmp_path / "out", data, config())
+    said = r"out\.training: is not the folder of an interrupted training of out"
+    refused(train_stage, root / "expanded", tmp_path / "out", data, config(), says=said)
     assert [path.name for path in tmp_path.rglob("*")] == ["out.training", "notes.txt"]
 
 
 def test_blocks_longer_than_the_models_positions_are_refused_before_any_work(root, data, tmp_path, monkeypatch):
     monkeypatch.setattr(LanguageText, "load", lambda *_: pytest.fail("read text in vain"))
-    with pytest.raises(InputError, match="block_size is 65, but the base takes 64 positions"):
-        train_stage(root / "dense", tmp_path / "out", data, DenseConfig(block_size=65, **QUICK))
-    with pytest.raises(InputError, match="block_size is 2048, but the base takes 64 positions"):
-        adapt_language(root / "dmoe", tmp_path / "out", LanguageText("hi", str(root / "hi.jsonl")))
+    dense, hindi = DenseConfig(block_size=65, **QUICK), LanguageText("hi", str(root / "hi.jsonl"))
+    refused(train_stage, root / "dense", tmp_path / "out", data, dense, says="block_size is 65, but the base takes 64")
+    refused(adapt_language, root / "dmoe", tmp_path / "out", hindi, says="block_size is 2048, but the base takes 64")
 
 
 def test_data_or_model_inside_the_training_folder_is_refused(root, data, tmp_path):
@@ -216,8 +215,8 @@ def test_data_or_model_inside_the_training_folder_is_refused(root, data, tmp_pat
     shutil.copytree(root / "expanded", ours / "model")
     inside = {"el": LanguageText("el", str(ours / "el.jsonl"))}
     for model, text, named in ((root / "expanded", inside, r"el\.jsonl"), (ours / "model", data, "model")):
-        with pytest.raises(InputError, match=rf"{named}: lies in \S+out\.training, the folder for this training's"):
-            train_stage(model, tmp_path / "out", text, config())
+        said = rf"{named}: lies in \S+out\.training, the folder for this training's"
+        refused(train_stage, model, tmp_path / "out", text, config(), says=said)
     assert (ours / "el.jsonl").read_bytes() == (root / "el.jsonl").read_bytes()
     assert (ours / "model" / "model.safetensors").is_file()
     assert not (tmp_path / "out").exists()
@@ -250,19 +249,15 @@ def scored(tmp_path_factory):
     for code, words in WORDS.items():
         write_texts(scored / f"{code}.jsonl", [f"{words} {i} {words}" for i in range(40)])
         write_texts(scored / f"{code}.test.jsonl", [f"{words} {i + 100}" for i in range(5)])
-    expand_checkpoint(
-        save_dense(scored / "dense", "gpt2"),
-        scored / "expanded",
-        Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "tr"]),
-    )
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "tr"])
+    expand_checkpoint(save_dense(scored / "dense", "gpt2"), scored / "expanded", plan)
     return scored
 
 
 def train(scored, name, every=2, texts=("en", "el"), **changes):
     validation = ValidationSettings({code: str(scored / f"{code}.test.jsonl") for code in texts}, every, max_tokens=60)
-    config = PostPretrainConfig(
-        block_size=16, validation=validation, masking=Masking(expert_output=0.2), **TRAINING, **changes
-    )
+    settings = {"validation": validation, "masking": Masking(expert_output=0.2), **TRAINING, **changes}
+    config = PostPretrainConfig(block_size=16, **settings)
     data = {code: LanguageText(code, str(scored / f"{code}.jsonl")) for code in ("el", "tr")}
     train_stage(scored / "expanded", scored / name, data, config)
     return scored / name

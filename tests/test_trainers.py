@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import fork_ranks, tiny_config, tiny_dense
+from conftest import fork_ranks, shaken, tiny_config, tiny_dense
 from datasets import Dataset
 from one_step import assert_same, build, largest_difference, rows, train
 from transformers import Trainer, TrainingArguments
@@ -46,16 +46,7 @@ REVIEW = {"prior": 1.0, "classifier": 1.0}
 @pytest.mark.parametrize(
     ("losses", "changes"),
     [
-        (
-            REVIEW,
-            [
-                {"batch": 4, "steps": 2},
-                {"padded": True},
-                {"padded": True, "batch": 2, "steps": 4},
-                {"checkpointing": True},
-                {"checkpointing": True, "batch": 1, "steps": 8},
-            ],
-        ),
+        (REVIEW, [{"batch": 4, "steps": 2}, {"padded": True}, {"checkpointing": True, "batch": 1, "steps": 8}]),
         (BALANCE, [{"padded": True}, {"checkpointing": True}]),
         (BUDGET, [{"batch": 1, "steps": 8}, {"padded": True, "batch": 2, "steps": 4}, {"checkpointing": True}]),
     ],
@@ -189,11 +180,8 @@ def expected():
     kl = flatness(model, ids)
     loss = model(ids, labels=ids).loss + 0.5 * kl
     gradients = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
-    after = {
-        name: (p if gradient is None else p - gradient).detach()
-        for (name, p), gradient in zip(moving.items(), gradients, strict=True)
-    }
-    return after, kl.item()
+    pairs = zip(moving.items(), gradients, strict=True)
+    return {name: (p if grad is None else p - grad).detach() for (name, p), grad in pairs}, kl.item()
 
 
 @pytest.mark.parametrize("change", [{}, {"batch": 2, "steps": 4}, {"padded": True}, {"checkpointing": True}], ids=str)
@@ -236,10 +224,8 @@ def different(backbone, **sizes):
     """An expanded model whose experts differ."""
     model = expand_model(tiny_dense(backbone, **sizes), Plan("moe-lpr", [3, 1, 2], old=["en"], new=["el"]))
     torch.manual_seed(1)
-    with torch.no_grad():
-        for ffn in model.expanded_ffns().values():
-            for parameter in ffn.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    for ffn in model.expanded_ffns().values():
+        shaken(ffn)
     return model
 
 
@@ -303,9 +289,8 @@ def test_the_definition(small_pieces):
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(expected, model(input_ids=IDS, labels=labels).loss)
-    torch.testing.assert_close(
-        found.next_token_loss(kept[0], labels, 1000) * 1000 / (labels[:, 1:] != -100).sum(), expected
-    )
+    of_many = found.next_token_loss(kept[0], labels, 1000) * 1000
+    torch.testing.assert_close(of_many / (labels[:, 1:] != -100).sum(), expected)
     others = torch.autograd.grad(expected, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     for one, other in zip(gradients, others, strict=True):
         assert (one is None) == (other is None)

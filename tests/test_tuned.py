@@ -348,10 +348,7 @@ def changed(home, tmp_path, **fields):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            "rope_parameters is .*computes otherwise",
-        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters is .*computes otherwise"),
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, but 1e-06 in base"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but 'silu' in base"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the weights are quantised"),
@@ -408,9 +405,8 @@ def test_another_vocabulary_is_refused_by_the_first_token_that_differs(home, tmp
     token = next(token for token, number in vocabulary.items() if number == 40)
     vocabulary["other"] = vocabulary.pop(token)
     file.write_text(json.dumps(fields))
-    refused(
-        expand_tuned, tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "out", says="token 40 is 'other', but "
-    )  # fmt: skip
+    given = (tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "out")
+    refused(expand_tuned, *given, says="token 40 is 'other', but ")
 
 
 @pytest.mark.parametrize(
@@ -429,9 +425,8 @@ def test_a_plan_says_what_a_language_has_of_its_own(given, own, home, tmp_path):
     expand_checkpoint(home / "base", tmp_path / "model", plan)
     model = load(tmp_path / "model")
     inside = {name.split(".")[6] for name in model.state_dict() if ".adapters." in name}
-    assert {
-        name for name in inside if name.endswith(("q_proj_own", "up_proj_own", "q_proj_update", "up_proj_update"))
-    } == own
+    ends = ("q_proj_own", "up_proj_own", "q_proj_update", "up_proj_update")
+    assert {name for name in inside if name.endswith(ends)} == own
     assert torch.equal(logits(model, languages="el"), logits(load(home / "base")))
     in_memory = expand_model(load(home / "base"), plan)
     assert list(in_memory.state_dict()) == list(model.state_dict())
@@ -454,8 +449,5 @@ def test_a_whole_fine_tune_and_an_adapter_of_peft_are_languages_of_one_model(hom
     assert torch.equal(logits(model, languages=["en", "tr"])[0], logits(load(home / "base"))[0])
     export_peft(tmp_path / "model", tmp_path / "again", language="tr")
     again = load_file(tmp_path / "again" / "adapter_model.safetensors")
-    assert all(torch.equal(again[key], value) for key, value in stored_adapter(tmp_path / "lora-tr").items())
-
-
-def stored_adapter(folder):
-    return load_file(folder / "adapter_model.safetensors")
+    own = load_file(tmp_path / "lora-tr" / "adapter_model.safetensors")
+    assert all(torch.equal(again[key], value) for key, value in own.items())

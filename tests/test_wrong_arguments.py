@@ -32,7 +32,6 @@ from hf_moe_expand import (
     expand_model,
     freeze,
 )
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import checked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
@@ -95,20 +94,14 @@ DATA = {
     "a model": (DENSE, "{name} is of type Qwen2ForCausalLM"),
     "rows in a list": ([{"text": "a"}], r"{name} is \[.*Dataset.from_list"),
     "a stream": (ROWS.to_iterable_dataset(), "{name} is of type IterableDataset"),
-    "a column content": (
-        of_rows(content=["a"]), r"{name} has the columns content.*rename_column\('content', 'text'\)"
-    ),
+    "a column content": (of_rows(content=["a"]), r"{name} has the columns content.*rename_column\('content', 'text'"),
     "another kind": (Unknown(), "{name} has the columns content"),
     "no rows": (of_rows(input_ids=[]), "{name}"),
     "numbers as text": (of_rows(text=[1, 2]), "{name}: the column `text` holds int64"),
     "texts as tokens": (of_rows(input_ids=["a"], language_ids=["b"]), "{name}: the column `input_ids` holds string"),
     "numbers as tokens": (of_rows(input_ids=[[0.5]], language_ids=[[0]]), "{name}: the column `input_ids` holds"),
-    "several lengths": (
-        of_rows(input_ids=[[1, 2], [3]], language_ids=[[0, 0], [0]]), "{name} has rows of 1 to 2 tokens"
-    ),
-    "fewer languages than tokens": (
-        of_rows(input_ids=[[1, 2]], language_ids=[[0]]), "{name} has rows whose `language_ids`"
-    ),
+    "several lengths": (of_rows(input_ids=[[1, 2], [3]], language_ids=[[0, 0], [0]]), "{name} has rows of 1 to 2"),
+    "fewer languages": (of_rows(input_ids=[[1, 2]], language_ids=[[0]]), "{name} has rows whose `language_ids`"),
     "too long": (of_rows(input_ids=[[1] * 65], language_ids=[[0] * 65]), "{name} has rows of 65 tokens.*64 positions"),
     "tokens beyond": (of_rows(input_ids=[[257]], language_ids=[[0]]), "{name} holds token number 257"),
     "negative tokens": (of_rows(input_ids=[[-1]], language_ids=[[0]]), "{name}: the column `input_ids` holds -1"),
@@ -194,10 +187,8 @@ def test_arguments_of_the_right_type_pass():
         return a, b, c
 
     rows, unread = of_rows(text=["a"]), (one for one in "ab")
-    for given in (
-        (numpy.int64(3), numpy.ones(2), {"el": unread}),
-        (3, (1, 2.0), {"el": rows["text"], "en": {"a"}}, len, 2),
-    ):
+    texts = {"el": rows["text"], "en": {"a"}}
+    for given in ((numpy.int64(3), numpy.ones(2), {"el": unread}), (3, (1, 2.0), texts, len, 2)):
         assert f(*given) == given[:3]
     assert list(unread) == ["a", "b"]
     for given in ((True, [1.0], {}), (1, "ab", {}), (1, ["a"], {}), (1, [1.0], {"el": "text"}), (1, [1.0], {1: []}),
@@ -293,9 +284,8 @@ def recipe(home, *path, value=None):
     ids=".".join,
 )  # fmt: skip
 def test_a_recipe_refuses_a_count_that_nothing_takes(home, path, value):
-    with pytest.raises(InputError, match=path[-1]) as refused:
-        validate_recipe(recipe(home, *path, value=value))
-    refused.match(IS_TOO_LARGE if path[-1] != "copy_from" else "copy_from")
+    said = IS_TOO_LARGE if path[-1] != "copy_from" else ""
+    assert path[-1] in refused(lambda: validate_recipe(recipe(home, *path, value=value)), says=said)
 
 
 SIMILARITY = ["analyze", "similarity", "HOME/base", "--old", "en=HOME/en.jsonl", "--new", "el=HOME/el.jsonl"]
