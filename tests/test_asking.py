@@ -390,3 +390,20 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
     header, rows = Evaluation.from_json(tmp_path / "e.json").sample_rows()
     assert header == ["language", "held-out text begins", "one", "two"]
     assert rows[0] == ["en", prompt, *samples["en"]["continued"].values()]
+
+
+def test_a_model_that_only_ends_its_text_is_given_up(loaded, monkeypatch):
+    model, tokenizer = loaded
+
+    def ends(prompt, **options):
+        return torch.cat([prompt, torch.full_like(prompt[:, :1], tokenizer.eos_token_id)], dim=1)
+
+    monkeypatch.setattr(model, "generate", ends)
+    refused(texts, loaded, says="The model writes nothing but ends of text")
+
+
+def test_drawn_answers_depend_on_the_seed_alone(home):
+    asked = ChatModel.load(home / "el")
+    how = Answering(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
+    assert asked.answer("a", how) == asked.answer("a", how)
+    assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))

@@ -255,3 +255,14 @@ def test_too_little_text_names_every_such_language(tmp_path):
 def test_settings_out_of_range_are_refused(tmp_path, changes, message):
     refused(measure, tiny_dense("qwen2"), tmp_path / "work", says=message, **changes)
     assert not (tmp_path / "work" / "language-en").exists()
+
+
+def test_any_layers_can_be_compared_and_only_they_are_stored(tmp_path):
+    model = tiny_dense("qwen2")
+    found = measure(model, tmp_path / "work", layers=[2, 0])
+    change = {language: slow_change(model, documents[0]) for language, documents in TEXTS.items()}
+    a, b = (torch.cat([ffn_change(change[language], layer) for layer in (0, 2)]) for language in ("en", "hu"))
+    assert found.similarity[0][2] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
+    stored = sorted(path.name for path in (tmp_path / "work" / "language-en").iterdir())
+    assert stored == ["deviation.json", "layer-0.safetensors", "layer-2.safetensors"]
+    assert measure(model, tmp_path / "all", last_layers=3).layers == [0, 1, 2]

@@ -1,6 +1,7 @@
 """One expanded layer, and the two ways to run its experts, against slow definitions: outputs, gradients, shapes."""
 
 import copy
+import logging
 
 import layers
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_moe_expand.modeling import dispatch as dispatch_module
-from hf_moe_expand.modeling.dispatch import run_all, run_in_turn
+from hf_moe_expand.modeling.dispatch import fused, run_all, run_in_turn
 from hf_moe_expand.modeling.routing import init_router, select_experts
 from hf_moe_expand.modeling.routing_control import Routing
 
@@ -324,3 +325,29 @@ def test_routing_is_float32_under_autocast_and_captured_with_its_graph():
     assert torch.equal(routing.layers[0].router_logits, x @ layer.router.weight.T)
     assert routing.layers[0].router_logits.requires_grad
     assert routing.layers[0].classifier_logits.shape == (8, 2)
+
+
+def test_without_a_compiler_the_code_itself_runs(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("hf_moe_expand"), "propagate", True)
+    dispatch_module.logger.warning_once.cache_clear()
+
+    def broken(function, **_):
+        def call(*args):
+            raise RuntimeError("no gcc")
+
+        return call
+
+    class Large(torch.Tensor):
+        is_cuda = True
+
+        def numel(self):
+            return 1 << 24
+
+    monkeypatch.setattr(torch, "compile", broken)
+    twice = fused(lambda outputs: 2 * outputs[0])
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            large = torch.ones(3).as_subclass(Large)
+            assert torch.equal(twice([large]).as_subclass(torch.Tensor), 2 * torch.ones(3))
+    assert len(caplog.records) == 1

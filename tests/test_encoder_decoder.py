@@ -427,3 +427,14 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
     everything = texts(folder, en="es", es="es", el="el")
     with pytest.raises(InputError, match="distillation_coef: keeps the base's predictions of the next token"):
         train_stage(folder / "expanded", tmp_path / "out", everything, config)
+
+
+def test_predictions_with_generation_and_losses_without(folder, tmp_path):
+    rows = packed(folder).dataset
+    made = trainer(folder, tmp_path, rows, 4, predict_with_generate=True, generation_max_length=8)
+    found = made.predict(rows.select(range(4)))
+    assert found.predictions.shape[0] == 4
+    made.args.predict_with_generate = False
+    assert {"eval_loss", "eval_language_prior_loss", "eval_old_tokens_right", "eval_new_tokens_right"} <= set(
+        made.evaluate(rows)
+    )

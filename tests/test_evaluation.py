@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, save_dense, tiny_dense
 from gated_models import KINDS, gated_model, tokens
+from transformers import AutoModelForCausalLM
 
-from hf_moe_expand.evaluation import perplexity
+from hf_moe_expand.evaluation import perplexity, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore, ScoredText, evaluate_model, text_stream
-from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.report import Evaluation, in_time
+from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 
@@ -218,3 +220,17 @@ def test_logits_come_in_pieces_of_a_bounded_size(monkeypatch):
     rows.clear()
     list(perplexity.target_nats(model, stream, 16, 4))
     assert set(rows) == {1}
+
+
+def test_an_evaluation_takes_two_minutes_unless_it_is_told_otherwise(tmp_path, monkeypatch, capsys):
+    model, asked = {"base": (str(save_dense(tmp_path / "base")), None)}, EvaluationSettings()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "base").num_parameters()
+    for share in (1000, 100):
+        monkeypatch.setattr(report, "_WORK", parameters * share * 25)
+        assert in_time(asked, model, {"en": 1, "el": 2}).max_tokens == max(1000, share * 25 // 2 // 100 * 100)
+    assert "scores up to 12,500 tokens of each language" in capsys.readouterr().err
+    given = EvaluationSettings(max_tokens=5)
+    assert in_time(given, model, {"en": 1}) == given
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert in_time(asked, model, {"en": 1}) == asked

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from conftest import CHAT, byte_tokenizer, move, refused, run_fresh, save_dense, tensors, tiny_config, tiny_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -172,3 +173,10 @@ def test_an_expert_that_not_every_layer_has(tmp_path):
         with pytest.raises(InputError, match=r"Give one of --language CODE and --expert NUMBER, .* or --peft"):
             export_dense(tmp_path / "out", tmp_path / "no", **both)
     assert not (tmp_path / "no").exists()
+
+
+def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(InputError, match=r"has no random first weights of 'down_proj\.weight': take `copy` instead"):
+        expand_checkpoint(base, tmp_path / "out", PLAN, expert_init="random")
+    assert not (tmp_path / "out").exists()

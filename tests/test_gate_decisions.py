@@ -21,6 +21,7 @@ from gated_models import (
     slow_sums,
     tokens,
 )
+from peft import PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
@@ -202,3 +203,18 @@ def test_a_server_that_reads_parts_of_texts_is_refused(server, monkeypatch):
     config._attn_implementation_internal = server
     with pytest.raises(ValueError, match=r"(vLLM|SGLang) reads parts of several in one pass.*export --language"):
         LayerMoEForCausalLM(config)
+
+
+@torch.no_grad()
+def test_prefix_tuning_is_told():
+    """Its vectors lie in a cache, so that a pass of its own judges nothing; `generate` judges the prompt."""
+    model = gated_model(**KINDS["exclusive"])
+    texts = clear_texts(model, 2, 9)
+    ids, codes = torch.tensor(texts), [CODES[number] for number in numbers_of(model, texts)]
+    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    refused(tuned, ids, says="a pass on a filled cache judges no text", raises=ValueError)
+    with tuned.judged(ids):
+        found = tuned(ids).logits
+    assert torch.equal(found, tuned(ids, languages=codes).logits)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
+    assert torch.equal(tuned.generate(**options), tuned.generate(languages=codes, **options))

@@ -15,6 +15,7 @@ from gated_models import (
     GREEDY,
     KINDS,
     TWO,
+    all_go_to,
     clear_texts,
     gated_model,
     padded,
@@ -346,3 +347,11 @@ def test_autograd_in_a_thread_of_its_own_goes_on_with_the_expert_of_the_forward_
     assert any(".experts.1." in name for name in found)
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name])
+
+
+def test_in_training_a_text_is_not_judged_which_is_said():
+    model, ids = gated_model(**KINDS["exclusive"]).train(), tokens(2, 8)
+    all_go_to(model, 0)
+    with pytest.warns(UserWarning, match=r"the language gate judges nothing.*call model.eval\(\) first"):
+        found = model.generate(ids, **GREEDY)
+    assert torch.equal(found, model.generate(ids, languages="hu", **GREEDY))

@@ -337,3 +337,9 @@ def test_branches_that_make_no_sense(three, tmp_path):
     ):
         refused(expand_branches, branches, tmp_path / "out", *plan or [GROUPS], says=message)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_every_tensor_was_trained_is_not_checked(family, tmp_path):
+    graft(family, tmp_path / "grafted")
+    graft(family, tmp_path / "twice", model=tmp_path / "grafted")
+    assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["expansions"][0]["stages"]) == 2

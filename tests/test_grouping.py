@@ -299,3 +299,16 @@ def test_a_plan_whose_groups_do_not_fit_is_refused():
         ({"grows_from": [1, 1, 1, 1, 1]}, "for a dense model"),
     ]:
         refused(changed, plan, says=message, **changes)
+
+
+def test_random_layers_are_as_many_as_those_that_deviate_most_and_follow_the_seed():
+    """DMoE figure 5."""
+    plans = [dmoe(groups=2, ratio=0.6, layers_by="random", seed=seed) for seed in range(8)]
+    chosen = {tuple(layer for layer, count in enumerate(plan.experts_per_layer) if count > 1) for plan in plans}
+    assert {len(layers) for layers in chosen} == {3}
+    assert len(chosen) > 1
+    assert plans[3] == dmoe(groups=2, ratio=0.6, layers_by="random", seed=3)
+    assert plans[3].groups == dmoe(groups=2, ratio=0.6).groups
+    assert (plans[3].settings["layers_by"], plans[3].settings["seed"]) == ("random", 3)
+    by_threshold = dmoe(groups=2, threshold=0.5, layers_by="random")
+    assert sorted(by_threshold.experts_per_layer) == [1, 1, 2, 2, 2]

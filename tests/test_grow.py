@@ -289,3 +289,20 @@ def test_an_incomplete_checkpoint_or_an_expert_that_is_not_there_is_refused(made
     save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
     refused(grow_checkpoint, lacking, tmp_path / "out", SECOND_OF, says=r"layers\.1\.mlp\.up_proj\.weight")
     assert not (tmp_path / "out").exists()
+
+
+def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, tmp_path):
+    record = ExpansionRecord(method="moe-lpr", old_languages=["en"], new_languages=["tr"], base_model="base")
+    sources = {0: [2, 1], 1: [], 2: [1]}
+    add_experts(made(), tmp_path / "out", sources, record, copy_router_rows=True)
+    before, found = weights(made()), weights(tmp_path / "out")
+    for layer, experts in sources.items():
+        prefix = LAYER.format(layer)
+        for number, expert in enumerate(experts, start=FIRST_OF.experts_per_layer[layer]):
+            for name in (f"{part}_proj.weight" for part in ("gate", "up", "down")):
+                assert torch.equal(
+                    found[f"{prefix}experts.{number}.{name}"], before[f"{prefix}experts.{expert}.{name}"]
+                )
+        if experts:
+            rows = before[f"{prefix}router.weight"]
+            assert torch.equal(found[f"{prefix}router.weight"], torch.cat([rows, rows[experts]]))

@@ -22,8 +22,8 @@ import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from hf_moe_expand.evaluation.benchmarks import task_list
-from hf_moe_expand.evaluation.harness import HarnessTasks
+from hf_moe_expand.evaluation.benchmarks import benchmark_means, task_list
+from hf_moe_expand.evaluation.harness import HarnessTasks, Metric, TaskScore
 
 QUESTIONS = {
     "el": [("Η γάτα πίνει", ["γάλα", "ουρανό"], 0), ("Ο ήλιος είναι", ["κρύος", "ζεστός", "βιβλίο"], 1)] * 3,
@@ -287,3 +287,21 @@ def test_bad_input(root, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "load_for_inference", lambda *name: pytest.fail("loaded"))
     refused(invoke, "evaluate", root / "moe", "--tasks", "nothing", *out, says="is not a task")
     assert not (tmp_path / "out.json").exists()
+
+
+def score(value, stderr=0.0, name="acc", **more):
+    return TaskScore({name: Metric(value, stderr), **more}, 0, 9, 9, None, "0")
+
+
+def test_a_mean_is_over_languages_then_over_benchmarks():
+    listed = {"a": {"el": "a_el", "hu": "a_hu"}, "b": {"el": "b_el"}, "c": {"tr": "c_tr"}}
+    scores = {
+        "a_el": score(0.2, 0.03, acc_norm=Metric(0.4, 0.03)), "a_hu": score(0.3, 0.04, acc_norm=Metric(0.6, 0.04)),
+        "b_el": score(0.9, None, "exact_match"),
+    }  # fmt: skip
+    means = benchmark_means(scores, listed, ["el", "hu"])
+    assert means["a"].value == pytest.approx(0.5)
+    assert means["a"].stderr == pytest.approx(0.025)
+    assert (means["b"].value, means["b"].stderr, means["c"]) == (0.9, None, None)
+    assert means["mean"].value == pytest.approx(0.7)
+    assert means["mean"].stderr is None

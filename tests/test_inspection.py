@@ -295,3 +295,10 @@ def test_chat_warns_where_the_base_inside_moved(model, tmp_path, capsys):
     check(moved)
     _warn_of_moved(str(moved), None)
     assert "model.embed_tokens.weight moved since" in capsys.readouterr().err
+
+
+def test_equal_checkpoints(pair):
+    done = diff(pair / "a", pair / "a", "--all")
+    assert done.exit_code == 0
+    assert "changed  " not in done.output.replace("│", "")
+    assert compare_checkpoints(pair / "a", pair / "a").same

@@ -10,7 +10,15 @@ from conftest import tiny_dense
 from one_step import build, rows, train
 from peft import LoraConfig, get_peft_model
 
-from hf_moe_expand import DistillationLoss, Plan, expand_model
+from hf_moe_expand import (
+    BalanceLoss,
+    ClassifierLoss,
+    DistillationLoss,
+    LanguagePriorLoss,
+    Plan,
+    ReviewConfig,
+    expand_model,
+)
 from hf_moe_expand.trainers import (
     classifier_loss,
     expert_selections,
@@ -260,3 +268,10 @@ def test_the_base_has_no_dropout_and_no_adapter():
     with adapted.get_base_model().use_expert(0), torch.no_grad():
         assert not torch.allclose(adapted.eval()(IDS).logits, expected, atol=1e-3)
     assert torch.equal(base_logits(adapted.train(), {"input_ids": IDS}), expected)
+
+
+def test_review_distils_where_its_coefficient_says_so(tmp_path):
+    plain = ReviewConfig(str(tmp_path)).router_losses()
+    assert plain == [BalanceLoss(0.0), LanguagePriorLoss(0.1), ClassifierLoss(0.1)]
+    alone = ReviewConfig(str(tmp_path), language_prior_coef=0.0, distillation_coef=0.5)
+    assert alone.router_losses()[-1] == DistillationLoss(0.5)

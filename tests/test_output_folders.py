@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
@@ -240,3 +241,12 @@ def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
         refused(remove_work_folder, tmp_path / name, says="not removed")
         assert (tmp_path / name).exists()
     refused(work_folder, tmp_path / "file" / "work", says="work: Not a directory")
+
+
+def test_what_another_machine_left_is_removed_after_a_day(tmp_path, monkeypatch):
+    fill(tmp_path / ".out.partial-1-another-machine")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 60 * 60)
+    with new_folder(tmp_path / "out") as partial:
+        fill(partial)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

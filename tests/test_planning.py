@@ -311,3 +311,12 @@ def test_what_cannot_have_them_is_refused_before_anything_runs(root, data, tmp_p
 def test_a_trainer_trains_what_its_model_has(root, tmp_path):
     model, config = load(root / "plain"), ReviewConfig(str(tmp_path), classifier_layers=1, **QUICK)
     refused(ReviewTrainer, model, config, says="`train_stage`, from folder to folder, measures the model and places")
+
+
+def test_random_allocation_has_the_total_and_follows_the_seed():
+    def drawn(seed):
+        return counts_of(24, "random", total_experts=72, seed=seed)
+
+    assert sum(drawn(1)) == 72
+    assert min(drawn(1)) >= 2
+    assert drawn(1) == drawn(1) != drawn(2)

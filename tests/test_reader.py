@@ -24,6 +24,7 @@ from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
+from hf_moe_expand.core.jsonfile import read_json
 from hf_moe_expand.stages.distributed import save_whole
 
 
@@ -323,3 +324,8 @@ def test_what_the_files_lack_is_refused_before_anything_is_written(tmp_path, fie
     plan = Plan("moe-lpr", [2] * fields.get("num_hidden_layers", 3), old=["en"], new=["el"])
     refused(expand_checkpoint, base, tmp_path / "out", plan, says=message)
     assert not (tmp_path / "out").exists()
+
+
+def test_json_files_with_a_byte_order_mark_are_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":\r\n1}\r\n', encoding="utf-8-sig")
+    assert read_json(tmp_path / "config.json", "x") == {"a": 1}

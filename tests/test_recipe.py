@@ -291,3 +291,13 @@ def test_a_misspelt_key_is_named(tmp_path, lines, sentence):
     file = tmp_path / "a.yaml"
     file.write_text(f"base: x\noutput: y\nold: {{en: x}}\n{lines}\n")
     assert refused(Recipe.load, file) == f"{file}: {sentence}"
+
+
+def test_later_experts_are_exclusive_as_earlier_ones_unless_the_plan_says(tmp_path):
+    rounds = "".join(
+        f"  - {{new: {{{code}: x}}, plan: {{method: moe-lpr, experts: {experts}{more}}}}}\n"
+        for code, experts, more in (("el", 2, ", exclusive: true"), ("tr", 1, ""), ("hu", 1, ""))
+    )
+    found = Recipe.of_text(f"base: b\noutput: o\nold: {{en: x}}\nexpansions:\n{rounds}", "r").all_expansions
+    assert [expansion.plan.exclusive for expansion in found] == [True] * 3
+    assert not any(expansion.has("review") for expansion in found)

@@ -442,3 +442,14 @@ def config(name):
 
 def stages(name):
     return config(name)["expansions"][-1]["stages"]
+
+
+def test_the_batch_fits_the_memory(base, texts, monkeypatch):
+    given = ({"en": str(texts["en"])}, {"hu": "hub:some/text"}, {})
+    sizes = []
+    for memory in (10**12, 1):
+        monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
+        training = Recipe.of_text(text := new_recipe(str(base), *given), "x").post_pretrain
+        assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 16
+        sizes.append((training.per_device_train_batch_size, "checkpointing: true" in text))
+    assert sizes == [(16, False), (1, True)]

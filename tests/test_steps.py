@@ -15,14 +15,16 @@ from hf_moe_expand import Plan, PostPretrainConfig, ReviewConfig, cli, expand_ch
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.operation_settings import GraftSettings
 from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.core.schema import changed
+from hf_moe_expand.data.curriculum import Curriculum
 from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 from hf_moe_expand.hub import card as card_module
 from hf_moe_expand.hub.publish import card_to_push, push_to_hub
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.runs.pipeline import steps_of
-from hf_moe_expand.runs.recipe import Recipe
+from hf_moe_expand.runs.recipe import Expansion, Recipe
 from hf_moe_expand.stages.run import check_frozen
 
 TRAINING = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
@@ -236,3 +238,31 @@ def test_a_card_of_the_users_own_is_pushed_as_it_stands(tmp_path):
         said.clear()
     assert "# mine" not in card_to_push(tmp_path / "el", "me/x", say=said.append)[0]
     assert any("which `push` publishes as it stands" in line for line in said)
+
+
+def test_a_changed_curriculum_is_noticed(recipe, tmp_path):
+    file = tmp_path / "curriculum.json"
+    Curriculum(2, {"el": 0}).save(file)
+    training = {name: value for name, value in TRAINING.items() if name != "max_steps"}
+    stage = keywords(PostPretrainConfig, block_size=16, curriculum=str(file), **training)
+    scheduled = changed(recipe, post_pretrain=stage, review=None, test={})
+    run_recipe(scheduled)
+    assert repeated(scheduled) == []
+    Curriculum(3, {"el": 0}).save(file)
+    refused(run_recipe, scheduled, says=r"post_pretrain: curriculum.json: changed after step `post_pretrain` had run")
+
+
+def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
+    run_recipe(changed(recipe, test={}))
+    one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain, "review": recipe.review}
+    expansions = [Expansion(new=recipe.new, **one), Expansion(new={"tr": str(tmp_path / "en.jsonl")}, **one)]
+    several = Recipe(base=recipe.base, output=recipe.output, old=recipe.old, expansions=expansions)
+    refused(run_recipe, several, says=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another")
+    assert not (tmp_path / "run" / "1").exists()
+
+
+def test_too_little_text_to_replay_is_refused_before_a_run(recipe, tmp_path):
+    write_texts(tmp_path / "el.jsonl", ["μια μακριά πρόταση " * 8] * 40)
+    replayed = replace(recipe.post_pretrain, replay=True, replay_share=0.5)
+    with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):
+        validate_recipe(changed(recipe, post_pretrain=replayed))

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import fork_ranks, shaken, tiny_config, tiny_dense
+from conftest import enable_checkpointing, fork_ranks, refused, shaken, tiny_config, tiny_dense
 from datasets import Dataset
 from one_step import assert_same, build, largest_difference, rows, train
 from transformers import Trainer, TrainingArguments
@@ -326,3 +326,10 @@ def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):
     module.LARGE = build().get_output_embeddings().weight.shape[0] * IDS.numel()
     train(tmp_path / "b", model=made(), logs=whole, losses=[Flatness(0.5)])
     assert logs["flatness_loss"] == whole["flatness_loss"]
+
+
+def test_reentrant_checkpointing_behind_the_trainers_back_is_noticed(tmp_path):
+    network = model()
+    trainer = plain_trainer(tmp_path, network)
+    enable_checkpointing(network, reentrant=True)
+    refused(trainer.train, says="router logits carry no gradient", raises=ValueError)

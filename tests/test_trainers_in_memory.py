@@ -385,3 +385,11 @@ def test_a_coefficient_that_is_asked_for_is_refused_beside_router_losses(tmp_pat
         r"router_aux_loss_coef is 0\.01: it weighs .* Leave it out",
     )
     refused(MoESFTTrainer, str(saved), arguments, **given, says=said, raises=ValueError)
+
+
+def test_restored_callbacks_count_on(tmp_path):
+    options = {"block_size": 32, "max_steps": 6, "save_steps": 2, "save_strategy": "steps", "save_total_limit": None}
+    options["restore_callback_states_from_checkpoint"] = True
+    record_of(tmp_path, tagged("el", "tr"), **options)
+    record = record_of(tmp_path, tagged("el", "tr"), resume=str(tmp_path / "checkpoint-4"), **options)
+    assert (record.blocks_seen, record.tokens_seen) == (24, 24 * 32)
