@@ -19,14 +19,13 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..core.errors import InputError, first_line
-from ..core.saying import say_once
 from ..core.schema import checked, shown_value
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .bfloat16 import NO_BFLOAT16, has_bfloat16
 from .encoder_decoder import target_loss
 from .losses import LayerLoss
 from .router_losses import RouterLossMixin, classes_matter
-from .watching import CHANGE_THE_LOSS, without_compiler
+from .watching import check_columns, without_compiler
 
 _COLUMNS = ("input_ids", "messages", "prompt", "completion", "conversations", "chosen", "text")
 _READ_BESIDE = (
@@ -179,7 +178,8 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
                 f"The {dataset_name} data set has the columns {', '.join(columns)}, but none that TRL reads: give "
                 f"`{args.dataset_text_field}`, `messages`, or `prompt` and `completion`."
             )
-        _check_columns([] if formatting_func is not None else columns, args.dataset_text_field, dataset_name)
+        if formatting_func is None:
+            check_columns(columns, (*_COLUMNS, *_READ_BESIDE, args.dataset_text_field), f"The {dataset_name} data set")
         given = self._codes_given or self._ids_given
         step: Callable[..., dict]
         options: dict[str, Any]
@@ -249,18 +249,6 @@ def _stored_dtype(config: Any, args: Any) -> torch.dtype | None:
         return None
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     return getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-
-
-def _check_columns(columns: Sequence[str], text: str, name: str) -> None:
-    """Refuses columns that would change the loss, but that TRL does not read; names others that it does not read."""
-    left = [column for column in columns if column not in (*_COLUMNS, *_READ_BESIDE, text)]
-    if changes := [column for column in left if column in CHANGE_THE_LOSS]:
-        raise InputError(
-            f"The {name} data set has a column `{changes[0]}`, which TRL does not read, although it would change the "
-            "loss: give `labels` with -100 where a token does not count, or remove the column."
-        )
-    if left:
-        say_once(f"The {name} data set: nothing reads the column{'s' * (len(left) > 1)} {', '.join(left)}")
 
 
 def _config_of(model: Any, args: Any) -> Any:

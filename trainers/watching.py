@@ -1,6 +1,7 @@
 """Watches a training for what would otherwise pass in silence: steps that train nothing, steps without a target, a best
 step that is not saved, and a checkpoint that cannot resume exactly."""
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,16 @@ import torch
 from accelerate.utils import extract_model_from_parallel, is_compiled_module
 
 from ..core.errors import InputError
+from ..core.saying import say_once
 from .freezing import TrainerBase
 
 WATCHED = 20  # steps
 _NOTHING = 1e-8  # a norm of the gradient that is rounding; the epsilon of AdamW
-# Columns that would change the loss, and that no Trainer reads.
-CHANGE_THE_LOSS = (
-    "loss_mask",
-    "loss_masks",
-    "loss_weight",
-    "loss_weights",
-    "sample_weight",
-    "token_weights",
-    "weight",
-    "weights",
-)
+# Columns that would change the loss; TRL reads the last two.
+_CHANGE_THE_LOSS = (
+    "loss_mask", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "weight", "weights",
+    "completion_mask", "assistant_masks",
+)  # fmt: skip
 _STATES = ("optimizer*", "global_step*")  # of an optimizer; DeepSpeed's
 FULL_EVALUATION = "it rounds the weights of the model that is then saved, those of the base too"
 
@@ -32,6 +28,18 @@ def check_full_evaluation(args: Any) -> None:
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name, False):
             raise InputError(f"{name}: {FULL_EVALUATION}. Leave it out; `bf16: true` evaluates under autocast.")
+
+
+def check_columns(columns: Iterable[str], read: Collection[str], name: str) -> None:
+    """Refuses columns of a data set that would change the loss, and that nobody reads; says the others once."""
+    left = [column for column in columns if column not in read]
+    if changes := [column for column in left if column in _CHANGE_THE_LOSS]:
+        raise InputError(
+            f"{name} has a column `{changes[0]}`, which nothing reads, although it would change the loss: give "
+            "`labels` with -100 where a token does not count, or remove the column."
+        )
+    if left:
+        say_once(f"{name}: nothing reads the column{'s' * (len(left) > 1)} {', '.join(left)}")
 
 
 def without_compiler(model: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import os
 import pydoc
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,10 @@ def _train(
         if mapping.get("method", "new-blocks") != "new-blocks":
             raise InputError(f"{config}: method is {mapping['method']!r}, but --only-new-blocks was given; drop one.")
         given["method"] = "new-blocks"
-    settings = _settings(key, {**mapping, **given}, str(config or ""), validation or {})
+    if validation and isinstance(before := mapping.get("validation") or {}, dict):
+        texts = {code: text.source for code, text in validation.items()}
+        given["validation"] = {**before, "texts": {**before.get("texts", {}), **texts}}
+    settings = _settings(key, {**mapping, **given}, str(config or ""))
     if key == "adapt":
         _adapt(model, out, data, settings, seed, overwrite, allow_lost_text, test or {})
         return
@@ -123,24 +125,16 @@ def _adapt(
         evaluate_models(labels_of([model, str(out)]), test, [old, new], EvaluationSettings())
 
 
-def _settings(key: str, mapping: dict[str, Any], where: str, held_out: dict[str, Any]) -> Any:
-    """The keywords of a stage from its file's values, and held-out text of the command line."""
-    from ..core.schema import changed, read
+def _settings(key: str, mapping: dict[str, Any], where: str) -> Any:
+    """The configuration of a stage from its file's values."""
+    from ..core.schema import read
     from ..stages import all_stages
+    from ..stages.config import StageConfig
 
     stage = all_stages().get(key)
-    if stage is None or not hasattr(stage, "begun"):
+    if stage is None or not issubclass(stage, StageConfig):
         raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
-    settings: Any = read(stage.settings, mapping, where)
-    if not held_out:
-        return settings
-    from ..stages.config import ValidationSettings
-
-    if not hasattr(settings, "validation"):
-        raise InputError(f"--validation: the stage {key} scores no held-out text: leave it out.")
-    before = settings.validation or ValidationSettings()
-    texts = {**before.texts, **{code: text.source for code, text in held_out.items()}}
-    return replace(settings, validation=changed(before, texts=texts))
+    return read(stage, mapping, where)
 
 
 def _synopsis_of(module: str) -> str:

@@ -17,12 +17,10 @@ from ..data.packing import Blocks
 from ..data.pairs import pairs_of
 from ..data.rows import LeftOut, counted
 from ..inference.models import longest_block
-from ..trainers.watching import CHANGE_THE_LOSS
 
 _COLUMNS = ("text", "translation")
-_MASKS = ("completion_mask", "assistant_masks")
 # Beside tokens; `_check_other_columns` refuses masks and positions that a batch would lose.
-_IN_BATCHES = ("input_ids", "labels", "language_ids", "language", "attention_mask", "position_ids")
+IN_BATCHES = ("input_ids", "labels", "language_ids", "language", "attention_mask", "position_ids")
 _NAMES = ("content", "document", "sentence", "sentences", "raw_content", "body")  # of text, in others' data sets
 
 
@@ -60,18 +58,6 @@ def columns_of(data: Any, name: str, own_collator: bool) -> Collection[str]:
     return columns
 
 
-def check_columns(columns: Collection[str], name: str) -> None:
-    """Refuses columns of rows that would change the loss, and that no batch has; names the others once."""
-    left = [column for column in columns if column not in _IN_BATCHES]
-    if changes := [column for column in left if column in (*CHANGE_THE_LOSS, *_MASKS)]:
-        raise InputError(
-            f"{name} has a column `{changes[0]}`, which nothing reads, although it would change the loss: give "
-            "`labels` with -100 where a token does not count, or remove the column."
-        )
-    if left:
-        say_once(f"{name}: nothing reads the column{'s' * (len(left) > 1)} {', '.join(left)}")
-
-
 def _columns_of_a_row(data: Any, name: str) -> list[str] | None:
     """The columns of a data set that does not name them; None if it is none."""
     if isinstance(data, str | bytes) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
@@ -99,19 +85,16 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
     rows = getattr(text_config(config), "vocab_size", None)
     if not own_collator and isinstance(data, Dataset):
         _check_other_columns(data, name)
-    labels = _check_ids(data, "labels", name, rows, least=-100)
-    if labels is not None and not own_collator:
-        _check_labels(data, name)
+    labels = _check_ids(data, "labels", name, rows, ignored=None if own_collator else -100)
     lengths = _check_ids(data, "input_ids", name, rows)
     of_languages = _check_ids(data, "language_ids", name, None, least=-numpy.inf, most=languages)
     if lengths is None or own_collator or config.is_encoder_decoder:
         return
-    if labels is not None and labels != lengths:
-        raise InputError(f"{name} has rows whose `labels` are not as many as their `input_ids`: each token has one.")
-    if of_languages is not None and of_languages != lengths:
-        raise InputError(
-            f"{name} has rows whose `language_ids` are not as many as their `input_ids`: each token has one."
-        )
+    for column, found in (("labels", labels), ("language_ids", of_languages)):
+        if found is not None and found != lengths:
+            raise InputError(
+                f"{name} has rows whose `{column}` are not as many as their `input_ids`: each token has one."
+            )
     if len(sizes := [packed] if packed else sorted({*lengths})) > 1:
         raise InputError(
             f"{name} has rows of {sizes[0]} to {sizes[-1]} tokens, but blocks have one length: give text, which is "
@@ -119,15 +102,6 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
         )
     if (longest := longest_block(config)) is not None and sizes[-1] > longest:
         raise InputError(f"{name} has rows of {sizes[-1]} tokens, but the model takes {longest} positions: cut them.")
-
-
-def _check_labels(data: Dataset, name: str) -> None:
-    """Refuses labels between -100, a token that does not count, and 0, the first token."""
-    found = pc.list_flatten(data.with_format("arrow")[:]["labels"])
-    between = pc.and_(pc.greater(found, -100), pc.less(found, 0))
-    if pc.any(between).as_py():
-        wrong = pc.filter(found, between)[0].as_py()
-        raise InputError(f"{name}: the column `labels` holds {wrong}: give -100 for a token that does not count.")
 
 
 def _check_other_columns(data: Dataset, name: str) -> None:
@@ -142,16 +116,23 @@ def _check_other_columns(data: Dataset, name: str) -> None:
 
 
 def _check_ids(
-    data: Any, column: str, name: str, rows: int | None, least: float = 0, most: int | None = None
+    data: Any,
+    column: str,
+    name: str,
+    rows: int | None,
+    least: float = 0,
+    most: int | None = None,
+    ignored: int | None = None,
 ) -> list[int] | None:
     """The lengths of a column of ids; None without it. Refuses text with tokens beyond the model's, which a tokenizer
-    that was given in Python may have."""
+    that was given in Python may have, and ids below the least but the `ignored` one."""
     if not isinstance(data, Dataset) or column not in data.column_names:
         return None
     ids = data.with_format("arrow")[:][column]
     if not types.is_list(ids.type) or not types.is_integer(ids.type.value_type) or ids.null_count:
         raise InputError(f"{name}: the column `{column}` holds {ids.type}: each row must be a list of whole numbers.")
-    found = pc.min_max(pc.list_flatten(ids)).as_py()
+    flat = pc.list_flatten(ids)
+    found = pc.min_max(flat if ignored is None else pc.filter(flat, pc.not_equal(flat, ignored))).as_py()
     smallest, largest = found["min"] or 0, found["max"] or 0
     if rows is not None and largest >= rows:
         raise InputError(
@@ -164,7 +145,8 @@ def _check_ids(
             "0, then the new ones."
         )
     if smallest < least:
-        raise InputError(f"{name}: the column `{column}` holds {smallest}: must be at least {least:.0f}.")
+        other = "" if ignored is None else f", or {ignored} for a token that does not count"
+        raise InputError(f"{name}: the column `{column}` holds {smallest}: must be at least {least:.0f}{other}.")
     return pc.list_value_length(ids).to_pylist()
 
 

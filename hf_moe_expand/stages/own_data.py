@@ -15,7 +15,8 @@ from ..data.lost import check_lost
 from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
-from .data_sets import by_language, check_columns, check_rows, columns_of, is_text
+from ..trainers.watching import check_columns
+from .data_sets import IN_BATCHES, by_language, check_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import packed_text
 
@@ -108,7 +109,7 @@ class OwnDataMixin:
     def _with_ids(self: Any, data: Any, columns: Collection[str], name: str, language: str | None = None) -> Any:
         """Rows of tokens with the language that a column `language`, or the key of an evaluation, gives each."""
         if not self._own_collator:
-            check_columns(columns, name)
+            check_columns(columns, IN_BATCHES, name)
         is_asked = (language is not None and self._has_history) or "language" in columns
         if not (is_asked and isinstance(data, Dataset) and "input_ids" in columns) or "language_ids" in columns:
             return data
