@@ -33,7 +33,8 @@ from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.stages.kinds.dense import DenseTrainer, LoraSettings, check_old_blocks
+from hf_moe_expand.stages.kinds.dense import DenseTrainer, LoraSettings
+from hf_moe_expand.stages.run import check_frozen
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 # Backbones with an output projection of each FFN and attention block, and what is special about each.
@@ -315,14 +316,15 @@ def test_lora_is_merged_and_touches_linear_layers_alone(root, data, tmp_path):
 
 
 def test_only_new_blocks_move(root, data, tmp_path):
-    train_stage(root / "deep", tmp_path / "out", data, config(method="new-blocks"))
+    new_blocks = config(method="new-blocks")
+    train_stage(root / "deep", tmp_path / "out", data, new_blocks)
     found = compare_checkpoints(root / "deep", tmp_path / "out")
     assert {name.split(".")[2] for name in found.changed} == {"1", "4"}
     assert len(found.changed) == 2 * 12  # every tensor of two blocks
-    assert check_old_blocks(root / "deep", tmp_path / "out") == len(found.identical)
+    assert check_frozen(root / "deep", tmp_path / "out", new_blocks) == len(found.identical)
     train_stage(root / "deep", tmp_path / "full", data, config())
-    with pytest.raises(RuntimeError, match="training new blocks changed other tensors"):
-        check_old_blocks(root / "deep", tmp_path / "full")
+    with pytest.raises(RuntimeError, match="stage dense new-blocks changed tensors that it had to leave alone"):
+        check_frozen(root / "deep", tmp_path / "full", new_blocks)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

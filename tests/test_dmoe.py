@@ -204,11 +204,11 @@ def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_p
     model = DMoEForCausalLM.from_pretrained(tmp_path / "hi")
     model.expanded_ffns()[0].router.weight.data[-1] += 1
     model.save_pretrained(tmp_path / "last")
-    check_frozen(tmp_path / "hi", tmp_path / "last", "adapt")
+    check_frozen(tmp_path / "hi", tmp_path / "last", AdaptConfig())
     model.expanded_ffns()[0].router.weight.data[1] += 1
     model.save_pretrained(tmp_path / "wrong")
     with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.router\.weight"):
-        check_frozen(tmp_path / "hi", tmp_path / "wrong", "adapt")
+        check_frozen(tmp_path / "hi", tmp_path / "wrong", AdaptConfig())
 
 
 def test_a_model_without_groups_is_refused(base, text, tmp_path):

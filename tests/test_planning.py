@@ -276,7 +276,7 @@ def test_review_places_and_trains_them(root, data, tmp_path, choice, nearest, ca
     assert record.settings["classifier_layers"] == 1
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights[f"model.layers.{layer}.mlp.classifier.weight"].any()  # which begins at zero
-    assert check_frozen(root / "plain", tmp_path / "out", "review")  # P3 knows what was added
+    assert check_frozen(root / "plain", tmp_path / "out", ReviewConfig())  # P3 knows what was added
     code = "from transformers import AutoModelForCausalLM as A\n"
     code += "m, i = A.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)\nprint(i)"
     assert "'missing_keys': set(), 'unexpected_keys': set()" in run_fresh(code, str(tmp_path / "out"))

@@ -115,7 +115,7 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
     record = json.loads((run / "steps.json").read_text())
     names = ["plan", "expand", "post_pretrain", "review", "evaluate"]
     assert list(record) == names
-    assert record["review"]["facts"] == {"frozen": check_frozen(run / "post_pretrain", run / "review", "review")}
+    assert record["review"]["facts"] == {"frozen": check_frozen(run / "post_pretrain", run / "review", recipe.review)}
     assert f"{record['review']['facts']['frozen']} frozen tensors are byte-identical" in record["review"]["summary"]
     # A step is made from all that the steps before it were.
     made = [set(record[name]["made_from"].items()) for name in names]

@@ -86,11 +86,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_p3_a_tensor_that_had_to_stay_is_found_out(root, tmp_path, case):
-    assert check_frozen(root / "expanded", root / "expanded", "post-pretrain")
+    assert check_frozen(root / "expanded", root / "expanded", PostPretrainConfig())
     change, name = CHANGES[case]
     after = with_tensors(root / "expanded", tmp_path / "after", change)
     with pytest.raises(RuntimeError, match=f"post-pretrain changed tensors that it had to leave alone: {name}"):
-        check_frozen(root / "expanded", after, "post-pretrain")
+        check_frozen(root / "expanded", after, PostPretrainConfig())
 
 
 @pytest.fixture

@@ -86,18 +86,13 @@ def _train(
     if key == "adapt":
         _adapt(model, out, data, settings, seed, overwrite, allow_lost_text, test or {})
         return
-    from ..stages.kinds.dense import check_old_blocks
     from ..stages.run import check_frozen, train_stage
 
     record = train_stage(model, out, data, settings, seed, overwrite=overwrite, allow_lost_text=allow_lost_text)
     if not _is_first_rank():
         return
-    frozen = None
-    if key != "dense":
-        frozen = check_frozen(model, out, record.stage)
-    elif settings.method == "new-blocks":
-        frozen = check_old_blocks(model, out)
-    kept = "" if frozen is None else f"; {frozen} frozen tensors are byte-identical"
+    all_train = key == "dense" and settings.method != "new-blocks"
+    kept = "" if all_train else f"; {check_frozen(model, out, settings)} frozen tensors are byte-identical"
     print(f"wrote {out}: {record.steps} steps{kept}")
 
 

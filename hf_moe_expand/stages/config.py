@@ -38,7 +38,7 @@ from ..data.sources import LanguageText
 from ..data.stream_reader import OnBadShard
 from ..evaluation.validation import VALIDATION, ValidationCallback, validation_sources
 from ..inference.models import check_block_size, longest_block
-from ..trainers.freezing import Trained, freeze
+from ..trainers.freezing import FreezeReport, Trained, freeze
 from ..trainers.losses import RouterLoss
 from ..trainers.masking import check_masking
 from ..trainers.router_losses import check_arguments
@@ -259,8 +259,14 @@ class StageConfig(CheckedArguments, Stage):
         Args:
             network: the model without its weights.
         """
-        total = sum(parameter.numel() for parameter in network.parameters())
-        return total, freeze(network, self.trained()[1]).trainable
+        self.freeze(network)
+        parameters = list(network.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+    def freeze(self, network: Any) -> FreezeReport | None:
+        """Freezes the parameters that the stage does not train."""
+        name, trained = self.trained()
+        return freeze(network, trained, name)
 
     def scoring(
         self, folder: Path, tokenizer: Any, languages: Sequence[str], model_config: Any

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import StageRecord, add_stage
-from ..checkpoint.source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
+from ..checkpoint.source import TOKENIZER_FILES, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..core.disk import check_room, folder_bytes, readable_size
@@ -28,8 +28,6 @@ from ..inference.memory import training_disk
 from ..inference.models import check_finite, load_tokenizer
 from ..inference.sampling import writer_of
 from ..modeling import auto_class
-from ..trainers.freezing import freeze
-from . import trained_parts
 from .config import StageConfig
 from .distributed import check_deepspeed, is_split, save_whole, sharding, whole_weights
 from .prepare import packed_text
@@ -190,28 +188,22 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
             )
 
 
-def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:
-    """Checks that the tensors frozen in `stage` are byte-identical (P3); returns their number.
-
-    Args:
-        stage: the stage's name in the history.
-    """
-    before = resolve_checkpoint(before)
-    network = network_of(load_expanded_config(Path(after)))
-    trained = trained_parts(stage)
-    if trained is None:
-        raise InputError(f"{stage!r} is not a stage that leaves tensors alone.")
-    freeze(network, trained, stage)
+def check_frozen(before: str | os.PathLike, after: str | os.PathLike, config: StageConfig) -> int:
+    """Checks that the tensors that a stage does not train are byte-identical (P3); returns their number."""
+    before, after = resolve_checkpoint(before), Path(after)
+    stage, trained = config.trained()
+    network = network_of(config.load_config(after))
+    config.freeze(network)
     moving = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     comparison = compare_checkpoints(before, after)
     added = [name for name in comparison.added if not (name in moving and name.endswith(".classifier.weight"))]
     wrong = [name for name in comparison.changed if name not in moving] + added + comparison.removed
     if trained.last_router_row:
-        left, right = CheckpointReader(before), CheckpointReader(Path(after))
+        left, right = CheckpointReader(before), CheckpointReader(after)
         routers = [name for name in comparison.changed if name.endswith(".router.weight")]
         wrong += [name for name in routers if not torch.equal(left.tensor(name)[:-1], right.tensor(name)[:-1])]
     if wrong:
         raise RuntimeError(
             f"{after}: stage {stage} changed tensors that it had to leave alone: {', '.join(wrong[:5])}."
         )
-    return len(comparison.identical)
+    return sum(name not in moving for name in comparison.identical)

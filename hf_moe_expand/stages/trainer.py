@@ -22,7 +22,7 @@ from ..core.errors import DivergedError, InputError
 from ..core.schema import checked, shown_value
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator
-from ..trainers.freezing import FreezeReport, Trained, freeze, kept_rows
+from ..trainers.freezing import FreezeReport, kept_rows
 from ..trainers.log_lines import LogLines
 from ..trainers.losses import checked_losses
 from ..trainers.masking import mask_routing
@@ -114,9 +114,8 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         config, model = self._config(args), without_compiler(model)
         self.args = config  # for what is done before the library's constructor
         self.trained_as, self.trained_parts = config.trained()
-        self.freeze_report = self._freeze(model, self.trained_parts)
-        if self.freeze_report is not None:
-            config.check_model(model.config)
+        self.freeze_report = self._freeze(model)
+        config.check_model(model.config)
         self.settings, self.masking = config.recorded(), getattr(config, "masking", None)
         self.allow_lost_text, self.processing_class, self.model_config = allow_lost_text, processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
@@ -163,9 +162,8 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             )
         return args.begun()
 
-    def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
-        """Freezes what does not train; None if that is done already."""
-        return freeze(model, trained, self.trained_as)
+    def _freeze(self, model: Any) -> FreezeReport | None:
+        return self.args.freeze(model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The library warns of tied weights, which a training checkpoint holds once."""

@@ -84,7 +84,7 @@ def _train_step(run: ExpansionRun, settings: StageConfig, before: Path) -> Step:
             return StepResult("")
         remove_training(out)
         record = Facts(load_config(out)).history.last.stages[-1]
-        frozen = check_frozen(before, out, record.stage)
+        frozen = check_frozen(before, out, settings)
         return StepResult(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})
 
     return run.step(key, key, inputs, work, tried, before=before, every_rank=True)

@@ -151,7 +151,7 @@ def adapt_language(
             )  # fmt: skip
         state.wait_for_everyone()
         record = train_stage(grown, out, {language: source}, config, seed, overwrite, allow_lost_text)
-        frozen = check_frozen(grown, out, record.stage)
+        frozen = check_frozen(grown, out, config)
         state.wait_for_everyone()
     return Adaptation(perplexities, nearest, len(groups), record, frozen)
 

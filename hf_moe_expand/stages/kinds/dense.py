@@ -3,7 +3,6 @@
 Example: hf-moe-expand train dense Qwen/Qwen2.5-0.5B qwen-ft --data el=el.jsonl --config dense.yaml
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from peft import LoraConfig, get_peft_model
 from pydantic import Field
 from transformers import AutoModelForCausalLM, set_seed
 
-from ...checkpoint.compare import compare_checkpoints
-from ...checkpoint.source import load_base_config, resolve_checkpoint
-from ...checkpoint.stored import layer_list, network_of
+from ...checkpoint.source import load_base_config
+from ...checkpoint.stored import layer_list
 from ...core.errors import InputError
 from ...core.languages import LanguageCode
 from ...core.schema import Count, Number, Schema, Text
@@ -113,19 +111,19 @@ class DenseConfig(StageConfig):
         return {**super().amounts(texts, model_config), **replay}
 
     def saved_parameters(self, network: Any) -> tuple[int, int]:
-        if self.method == "lora":  # the adapters alone, which are small
-            return 0, 0
+        return (0, 0) if self.method == "lora" else super().saved_parameters(network)  # adapters, which are small
+
+    def freeze(self, network: Any) -> None:
         if self.method == "new-blocks":
-            _freeze_all_but(network, network.config.new_layers)
-        parameters = list(network.parameters())
-        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+            network.requires_grad_(False)
+            blocks = network.get_submodule(layer_list(network))
+            for layer in network.config.new_layers:
+                blocks[layer].requires_grad_(True)
 
     def make_trainer(self, network: Any, packed: PackedText, callbacks: list[Any]) -> Any:
         if self.method == "lora":
             set_seed(self.seed)  # adapters start with random weights
             network = _with_adapters(network, self.lora)
-        elif self.method == "new-blocks":
-            _freeze_all_but(network, network.config.new_layers)
         return self.trainer_class(network, self, collate_without_languages, packed, callbacks=callbacks)
 
     def to_write(self, folder: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,25 +131,9 @@ class DenseConfig(StageConfig):
 
 
 class DenseTrainer(StageTrainer):
-    """Trains a dense model, whose frozen parts are frozen already."""
+    """Trains a dense model."""
 
     stage = DenseConfig
-
-    def _freeze(self, model: Any, trained: Trained) -> None:
-        return None
-
-
-def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Checks that the tensors outside the new blocks are byte-identical; returns their number."""
-    folder = resolve_checkpoint(before)
-    config: Any = load_base_config(folder)
-    layers = layer_list(network_of(config))
-    new = tuple(f"{layers}.{layer}." for layer in config.new_layers)
-    comparison = compare_checkpoints(folder, after)
-    wrong = [name for name in comparison.changed if not name.startswith(new)] + comparison.added + comparison.removed
-    if wrong:
-        raise RuntimeError(f"{after}: training new blocks changed other tensors: {', '.join(wrong[:5])}.")
-    return sum(not name.startswith(new) for name in comparison.identical)
 
 
 def _with_adapters(network: Any, lora: Any) -> Any:
@@ -171,10 +153,3 @@ def _merged(folder: Path, lora: Any, trained: Mapping[str, torch.Tensor]) -> dic
     )
     network.load_state_dict({name: value.cpu() for name, value in trained.items() if "lora_" in name}, strict=False)
     return network.merge_and_unload().state_dict()
-
-
-def _freeze_all_but(network: Any, layers: list[int]) -> None:
-    network.requires_grad_(False)
-    blocks = network.get_submodule(layer_list(network))
-    for layer in layers:
-        blocks[layer].requires_grad_(True)

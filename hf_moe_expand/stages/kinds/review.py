@@ -219,10 +219,10 @@ class ReviewTrainer(StageTrainer):
 
     stage = ReviewConfig
 
-    def _freeze(self, model: Any, trained: Trained) -> FreezeReport | None:
+    def _freeze(self, model: Any) -> FreezeReport | None:
         if self.args.classifier_layers and not Facts(model.config).classifiers:  # type: ignore[attr-defined]
             raise InputError(
                 "classifier_layers: a Trainer trains the classifiers that a model has. `train_stage`, from folder to "
                 "folder, measures the model and places them."
             )
-        return super()._freeze(model, trained)
+        return super()._freeze(model)
