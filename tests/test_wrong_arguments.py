@@ -166,7 +166,8 @@ def test_a_wrong_argument_of_a_function_is_named(name):
 def test_what_is_no_path_is_named(one):
     for name in {"load", "from_json"} & set(dir(one)):
         for value in (None, 5, {"base": "m"}, ["a"]):
-            refused(getattr(one, name), value, says=rf"^{one.__name__}\.(load|from_json): path is .*: must be str or Path")
+            says = rf"^{one.__name__}\.(load|from_json): path is .*: must be str or Path"
+            refused(getattr(one, name), value, says=says)
 
 
 @pytest.mark.parametrize("name", WRITERS)
