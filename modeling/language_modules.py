@@ -103,12 +103,15 @@ class Choosing:
     def get(self, expert: int, name: str) -> nn.Module | None:
         """What an expert has in a module's place; None for the base's own."""
         own = self.own[expert].get(name)
-        return None if own is None else getattr(self.experts[expert], own)
+        if own is None:
+            return None
+        of_expert: Any = self.experts._modules[str(expert)]  # a list's own look-up takes longer than a small map
+        return of_expert._modules[own]
 
     def chosen(self, name: str, module: nn.Module) -> Any:
         """What stands in the place of a module in this pass; the module, if none runs and nothing is told."""
         request, experts = self.control.request, None
-        if not (self.control.is_running or request.classes is not None or request.token_classes is not None):
+        if request.classes is None and request.token_classes is None and not self.control.is_running:
             return module
         if request.expert is not None:
             numbers, experts = None, [request.expert]
@@ -133,9 +136,10 @@ class Choosing:
 
     def _numbers(self, request: RoutingRequest) -> list[int] | None:
         """The classes of the pass's texts, as far as the host knows them."""
-        rows, given, most = request.classes, self._given(request), request.expansion
+        rows, most = request.classes, request.expansion
         if most == 0 and not self.training:
             return [0]
+        given = None if rows is not None and rows.only is not None else self._given(request)
         if rows is not None and rows.only is not None:
             found = [rows.only]
         elif torch.compiler.is_compiling() and (rows is not None or (given is not None and given.only is None)):

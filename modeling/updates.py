@@ -67,7 +67,8 @@ class LoraUpdate(nn.Module):
         """`[..., in] -> [..., out]`; zero but for the tokens of `only_T` (bool), if given."""
         low = self.lora_A(F.dropout(x, self.dropout) if self.dropout and self.training else x)
         if only_T is None:  # in PEFT's order
-            return self.scaling * self.lora_B(low)
+            change = self.lora_B(low)
+            return change if self.scaling == 1 else self.scaling * change
         return self.lora_B((self.scaling * low).where(only_T.view(*low.shape[:-1], 1), 0))
 
     def init_part(self) -> None:
