@@ -54,6 +54,13 @@ class ExpandSettings(NewExperts):
         return NewExperts(**self.model_dump(include=set(NewExperts.model_fields)))
 
 
+class WriteSettings(Schema):
+    """How a checkpoint is written."""
+
+    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+    overwrite: Flag = Field(False, description="replace the output if it exists")
+
+
 class JoinSettings(Schema):
     """Language packs, which are joined without training."""
 

@@ -21,7 +21,6 @@ from ..core.verbs import Given, Keys, Kind, Verb, flag
 # The help of parameters that many verbs have.
 _COMMON = {
     "allow_lost_text": "Take text of which the tokenizer loses more than 2 % of the bytes, too.",
-    "max_shard_size": "Size of the largest weight file.",
     "overwrite": "Replace the output if it exists.",
     "revision": "Revision of a hub id.",
     "seed": "Random seed.",

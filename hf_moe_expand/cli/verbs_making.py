@@ -17,15 +17,14 @@ from ..checkpoint.arguments import (
     each,
     expanded,
 )
-from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings, TunedSettings
-from ..core.disk import DEFAULT_SHARD_SIZE
+from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings, TunedSettings, WriteSettings
 from ..core.errors import InputError, library_errors_at
 from ..core.printing import print_table
 from ..core.verbs import Given, Group, Keys, Kind, belongs, flag, without_effect
 from ..evaluation.scoring_settings import EvaluationSettings
 
 _SCORES = tuple(key for key in EvaluationSettings.model_fields if key != "questions")
-_LIKE_BASE = ("base", "out", "max_shard_size", "overwrite")
+_LIKE_BASE = ("base", "out", *WriteSettings.model_fields)
 
 
 def expand(
@@ -33,7 +32,7 @@ def expand(
     out: NewFolder,
     *,
     plan: PlanFile | None = None,
-    settings: Annotated[ExpandSettings, Keys(without=("copy_from",))],
+    settings: Annotated[ExpandSettings, Keys(without=("copy_from", "max_shard_size"))],
     gate: Path | None = None,
     tuned: Sequence[str] = (),
     how: TunedSettings,
@@ -45,7 +44,7 @@ def expand(
     blocks: int | None = None,
     seed: int = 0,
     revision: str | None = None,
-    overwrite: bool = False,
+    written: WriteSettings,
     given: Given,
 ) -> None:
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
@@ -76,17 +75,16 @@ def expand(
         blocks: number of blocks to insert.
     """
     _check_mode(given, plan)
-    written: dict[str, Any] = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite}
     if tuned:
-        made = {"gate": gate, "dtype": dtype, "revision": revision, **how.model_dump(), **written}
+        made = {"gate": gate, "dtype": dtype, "revision": revision, **dict(how), **dict(written)}
         _expand_tuned(base, tuned, out, old, data or {}, scores, **made)
     elif blocks is not None:
         from ..baselines.depth import expand_depth
 
-        print(f"wrote {out}: layers {', '.join(map(str, expand_depth(base, out, blocks, **written)))} are new")
+        print(f"wrote {out}: layers {', '.join(map(str, expand_depth(base, out, blocks, **dict(written))))} are new")
     else:
-        experts = settings.experts.model_dump()
-        _expand_by_plan(base, out, plan, branches, gate, revision, experts, {**written, "seed": seed})
+        options = {**dict(written), "seed": seed}
+        _expand_by_plan(base, out, plan, branches, gate, revision, dict(settings.experts), options)
 
 
 def _check_mode(given: Given, plan: Any) -> None:
@@ -189,8 +187,7 @@ def grow(
     copy_from: str = "0",
     data: Texts | None = None,
     seed: int = 0,
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
     given: Given,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
@@ -213,10 +210,9 @@ def grow(
         data: LANGUAGE=FILE of a new language, for nearest; repeat.
     """
     if tuned:
-        own = ("tuned", "model", "out", "max_shard_size", "overwrite", *TunedSettings.model_fields)
-        without_effect(given, "--tuned", *own)
-        written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-        _expand_tuned(model, tuned, out, (), {}, None, **how.model_dump(), **written)
+        own = (*WriteSettings.model_fields, *TunedSettings.model_fields)
+        without_effect(given, "--tuned", "tuned", "model", "out", *own)
+        _expand_tuned(model, tuned, out, (), {}, None, **dict(how), **dict(written))
         return
     belongs(given, "tuned", *TunedSettings.model_fields)
     if plan is None:
@@ -226,12 +222,12 @@ def grow(
     from ..checkpoint.writer import check_output
 
     if copy_from == "nearest":
-        check_output(out, overwrite, resolve_checkpoint(model, weights=False))
+        check_output(out, written.overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, plan)
         origin = _nearest_experts(model, plan.new, data or {}, seed, settings)
     else:
         origin = dict.fromkeys(range(len(plan.experts_per_layer)), _number(copy_from, given))
-    grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
+    grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, **dict(written))
     print(*classifier_changes(model, plan), f"wrote {out}", sep="\n")
 
 
@@ -269,8 +265,7 @@ def join(
     packs: Annotated[list[str], Kind(metavar="PACK...")],
     *,
     name: Sequence[str] = (),
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
 
@@ -293,7 +288,7 @@ def join(
         expanded(pack_and_name(pack)[0], {})
     from ..checkpoint.join import join_expansions
 
-    report = join_expansions(packs, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    report = join_expansions(packs, out, **dict(written))
     print("\n".join(report.lines()))
     print(f"no gate            text that is told no language gets the last pack, until you run `gates {out} OUT`")
 
@@ -304,8 +299,7 @@ def graft(
     *,
     base: Model,
     settings: GraftSettings,
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
 
@@ -314,15 +308,15 @@ def graft(
     Args:
         base: the dense model from which both were made.
     """
-    _add_delta(model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
+    _add_delta(model, out, base, settings, written)
 
 
-def _add_delta(model: str, out: Path, base: str, settings: GraftSettings, **written: Any) -> None:
+def _add_delta(model: str, out: Path, base: str, settings: GraftSettings, written: WriteSettings) -> None:
     from ..checkpoint.graft import graft_delta
     from ..checkpoint.source import local_checkpoint
 
     local_checkpoint(settings.instruct)
-    print("\n".join(graft_delta(model, out, base, **settings.model_dump(), **written).lines()))
+    print("\n".join(graft_delta(model, out, base, **dict(settings), **dict(written)).lines()))
 
 
 merge = Group("Merge checkpoints tensor by tensor.")
@@ -335,8 +329,7 @@ def merge_delta_(
     *,
     base: Model,
     settings: GraftSettings,
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
 
@@ -345,7 +338,7 @@ def merge_delta_(
     Args:
         base: the dense model from which both were made.
     """
-    _add_delta(model, out, base, settings, max_shard_size=max_shard_size, overwrite=overwrite)
+    _add_delta(model, out, base, settings, written)
 
 
 @merge.verb("average")
@@ -354,8 +347,7 @@ def merge_average(
     *,
     out: NewFolder,
     weight: Sequence[float] = (),
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
 ) -> None:
     """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
 
@@ -373,15 +365,14 @@ def merge_average(
     """
     from ..checkpoint.average import average_checkpoints, average_experts
 
-    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
     if len(models) == 1:
         own, *more = weight or [AverageSettings().weight]
         if more:
             raise InputError("--weight: the experts of one checkpoint have one weight; give it once.")
-        average_experts(models[0], out, own, **written)
+        average_experts(models[0], out, own, **dict(written))
     else:
         weights = [weight[0], 1 - weight[0]] if len(weight) == 1 and len(models) == 2 else weight
-        average_checkpoints(models, out, weights or None, **written)
+        average_checkpoints(models, out, weights or None, **dict(written))
     print(f"wrote {out}")
 
 
@@ -392,8 +383,7 @@ def export(
     expert: int | None = None,
     language: str | None = None,
     peft: bool = False,
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
     given: Given,
 ) -> None:
     """Write the dense model of one language or of one expert, which every server takes; or adapters of PEFT.
@@ -411,12 +401,11 @@ def export(
         without_effect(given, "--peft", "model", "out", "language", "peft", "overwrite")
         from ..checkpoint.peft import export_peft
 
-        print("\n".join(export_peft(model, out, language=language, overwrite=overwrite).lines()))
+        print("\n".join(export_peft(model, out, language=language, overwrite=written.overwrite).lines()))
         return
     from ..checkpoint.export import export_dense
 
-    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-    print(f"wrote {out}: {export_dense(model, out, expert=expert, language=language, **written)}")
+    print(f"wrote {out}: {export_dense(model, out, expert=expert, language=language, **dict(written))}")
 
 
 def gates(
@@ -429,8 +418,7 @@ def gates(
     new: str | None = None,
     anchors: Places | None = None,
     seed: int = 0,
-    max_shard_size: str = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    written: WriteSettings,
     given: Given,
 ) -> None:
     """Fit the gate: recognised new languages take the new experts, all other text goes home. Nothing is trained.
@@ -459,11 +447,9 @@ def gates(
     from ..analysis.gating import fit_base_gate, fit_gates
 
     if out is not None:
-        report = fit_base_gate(model, out, texts, codes(new or ""), known, settings, overwrite=overwrite)
+        report = fit_base_gate(model, out, texts, codes(new or ""), known, settings, overwrite=written.overwrite)
     else:
-        report = fit_gates(
-            model, folder, texts, known, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
-        )
+        report = fit_gates(model, folder, texts, known, settings, seed=seed, **dict(written))
     print("\n".join(report.lines()))
 
 
