@@ -61,7 +61,7 @@ def restore(out: Path) -> None:
 def remove_leftovers(out: Path) -> None:
     """Removes folders that dead processes left beside `out`, after restoring `out` if one died while replacing it."""
     restore(out)
-    for folder in (*_all_abandoned(out), *_abandoned(training_of(out), "partial")):
+    for folder in (*_abandoned(out), *_abandoned(training_of(out), "partial")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -99,7 +99,7 @@ def leftovers(out: Path) -> list[str]:
         replacing = ", with --overwrite," if out.exists() else ""
         goes_on = f"goes on from step {step}" if step else "starts anew"
         lines.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
-    for folder in _all_abandoned(out):
+    for folder in _abandoned(out):
         lines.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
     return lines
 
@@ -163,14 +163,10 @@ def is_work_folder(path: Path) -> bool:
     return is_folder and ((path / MARKER).is_file() or not any(path.iterdir()))
 
 
-def _all_abandoned(out: Path) -> list[Path]:
-    return [folder for kind in _KINDS for folder in _abandoned(out, kind)]
-
-
-def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
-    """The folders (or files) of one kind beside `out` whose process runs no more, the latest first."""
+def _abandoned(out: Path, kind: str = "|".join(_KINDS), file: bool = False) -> Iterator[Path]:
+    """The folders (or files) of some kinds beside `out` whose process runs no more, the latest first."""
     out = named(out)
-    pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.(?:{kind})-(\d+)(?:-(.+))?")
     dated = []
     with suppress(OSError):
         for entry in os.scandir(out.parent):
@@ -210,7 +206,10 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Takes the lock of an existing folder."""
-        self._take()
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise InputError(self._refusal()) from None
         # The content is for people: a process that waits never empties the file.
         with suppress(OSError):
             self._file.write_text(f"{os.getpid()} {gethostname()} {' '.join(sys.argv)}\n", encoding="utf-8")
@@ -218,7 +217,7 @@ class FolderLock:
     def refuse_if_held(self) -> None:
         """Refuses a folder in which another process works; needs no folder."""
         if self._file.is_file():
-            self._take()
+            self.acquire()
             self._lock.release()
 
     def release(self) -> None:
@@ -238,16 +237,13 @@ class FolderLock:
         finally:
             self.release()
 
-    def _take(self) -> None:
-        with suppress(Timeout):
-            self._lock.acquire()
-            return
+    def _refusal(self) -> str:
         words: list[str] = []
         with suppress(OSError, ValueError):
             words = self._file.read_text(encoding="utf-8").split(" ", 2)
         who = f"process {words[0]} on {words[1]}" if len(words) > 1 else "another process"
         ends = f" (`kill {words[0]}`)" if words and words[0].isdecimal() else ""
-        raise InputError(
+        return (
             f"{self.folder}: {who} {self.work} already. Wait until it is done, or end it{ends}: ending a launcher such "
             "as `accelerate launch` may leave its processes at work."
         )
