@@ -238,7 +238,7 @@ def test_more_memory_than_there_is(root, tmp_path, monkeypatch):
         return validate_recipe(Recipe.of_text(text.format(root=root, out=tmp_path), "recipe.yaml"), **options)
 
     monkeypatch.setattr(stage_steps, "memory_of_all", lambda: 1000)
-    refused(check, says=r"post_pretrain: takes at least .* but 1 kB are here: lower .*--offline")
+    refused(check, says=r"post_pretrain: takes at least .* but 1.0 kB are here: lower .*--offline")
     # Another machine may be the one that trains, or split the model.
     split = RECIPE.replace("save_steps: 1", "distributed_config: {{fsdp_size: 2}}")
     split = split[: split.index("review:")] + "review: null}}"

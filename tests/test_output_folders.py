@@ -154,7 +154,7 @@ def test_an_output_that_the_disk_has_no_room_for_is_refused_before_it_is_written
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with new_folder(tmp_path / "fits", needed_bytes=1000):
         pass
-    said = "out: needs 1 kB, 1 byte more than the disk has free"
+    said = "out: needs 1.0 kB, 1 byte more than the disk has free"
     with pytest.raises(InputError, match=said), new_folder(tmp_path / "out", needed_bytes=1001):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]

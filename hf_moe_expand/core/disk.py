@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from .errors import InputError, library_errors_at
 
 DEFAULT_SHARD_SIZE = "5GB"
@@ -27,12 +29,8 @@ def peak(steps: Sequence[tuple[Path, int, int]]) -> int:
 
 
 def readable_size(size: float) -> str:
-    """A number of bytes in a suitable unit, with three digits: `93.4 MB`."""
-    units = ["TB", "GB", "MB", "kB", "byte" if size == 1 else "bytes"]
-    while size >= 999.5 and len(units) > 1:
-        units.pop()
-        size /= 1000
-    return f"{size:,.0f} {units[-1]}" if size >= 99.95 else f"{size:.3g} {units[-1]}"
+    """A number of bytes in a suitable unit: `93.4 MB`."""
+    return decimal(int(size))
 
 
 def free_bytes(path: Path) -> int:
