@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -263,20 +262,14 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(where, dict) or not where:
         raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
     folder = index.parent
-    for name in sorted(set(map(_plain_name, where.values()))):
-        if not name.endswith(".safetensors"):
-            raise InputError(f"{index}: names {name!r}, which is not a safetensors file in this folder.")
+    for name in sorted(set(map(str, where.values()))):
+        if not name.endswith(".safetensors") or len(name) > 255 or {*name} & {*"/\\\0"}:
+            raise InputError(f"{index}: names {name[:80]!r}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
             raise InputError(f"{folder}: the index names {name}, but the file is missing.")
         if not lies_inside(folder, folder / name):
             raise InputError(f"{folder / name}: is a link that leads out of the folder; put the file itself there.")
     return where
-
-
-def _plain_name(name: Any) -> str:
-    """`name` if it is a plain file name, else a word that is not a file name."""
-    plain = isinstance(name, str) and len(name) < 256 and not set(name) & set("/\\\0")
-    return name if plain else f"{str(name)[:80]}?"
 
 
 def tensors_of_file(file: Path) -> dict[str, StoredTensor]:

@@ -4,7 +4,7 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,19 +143,17 @@ def rewrite(
     """
     if not all(isinstance(source, Source) for source in sources):
         sources = opened(sources, out, overwrite)
-    made: dict[str, list[OutputTensor]] = {}
+    tensors: list[OutputTensor] = []
     for place in places(network_of(config)).values():
-        entry = rule(place)
-        if entry is not None:
-            made[place.key] = _tensors(place, entry, sources, config, names)
-    tensors = [tensor for of_place in made.values() for tensor in of_place]
+        if (entry := rule(place)) is not None:
+            tensors += _tensors(place, entry, sources, config, names)
     if isinstance(record, History):
         record.with_last(parameters=sum(tensor.numel for tensor in tensors)).write(config)
     elif record is not None:
         add_stage(config, record)
     name_code(config, "stem" not in written)
     if isinstance(sources[0], LoadedModel):
-        return _loaded(sources, config, tensors)
+        return _loaded(sources[0], config, tensors)
     copied = [(sources[companions].folder, TOKENIZER_FILES)]
     return write_checkpoint(out, config, tensors, copied, title, max_shard_size, overwrite, **written)  # type: ignore[arg-type]
 
@@ -180,13 +178,12 @@ def _tensors(
         raise InputError(f"{source.folder}: has no tensor {of.key!r}, of which {place.key!r} is made.")
     if of.key not in source:
         return []
-    first = source[of.key]
-    stays = of == Copy(place.key) and isinstance(source.config, ExpandedConfig) == isinstance(config, ExpandedConfig)
-    if names is None and stays:
-        name = first.name
+    first, is_expanded = source[of.key], isinstance(source.config, ExpandedConfig)
+    stays = names is None and of == Copy(place.key) and is_expanded == isinstance(config, ExpandedConfig)
     if isinstance(entry, Copy):
-        copies = source.copies(of.key, None if names is None and stays else name, whole=place.number is not None)
+        copies = source.copies(of.key, None if stays else name, whole=place.number is not None)
         return [_checked(copies[0], place, first)] if len(copies) == 1 else copies
+    name = first.name if stays else name
     if isinstance(entry, Rows):
         shape = (len(entry.index) if entry.more is None else place.shape[0], *first.shape[1:])
         made = _computed(name, first.dtype, shape, lambda: [_rows(first, entry)])
@@ -217,12 +214,11 @@ def _computed(
     """A tensor of the pieces that `make` gives, which are rounded, and must be finite, in its type."""
 
     def data() -> Iterable[bytes]:
-        for made in make():
-            for piece in made.detach().flatten().split(_PIECE):
-                result = piece.to(TORCH_DTYPES[dtype])
-                if not is_finite(result):
-                    raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
-                yield tensor_bytes(result)
+        for piece in (piece for made in make() for piece in made.detach().flatten().split(_PIECE)):
+            result = piece.to(TORCH_DTYPES[dtype])
+            if not is_finite(result):
+                raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
+            yield tensor_bytes(result)
 
     return OutputTensor(name, dtype, shape, data)
 
@@ -262,10 +258,10 @@ def mean_of(weights: Sequence[float]) -> Callable[..., torch.Tensor]:
 # --- in memory --------------------------------------------------------------------------------------------------------
 
 
-def _loaded(sources: Sequence[LoadedModel], config: Any, tensors: Sequence[OutputTensor]) -> Any:
-    """The loaded model of these tensors, of the type, attention and mode of the first source's. The first place of a
-    copied tensor shares it; other places have copies of their own."""
-    like, shared = sources[0].network, set()
+def _loaded(source: LoadedModel, config: Any, tensors: Sequence[OutputTensor]) -> Any:
+    """The loaded model of these tensors, of the type, attention, mode and settings of the first source's. The first
+    place of a copied tensor shares it; other places have copies of their own."""
+    like, shared = source.network, set()
     state: dict[str, torch.Tensor] = {}
     for tensor in tensors:
         if (stored := tensor.stored) is not None and stored.held is not None:
@@ -274,38 +270,25 @@ def _loaded(sources: Sequence[LoadedModel], config: Any, tensors: Sequence[Outpu
         else:
             value = torch.frombuffer(bytearray().join(tensor.data()), dtype=TORCH_DTYPES[tensor.dtype])
             state[tensor.name] = value.view(tensor.shape).to(like.device)
-    model = blank(like, config, sources[0].untied)
-    return filled(model, like, state)
-
-
-def blank(like: PreTrainedModel, config: Any, untied: Sequence[str] = ()) -> Any:
-    """A model without weights, of the type and attention of `like`. The tensors `untied` have values of their own,
-    though the configuration ties them to others."""
     with torch.device("meta"), init.no_init_weights():
         model: Any = auto_class(config).from_config(
             config, dtype=like.dtype, attn_implementation=like.config._attn_implementation
         )
-    for key in untied:
-        model.all_tied_weights_keys.pop(key, None)
-    return model
-
-
-def filled(model: Any, like: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Any:
-    """A `blank` model with these tensors, which it shares, and the buffers, the mode and the settings of `like`."""
-    tied = {target: state[source] for target, source in (model.all_tied_weights_keys or {}).items() if source in state}
+    ties = model.all_tied_weights_keys or {}
+    for key in source.untied:
+        ties.pop(key, None)
+    tied = {target: state[key] for target, key in ties.items() if key in state}
     model.load_state_dict({**tied, **state}, assign=True)
-    # As `tie_weights` does, which makes a copy of the head's bias.
-    for target, source in (model.all_tied_weights_keys or {}).items():
+    for target, key in ties.items():  # as `tie_weights` does, which makes a copy of the head's bias
         module, _, name = target.rpartition(".")
-        setattr(model.get_submodule(module), name, model.get_parameter(source))
-    # Buffers that checkpoints do not hold, such as rotary frequencies; `like` may be the dense model.
+        setattr(model.get_submodule(module), name, model.get_parameter(key))
+    # Buffers that checkpoints do not hold, such as rotary frequencies; the source may be the dense model.
     buffers, held = dict(like.named_buffers()), model.state_dict().keys()
     for name, _ in list(model.named_buffers()):
-        if name not in held:
+        own = buffers.get(name, buffers.get(re.sub(r"\.experts\.\d+\.", ".", name)))
+        if name not in held and own is not None:
             module, _, buffer = name.rpartition(".")
-            own = buffers.get(name, buffers.get(re.sub(r"\.experts\.\d+\.", ".", name)))
-            if own is not None:
-                model.get_submodule(module).register_buffer(buffer, own.clone(), persistent=False)
+            model.get_submodule(module).register_buffer(buffer, own.clone(), persistent=False)
     getattr(model, "share_buffers", lambda: None)()  # of languages' own modules
     model.generation_config = copy.deepcopy(like.generation_config)
     return model.train(like.training)

@@ -63,29 +63,21 @@ class OutputTensor(Sized):
         return cls(name or tensor.name, tensor.dtype, tensor.shape, tensor.finite_chunks, tensor)
 
 
-def check_shard_size(size: str | int) -> None:
-    """Refuses a shard size that is neither a number of bytes nor a text such as 5GB."""
-    try:
-        split_state_dict_into_shards_factory(
-            {}, get_storage_size=len, filename_pattern="{suffix}", get_storage_id=len, max_shard_size=size
-        )
-    except ValueError:
-        raise InputError(f"max_shard_size is {size!r}: give a size such as 5GB or 500MB.") from None
-
-
 def _write_weights(
     folder: Path, tensors: Sequence[OutputTensor], stem: str, what: str | None, max_shard_size: str | int
 ) -> None:
     """Writes `STEM.safetensors`, or shards and their index if the weights exceed `max_shard_size`."""
-    check_shard_size(max_shard_size)
     by_name = {tensor.name: tensor for tensor in tensors}
-    split = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        get_storage_id=lambda tensor: None,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    try:
+        split = split_state_dict_into_shards_factory(
+            by_name,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            get_storage_id=lambda tensor: None,
+            filename_pattern=f"{stem}{{suffix}}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError:
+        raise InputError(f"max_shard_size is {max_shard_size!r}: give a size such as 5GB or 500MB.") from None
     with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None or are_headers_alone()) as bar:
         for filename, names in split.filename_to_tensors.items():
             write_tensors(folder / filename, [by_name[name] for name in names], bar)
@@ -201,7 +193,7 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
         check_writable(out)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+    except (OSError, RuntimeError) as error:
         raise _unwritable(Path(out), error) from error
     return out
 
@@ -210,7 +202,7 @@ def check_writable(out: Path) -> None:
     """Refuses an output below a file, or below a folder that is not writable."""
     try:
         place = next(parent for parent in out.absolute().parents if parent.exists())
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise _unwritable(out, error) from error
     if not place.is_dir():
         raise InputError(f"{out}: cannot be made, as {place} is a file, not a folder.")
@@ -285,15 +277,11 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         if replaced.is_dir() and not os.path.lexists(out):
             os.rename(replaced, out)
         if is_full_disk(error):
-            raise full_disk(out, needed) from error
+            size = readable_size(needed)
+            raise InputError(
+                f"{out}: the disk is full; at least {size} are needed. The partial output was removed."
+            ) from error
         raise
-
-
-def full_disk(out: Path, needed_bytes: int) -> InputError:
-    """The error of an output that filled the disk."""
-    return InputError(
-        f"{out}: the disk is full; at least {readable_size(needed_bytes)} are needed. The partial output was removed."
-    )
 
 
 def _give_usual_modes(folder: Path) -> None:
