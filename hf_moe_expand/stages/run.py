@@ -82,11 +82,6 @@ def _train_stage(
     overwrite: bool,
     allow_lost_text: bool,
 ) -> StageRecord:
-    if not isinstance(config, StageConfig):
-        raise InputError(
-            f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "
-            "GroupConfig, JointConfig, AdaptConfig or DenseConfig."
-        )
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = config.load_config(folder)
@@ -94,18 +89,10 @@ def _train_stage(
     config.check_alone()
     check_seed(seed)
     config = config.begun(**({} if seed is None else {"seed": seed, "data_seed": seed}))  # the caller's stays as it is
-    is_first = config.process_index == 0
-    lines, settings = config.check(before, data), config.recorded()
-    for code, text in data.items():
-        if isinstance(text, LanguageText) and not same_language(code, text.language):
-            raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
-    if is_first and lines:
-        print("\n".join(lines))
-    if (curriculum := config.order(list(data))) is not None:
-        settings["curriculum"] = curriculum.model_dump()
-        config.max_steps = curriculum.steps
+    settings = _checked(config, before, data)
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
+    is_first = config.process_index == 0
     if is_first:
         work.lock.refuse_if_held()
     resume = work.resume()
@@ -144,6 +131,20 @@ def _train_stage(
             work.remove()
     trainer.accelerator.wait_for_everyone()
     return trainer.record
+
+
+def _checked(config: StageConfig, before: Any, data: Mapping[str, LanguageText]) -> dict[str, Any]:
+    """The settings of a training for its history, once they are checked with model and text; sets its length."""
+    lines, settings = config.check(before, data), config.recorded()
+    for code, text in data.items():
+        if not same_language(code, text.language):
+            raise InputError(f"data[{code!r}] is text in {text.language!r}: give it under its own code.")
+    if config.process_index == 0 and lines:
+        print("\n".join(lines))
+    if (curriculum := config.order(list(data))) is not None:
+        settings["curriculum"] = curriculum.model_dump()
+        config.max_steps = curriculum.steps
+    return settings
 
 
 def _loaded(name: Any, folder: Path, before: Any, config: StageConfig, placed: bool) -> Any:
