@@ -320,7 +320,9 @@ def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsy
     code, said = ended(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
     assert code == 70
     assert len(said.splitlines()) == 1
-    assert said.startswith("error: ZeroDivisionError: division. This error was not expected. The traceback is in ")
+    assert said.startswith(
+        "error: ZeroDivisionError: division by zero. This error was not expected. The traceback is in "
+    )
     (file,) = tmp_path.iterdir()
     assert str(file) in said
     assert file.read_text().startswith(f"hf-moe-expand inspect x\n{version_line()}\n")

@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..core.schema import checked, shown_value
 from ..modeling.routing_control import recorded_classes  # and registers the model with the Auto classes
 from .bfloat16 import NO_BFLOAT16, has_bfloat16
@@ -256,10 +256,8 @@ def _config_of(model: Any, args: Any) -> Any:
     if not isinstance(model, str):
         return model.config
     options = getattr(args, "model_init_kwargs", None) or {}
-    try:
+    with library_errors_at(f"model is {model!r}", OSError):
         return SimpleNamespace(**PreTrainedConfig.get_config_dict(model, **options)[0])
-    except OSError as error:
-        raise InputError(f"model is {model!r}: {first_line(error)}.") from None
 
 
 def _map(dataset: Any, args: Any, step: Callable[..., dict], **options: Any) -> Any:

@@ -22,7 +22,7 @@ from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.table import check_place
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, in_one_line
 from ..core.languages import same_language
 from ..core.schema import checked
 from ..core.scratch import new_file
@@ -207,7 +207,7 @@ def gate_from_file(
     except FileNotFoundError:
         raise InputError(f"{file}: no such file (the gate that `gates BASE --out` writes).") from None
     except Exception as error:  # a broken file raises many types
-        raise InputError(f"{file}: is no file of a gate ({first_line(error)}): write one with `gates BASE`.") from None
+        raise InputError(f"{file}: is no file of a gate ({in_one_line(error)}): write one with `gates BASE`.") from None
     stored = StoredModel(base, revision=revision)
     if facts["base"] != base_hash(stored, gate.layer):
         raise InputError(

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
 
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.verbs import Kind
 
 
@@ -34,7 +34,7 @@ def text_sources(arguments: Sequence[str], look: bool = False) -> dict[str, Any]
 def check_file(path: Path, overwrite: bool) -> None:
     """Refuses a file that exists (without `overwrite`), is a folder or cannot be written, before the work of hours that
     it is for."""
-    try:
+    with library_errors_at(path, OSError):
         if path.is_dir():
             raise InputError(f"{path}: is a folder; give the name of a file in it.")
         if path.exists() and not overwrite:
@@ -42,8 +42,6 @@ def check_file(path: Path, overwrite: bool) -> None:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         with TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written there ({error.strerror}).") from None
 
 
 def codes(argument: str) -> list[str]:

@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..modeling import decoder_ffns, layer_names
 from ..modeling.backbone import SeparateFFN
 from ..modeling.language_modules import maps_of
@@ -96,15 +96,11 @@ def layer_of(name: str, places: Sequence[str]) -> int | None:
 
 def lora_maps(network: Any, lora: LoraConfig, where: str) -> Maps:
     """Rank and scaling of each module that PEFT updates for a LoRA, by its name in the dense model."""
-    try:
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
-            warnings.filterwarnings("ignore", ".*alpha_pattern keys did not match")  # its own, for fused experts
-            wrapped = inject_adapter_in_model(copy.deepcopy(lora), network_of(network.config))
-    except Exception as error:  # of PEFT, in many types
-        raise InputError(
-            f"{where}: PEFT finds no maps for it in {type(network).__name__} ({first_line(error)})."
-        ) from None
+    where = f"{where}: PEFT finds no maps for it in {type(network).__name__}"
+    with library_errors_at(where), warnings.catch_warnings(), torch.device("meta"):
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's maps, which PEFT finds out itself
+        warnings.filterwarnings("ignore", ".*alpha_pattern keys did not match")  # its own, for fused experts
+        wrapped = inject_adapter_in_model(copy.deepcopy(lora), network_of(network.config))
     updated = {name: module for name, module in wrapped.named_modules() if isinstance(module, LoraLayer)}
     return {name: [*module.r.values(), *module.scaling.values()] for name, module in updated.items()}
 

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftConfig, __version__
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.schema import checked, shown_value
@@ -88,10 +88,8 @@ class PeftAdapter:
         if not (folder / WEIGHTS).is_file():
             pickled = ": its weights are pickled, which are not read: load and save it with PEFT"
             raise InputError(f"{name}: has no {WEIGHTS}{pickled if any(folder.glob('adapter_model.bin')) else ''}.")
-        try:
+        with library_errors_at(f"{name}: PEFT cannot read its {ADAPTER}"):
             lora = PeftConfig.from_peft_type(**read)
-        except Exception as error:  # of PEFT, in many types
-            raise InputError(f"{name}: PEFT cannot read its {ADAPTER} ({first_line(error)}).") from None
         return cls(own_name(name), folder, read, lora, tensors_of_file(folder / WEIGHTS))
 
     def factors(self, network: Any) -> dict[str, StoredTensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, in_one_line
 from ..modeling import LayerMoEConfig, auto_class, decoder_ffns
 from ..modeling.backbone import DECODER_LAYERS
 from .proven import is_proven
@@ -120,6 +120,6 @@ def check_architecture(config: PreTrainedConfig, name: Any) -> None:
         if starts_as_the_base(dense, expanded_twin(dense, num_experts_per_layer=[3] * len(mixtures), **added)):
             return
     except Exception as error:  # models raise many types
-        reason = first_line(error)
+        reason = in_one_line(error)
     why = f"on a tiny twin of the model, {reason}"
     raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {why} (docs/backbones.md).")

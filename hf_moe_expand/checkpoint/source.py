@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
-from ..core.errors import InputError, first_line, in_one_line
+from ..core.errors import InputError, in_one_line, library_errors_at
 from ..core.jsonfile import read_json
 from ..core.saying import say_once
 from ..core.scratch import leftovers, restore
@@ -56,7 +56,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
         restore(folder)
         there = folder.exists()
     except (OSError, ValueError) as error:
-        raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
+        raise InputError(f"{name}: not a valid name of a folder or hub id ({in_one_line(error)}).") from None
     if there and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     if not there:
@@ -218,10 +218,8 @@ def resolve_adapter(name: str | os.PathLike) -> Path:
 
 def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot of a repository on the hub, of which some files are fetched."""
-    try:
+    with library_errors_at(f"{name}: no such folder, and the hub does not give it"):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the library raises many types
-        raise InputError(f"{name}: no such folder, and the hub does not give it: {in_one_line(error)}.") from None
 
 
 def lies_inside(folder: Path, file: Path) -> bool:
@@ -257,7 +255,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
             config.validate()  # as `save_pretrained` does, before the work that is then saved
         History.of(config)
     except Exception as error:  # the library raises many types for wrong values
-        raise InputError(f"{folder}: its configuration cannot be read ({first_line(error).rstrip('.')}).") from error
+        raise InputError(f"{folder}: its configuration cannot be read ({in_one_line(error)}).") from error
     check_values(config, folder)
     return config
 

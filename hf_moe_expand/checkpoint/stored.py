@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.integrations import deepspeed
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedLayer, copy_ffn
 from ..modeling.language_modules import Choosing
@@ -258,12 +258,13 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
     """The model that a configuration describes, on the meta device; `reader` holds its tensors."""
     if reader is not None:
         check_size(config, reader)
-    try:
-        with torch.device("meta"), built_whole():
-            return auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # modules raise many types for wrong values
-        where = reader.folder if reader is not None else config.name_or_path or config.model_type
-        raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
+    where = reader.folder if reader is not None else config.name_or_path or config.model_type
+    with (
+        library_errors_at(f"{where}: no model can be built from its configuration"),
+        torch.device("meta"),
+        built_whole(),
+    ):
+        return auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
 
 
 def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTensor]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES as _REGISTERED
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, in_one_line
 from ..core.jsonfile import read_json
 from .source import EXPANDED, TOKENIZER_FILES, load_config, text_config
 
@@ -89,7 +89,7 @@ def _load(folder: Path, name: str | os.PathLike) -> Any:
     except OSError:
         pass
     except Exception as error:  # broken files raise many types
-        reason = f" ({first_line(error)})"
+        reason = f" ({in_one_line(error)})"
     raise InputError(
         f"{name}: has no tokenizer that loads{reason}; put the tokenizer of the model that it was made of into it: "
         "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)."

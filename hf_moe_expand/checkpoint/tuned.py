@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..core.jsonfile import read_json
 from ..core.languages import check_old_and_new
 from ..core.progress import Bar
@@ -383,12 +383,10 @@ def _check_vocabulary(home: Source, source: Source) -> None:
     files = [one.folder / "tokenizer.json" for one in (home, source)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
-    try:
+    with library_errors_at(f"{source.name}: its tokenizer.json cannot be read"):
         ours, theirs = (
             {number: token for token, number in Tokenizer.from_file(str(file)).get_vocab().items()} for file in files
         )
-    except Exception as error:  # of the library, in one type
-        raise InputError(f"{source.name}: its tokenizer.json cannot be read ({first_line(error)}).") from None
     for number in sorted({*ours, *theirs}):
         if ours.get(number) != theirs.get(number):
             raise InputError(

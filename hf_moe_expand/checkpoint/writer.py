@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..core.disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
 from ..core.disk import check_room, readable_size
-from ..core.errors import InputError, first_line, is_full_disk, named_as
+from ..core.errors import InputError, in_one_line, is_full_disk, named_as
 from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.scratch import named, remove_leftovers, sibling
@@ -296,4 +296,4 @@ def _give_usual_modes(folder: Path) -> None:
 
 
 def _unwritable(out: Path, error: Exception) -> InputError:
-    return InputError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or first_line(error)}).")
+    return InputError(f"{out}: cannot be written ({in_one_line(error)}).")

@@ -108,24 +108,16 @@ def in_one_line(error: BaseException) -> str:
     """A library's error and those behind it in one line, without access tokens and passwords."""
     from huggingface_hub import get_token  # slow to import, and seldom needed
 
-    causes: list[BaseException | None] = [error]
-    while causes[-1]:
-        causes.append(causes[-1].__cause__)
-    texts = dict.fromkeys(" ".join(str(getattr(one, "strerror", None) or one).split()) for one in causes[:-1])
-    text = " ".join(filter(None, texts))[:1000].rstrip(".") or type(error).__name__
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    text = " ".join(dict.fromkeys(filter(None, map(_words, causes))))[:500].rstrip(".") or type(error).__name__
     for secret in (get_token(), *TOKEN.findall(text), *PASSWORD.findall(text)):
         text = text.replace(secret, "***") if secret else text
     return text
 
 
-def first_line(error: BaseException) -> str:
-    """The message of a library's error, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    more = f" {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else ""
-    message = (lines[0] + more)[:500].rstrip(".")
+def _words(error: BaseException) -> str:
+    words = " ".join(str(getattr(error, "strerror", None) or error).split())
     # The messages of these classes make no sense without the class's name.
-    return (
-        f"{type(error).__name__}: {message}" if isinstance(error, LookupError | TypeError | AttributeError) else message
-    )
+    return f"{type(error).__name__}: {words}" if isinstance(error, LookupError | TypeError | AttributeError) else words

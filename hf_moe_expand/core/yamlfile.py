@@ -13,7 +13,7 @@ from ruamel.yaml.nodes import CollectionNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import SafeRepresenter
 
-from .errors import InputError, first_line
+from .errors import InputError, in_one_line
 from .jsonfile import read_text
 
 # No file written by hand comes near this number. Aliases can make a file of a few lines arbitrarily large.
@@ -74,7 +74,7 @@ def parse_yaml(text: str, where: str | Path) -> Any:
         line = (
             mark.line + 1 if mark else text.count("\n", 0, error.position) + 1 if isinstance(error, ReaderError) else 0
         )
-        words = getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)
+        words = getattr(error, "problem", None) or getattr(error, "context", None) or in_one_line(error)
         problem = f"line {line}: {words}" if line else words
     raise InputError(f"{where}: not YAML: {problem}.") from None
 

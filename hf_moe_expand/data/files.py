@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import pyarrow
 from pyarrow.parquet import ParquetFile
 
-from ..core.errors import InputError, first_line, is_unicode
+from ..core.errors import InputError, in_one_line, is_unicode
 from ..core.saying import say_once
 from .places import BUFFER, opened_file
 from .rows import Row
@@ -153,7 +153,7 @@ def _raw_lines(path: str) -> Iterator[tuple[int, str, float]]:
                 yield number, line, min(raw.tell() / max(size, 1), 1.0)
     except _BROKEN as error:
         after = f" after line {number}" if number else ""
-        raise InputError(f"{path}: cannot be read{after} ({first_line(error)}).") from None
+        raise InputError(f"{path}: cannot be read{after} ({in_one_line(error)}).") from None
 
 
 def _only_member(file: BinaryIO) -> Any:
@@ -168,7 +168,7 @@ def _json_row(path: str, number: int, line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}:{number}: not JSON ({first_line(error)}).") from None
+        raise InputError(f"{path}:{number}: not JSON ({in_one_line(error)}).") from None
 
 
 def _parquet_rows(path: str, after: int) -> Iterator[Row]:
@@ -187,7 +187,7 @@ def _parquet_rows(path: str, after: int) -> Iterator[Row]:
             for number, content in enumerate(islice(rows, max(after - first, 0), None), start=max(first, after) + 1):
                 yield Row(number, content, number / ends[-1])
     except _BROKEN as error:
-        raise InputError(f"{path}: cannot be read as a Parquet file ({first_line(error)}).") from None
+        raise InputError(f"{path}: cannot be read as a Parquet file ({in_one_line(error)}).") from None
 
 
 def version(path: Path) -> tuple[int, int, int]:

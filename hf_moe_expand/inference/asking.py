@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint.facts import Facts
 from ..checkpoint.source import load_config, name_in_results, resolve_checkpoint
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig
 from ..modeling.routing_control import classes_of
@@ -77,15 +77,13 @@ class ChatModel:
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
-        try:
+        with library_errors_at(f"{self.name}: its chat template refuses the messages"):
             ids, newest = (
                 self.tokenizer.apply_chat_template(
                     talk, add_generation_prompt=True, return_dict=False, **self._template(language)
                 )
                 for talk in ([*system, *messages], messages[-1:])
             )
-        except Exception as error:  # templates raise many types
-            raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
         # The gate judges the newest message alone, in the template: bare, a short one says too little.
         judge = {"judge": torch.tensor([newest])} if hasattr(self.model, "judge") else {}
         return self._write(ids, how, language, streamer=streamer, **judge)

@@ -15,7 +15,7 @@ from ..checkpoint.reader import TORCH_DTYPES, CheckpointReader
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, check_size
 from ..checkpoint.tokenizer import load_tokenizer
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, library_errors_at
 from ..core.schema import checked
 from ..data.pairs import padded
 from ..modeling import ExpandedConfig, auto_class
@@ -66,10 +66,8 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     # Some models of images are none of `AutoModelForCausalLM`.
     of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     loads: Any = AutoModelForImageTextToText if of_images else auto_class(config)
-    try:
+    with library_errors_at(f"{name}: the model cannot be loaded"):
         loaded: Any = loads.from_pretrained(folder, dtype="auto", trust_remote_code=False, output_loading_info=True)
-    except Exception as error:  # the library raises many types for wrong values
-        raise InputError(f"{name}: the model cannot be loaded ({first_line(error)}).") from error
     model, info = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if keys := sorted(map(str, info[kind])):
@@ -136,10 +134,8 @@ def _check_runs(model: Any, name: str | os.PathLike) -> None:
     stays_home = (
         isinstance(config, ExpandedConfig) and config.declares("stays_home") and "gate" not in (config.parts or {})
     )
-    try:
-        # A model whose untold texts stay home says so of the user's text, not of this token.
-        with torch.no_grad(), model.use_expert(0) if stays_home else nullcontext():
-            token_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            model(token_11, **({"decoder_input_ids": token_11} if config.is_encoder_decoder else {}))
-    except Exception as error:
-        raise InputError(f"{name}: the model does not run as configured ({first_line(error)}).") from error
+    # A model whose untold texts stay home says so of the user's text, not of this token.
+    chosen = model.use_expert(0) if stays_home else nullcontext()
+    with library_errors_at(f"{name}: the model does not run as configured"), torch.no_grad(), chosen:
+        token_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(token_11, **({"decoder_input_ids": token_11} if config.is_encoder_decoder else {}))

@@ -7,7 +7,7 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, in_one_line
 from .keywords import refused_by_the_library
 
 # Optimizers that choose among the modules of the model, which is not there yet.
@@ -30,7 +30,7 @@ def _check_optimizer(config: Any) -> None:
         try:
             Trainer.get_optimizer_cls_and_kwargs(config)
         except ImportError as error:
-            raise InputError(f"optim: {first_line(error)}") from None
+            raise InputError(f"optim: {in_one_line(error)}") from None
         except Exception:  # it asks for the model
             pass
         return
