@@ -23,7 +23,7 @@ from ..core.schema import checked, shown_value
 from .compare import moved_tensors
 from .export import StoredUpdate, class_of, dense_config, experts_of, own_places, updates_of
 from .facts import kind_of
-from .new_experts import lora_maps
+from .new_experts import adapter_of, lora_maps
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
 from .records import History, without_folders
 from .source import (
@@ -33,8 +33,8 @@ from .source import (
     resolve_adapter,
     resolve_checkpoint,
 )
-from .stored import StoredModel, network_of, stored_tensors
-from .table import given_tensor
+from .stored import Place, StoredModel, network_of, stored_tensors
+from .table import Given, Rule, given_tensor
 from .writer import OutputTensor, check_apart, check_output, new_folder, write_tensors
 
 WEIGHTS = "adapter_model.safetensors"
@@ -109,21 +109,28 @@ class PeftAdapter:
             for key, tensor in stored_tensors(SimpleNamespace(tensors=tensors), network).items()  # type: ignore[arg-type]
         }
 
-    def placed(self, network: Any, own: Mapping[str, Any]) -> dict[str, StoredTensor]:
-        """Its tensors by their names in an expanded model, whose language has the tensors `own`; refuses one that is
-        left over or missing."""
+    def entry(self, network: Any) -> dict[str, Any]:
+        """The entry of `languages` in a configuration; `network` is the dense model."""
+        return adapter_of(network, self.lora, self.name)
+
+    def rule(self, own: Mapping[str, Place], network: Any) -> Rule:
+        """Of what the tensors of its language's own modules are made; refuses one that is left over or missing."""
         factors, found = self.factors(network), {}
-        for key, tensor in own.items():
-            factor = f"{tensor.dense.rpartition('.')[0]}.{tensor.factor}"
+        for key, place in own.items():
+            factor = f"{str(place.updates).rpartition('.')[0]}.{place.factor}"
             if factor not in factors:
                 raise InputError(f"{self.name}: {WEIGHTS} lacks {factor}, which {ADAPTER} names.")
-            found[key] = factors.pop(factor)
+            found[key] = Given(factors.pop(factor))
         for factor in factors:
             raise InputError(
                 f"{self.name}: updates {factor}, which {ADAPTER} does not name in the base: is it another base's "
                 "adapter?"
             )
-        return found
+        return lambda place: found[place.key]
+
+    def facts(self) -> dict[str, Any]:
+        """What a history says of it."""
+        return {"model": self.name, ADAPTER: without_folders(self.fields)}
 
     def warnings(self, base: str, commit: str | None) -> list[str]:
         """What its configuration says of its base that differs from the base at hand, by name and by commit."""

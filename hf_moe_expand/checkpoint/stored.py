@@ -409,22 +409,6 @@ def places(network: Any) -> dict[str, Place]:
     return found
 
 
-@dataclass(frozen=True)
-class OwnTensor:
-    number: int
-    dense: str
-    factor: str | None = None
-    update: LoraUpdate | None = None
-
-
-def own_tensors(network: Any) -> dict[str, OwnTensor]:
-    return {
-        key: OwnTensor(one.number, one.dense or one.updates or "", one.factor, one.update)
-        for key, one in places(network).items()
-        if one.number is not None
-    }
-
-
 def gate_home(network: Any, layer: int) -> str:
     """The name of the module that holds a gate in a layer: the layer."""
     return decoder_ffns(network)[layer].place.rpartition(".")[0]

@@ -31,13 +31,12 @@ from .expand import base_of, expansion_rule, planned_config, planned_record
 from .export import dense_config
 from .facts import ExpertKind, Facts, kind_of, set_part
 from .gate import Gate
-from .new_experts import Maps, adapter_of, entry_of, layer_of, layer_places
+from .new_experts import Maps, entry_of, layer_of, layer_places
 from .peft import PeftAdapter
 from .promises import check_architecture
-from .reader import StoredTensor, are_headers_alone
-from .records import ExpansionRecord, History, StageRecord, without_folders
+from .reader import are_headers_alone
+from .records import ExpansionRecord, History, StageRecord
 from .source import (
-    ADAPTER,
     GENERATION,
     TEMPLATE,
     differences,
@@ -46,8 +45,8 @@ from .source import (
     name_and_commit,
     resolve_checkpoint,
 )
-from .stored import LoadedModel, OwnTensor, Place, Source, StoredModel, load_any_config, network_of, own_tensors
-from .table import Copy, Given, Mix, New, Rule, check_place, rewrite
+from .stored import LoadedModel, Place, Source, StoredModel, load_any_config, network_of, places
+from .table import Copy, Mix, New, Rule, check_place, rewrite
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES
 
 STAGE = "tuned"  # the step's name in a history
@@ -120,11 +119,10 @@ class FineTune:
                 )
             if ours.dtype == theirs.dtype and ours.same_bytes(theirs):
                 continue
-            pairs = zip(ours.pieces(), theirs.pieces(), strict=True)
-            sums = [
-                (float((b.double() - a.double()).square().sum()), float(a.double().square().sum())) for a, b in pairs
-            ]
-            change, size = (sum(column) for column in zip(*sums, strict=True))
+            change = size = 0.0
+            for a, b in zip(ours.pieces(), theirs.pieces(), strict=True):
+                a, b = a.double(), b.double()
+                change, size = change + float((b - a).square().sum()), size + float(a.square().sum())
             if not isfinite(change):
                 raise InputError(f"{self.name}: tensor {dense!r}, or the base's, has values that are not finite.")
             if change:
@@ -181,27 +179,36 @@ class FineTune:
             return None
         return [self.rank, 1.0, *([True] if "bias" in tensors else [])]
 
-    def made(self, own: OwnTensor, network: Any) -> Any:
-        """Of what a tensor of its language's is made."""
-        here = Copy(own.dense, self.number)
-        base = Copy(self.home.base.get(own.dense, own.dense))
-        if own.factor is None:
-            is_tied = own.dense not in self.source
-            if is_tied or (self.weight == 1 and self._is_as_the_base(own.dense, base.key)):
-                return here
-            return Mix([base, here], [1 - self.weight, self.weight])  # puts a mixture's parts together, too
-        if own.dense not in self.home.base:  # tied to another's
-            return None
-        dtype = self.home[base.key].dtype
-        if own.factor == "lora_B.bias":
-            return New(lambda: self._difference(own.dense), dtype)
-        is_conv = isinstance(network.get_submodule(own.dense.rpartition(".")[0]), Conv1D)
-        return New(partial(self._factor, own.dense, own.factor[:6], is_conv), dtype)
+    def rule(self, own: Mapping[str, Place], network: Any) -> Rule:
+        """Of what the tensors of its language's own modules are made; `network` is the dense model."""
 
-    def _is_as_the_base(self, dense: str, key: str) -> bool:
-        """Whether a tensor is stored in one piece, and in the base's type."""
-        stored = self.source[dense]
-        return stored.dtype == self.home[key].dtype and not stored.parts
+        def made(place: Place) -> Copy | Mix | New | None:
+            dense = place.dense or place.updates or ""
+            base, here = Copy(self.home.base.get(dense, dense)), Copy(dense, self.number)
+            if place.update is None:
+                is_tied = dense not in self.source
+                if is_tied or (self.weight == 1 and self.source[dense].dtype == self.home[base.key].dtype):
+                    return here
+                return Mix([base, here], [1 - self.weight, self.weight])
+            if dense not in self.home.base:  # tied to another's
+                return None
+            make = partial(self._difference, dense)
+            if place.factor != "lora_B.bias":
+                is_conv = isinstance(network.get_submodule(dense.rpartition(".")[0]), Conv1D)
+                make = partial(self._factor, dense, str(place.factor)[:6], is_conv)
+            return New(make, self.home[base.key].dtype)
+
+        return made
+
+    def facts(self) -> dict[str, Any]:
+        """What a history says of it."""
+        converted = {"dtype": _torch_name(self.dtype)} if self.dtype else {}
+        how = {"rank": self.rank, "weight": self.weight, **converted}
+        return {"model": self.name, "revision": self.commit, **how}
+
+    def warnings(self, base: str, commit: str | None) -> list[str]:
+        """None: it was compared with the base."""
+        return []
 
     def _difference(self, dense: str) -> torch.Tensor:
         ours, theirs = (tensor.load().double() for tensor in (self.home[self.home.base[dense]], self.source[dense]))
@@ -288,33 +295,29 @@ def expand_tuned(
     check_old_and_new([*dict.fromkeys([*known, *history.languages])], [code for codes in rounds for code in codes])
     network = home.network if not len(history) else network_of(dense_config(home.config))
     stored_type = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
-    loaded: list[Any] = []
+    loaded: list[FineTune | PeftAdapter] = []
     for one in tuned.values():
         number = 1 + sum(isinstance(other, FineTune) for other in loaded)
         loaded.append(_loaded(home, one, number, rank, weight, stored_type))
     if stored_type and stored_type not in {home[key].dtype for key in home.tensors}:
         raise InputError(f"dtype is {dtype}, but no tensor of {home.name} is: fine-tunes get the base's type.")
     folders = [one.folder for one in loaded]
-    check_place(base, out, overwrite, *([] if isinstance(base, PreTrainedModel) else [home.folder, *folders]))
-    entries = [
-        adapter_of(network, one.lora, one.name) if isinstance(one, PeftAdapter) else one.entry(network)
-        for one in loaded
-    ]
-    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
-    if not isinstance(base, PreTrainedModel):
-        written["files"] = _settings_of(home.folder, rounds, folders, entries)
+    check_place(base, out, overwrite, home.folder, *folders)
+    entries = [one.entry(network) for one in loaded]
+    is_loaded = isinstance(home, LoadedModel)
+    files = {} if is_loaded else _settings_of(home.folder, rounds, folders, entries)
     config, plans = _planned(home, entries, rounds, known, gate)
     records = _records(home, base, plans, loaded, history)
     made = rewrite(
         [home, *(one.source for one in loaded if isinstance(one, FineTune))],
         config, _rule(home, config, loaded, len(history), network, gate), out,
         record=History([*history.expansions, *records]).with_last(language_gate=config.language_gate), title=STAGE,
-        **written,
+        files=files, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    if isinstance(base, PreTrainedModel):
+    if is_loaded:
         return made
     name, commit = records[0].base_model or "", records[0].base_revision
-    said = [line for one in loaded if isinstance(one, PeftAdapter) for line in one.warnings(name, commit)]
+    said = [line for one in loaded for line in one.warnings(name, commit)]
     first, last = History.of(config).first, History.of(config).last
     return TunedReport(Path(out or ""), first.base_parameters or 0, last.parameters or 0, said)
 
@@ -346,7 +349,9 @@ def _home(base: Any, revision: str | None) -> Source:
     return source
 
 
-def _loaded(home: Source, tuned: Any, number: int, rank: int | None, weight: float, dtype: str | None) -> Any:
+def _loaded(
+    home: Source, tuned: Any, number: int, rank: int | None, weight: float, dtype: str | None
+) -> FineTune | PeftAdapter:
     """A fine-tune, checked against the base's configuration, shapes and vocabulary; or an adapter of PEFT."""
     if isinstance(tuned, PreTrainedModel) != isinstance(home, LoadedModel):
         raise InputError("tuned: give loaded models for a loaded base, and folders or hub ids for a checkpoint.")
@@ -467,19 +472,10 @@ def _records(
         records.append(
             planned_record(
                 plan, old_languages=plan.old, expert_init=STAGE, pack="-".join(plan.new), **facts, **own,
-                stages=[StageRecord(stage=STAGE, settings=_facts_of(one))],
+                stages=[StageRecord(stage=STAGE, settings={**one.facts(), "license": _license(one.folder)})],
             )
         )  # fmt: skip
     return records
-
-
-def _facts_of(one: Any) -> dict[str, Any]:
-    """What a history says of a fine-tune."""
-    if isinstance(one, PeftAdapter):
-        return {"model": one.name, "license": _license(one.folder), ADAPTER: without_folders(one.fields)}
-    converted = {"dtype": _torch_name(one.dtype)} if one.dtype else {}
-    how = {"rank": one.rank, "weight": one.weight, **converted}
-    return {"model": one.name, "revision": one.commit, "license": _license(one.source.folder), **how}
 
 
 def _license(folder: Path) -> str | None:
@@ -493,21 +489,9 @@ def _license(folder: Path) -> str | None:
 
 def _rule(home: Source, config: Any, loaded: Sequence[Any], expansions: int, network: Any, gate: Gate | None) -> Rule:
     """Of what the tensors of the new model are made: of the base's, the earlier languages', and each fine-tune's."""
-    own = own_tensors(network_of(config))
     begin = (lambda place: Copy(place.key)) if expansions else expansion_rule(home, "copy", 0, gate)
-    given: dict[str, StoredTensor] = {}
+    rules: dict[int | None, Rule] = {}
+    own = places(network_of(config))
     for number, one in enumerate(loaded, start=expansions + 1):
-        if isinstance(one, PeftAdapter):
-            given |= one.placed(network, {key: tensor for key, tensor in own.items() if tensor.number == number})
-
-    def rule(place: Place) -> Any:
-        tensor = own.get(place.key)
-        if tensor is None or tensor.number <= expansions:
-            return begin(place)
-        return (
-            Given(given[place.key])
-            if place.key in given
-            else loaded[tensor.number - expansions - 1].made(tensor, network)
-        )
-
-    return rule
+        rules[number] = one.rule({key: place for key, place in own.items() if place.number == number}, network)
+    return lambda place: rules.get(place.number, begin)(place)
