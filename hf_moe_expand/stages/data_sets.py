@@ -181,13 +181,18 @@ def by_language(
             )
         code = language or new[0]
         return {code: _column(data, column, code, name)}
-    known, rows = [*old, *new], dict[str, list[int]]()
+    known = [*old, *new]
+    codes = numpy.array(codes_of_rows(data, known, name))
+    texts = {code: data.select(numpy.flatnonzero(codes == code)) for code in known}
+    return {code: _column(of_code, column, code, name) for code, of_code in texts.items() if len(of_code)}
+
+
+def codes_of_rows(data: Dataset, known: Sequence[str], name: str) -> list[str]:
+    """The language of each row by its column `language`, as the model names it; refuses other languages."""
     code_of = {tag: named_in(tag, known) for tag in {*map(str, data["language"])}}
-    for number, tag in enumerate(data["language"]):
-        rows.setdefault(code_of[str(tag)] or str(tag), []).append(number)
-    if unknown := sorted({*rows} - {*known}):
+    if unknown := sorted(tag for tag, code in code_of.items() if code is None):
         raise InputError(f"{name} has the unknown language {', '.join(unknown)}; known: {', '.join(known)}.")
-    return {code: _column(data.select(rows[code]), column, code, name) for code in known if code in rows}
+    return [code_of[str(tag)] or "" for tag in data["language"]]
 
 
 def _with_text(data: Dataset, name: str) -> Dataset:

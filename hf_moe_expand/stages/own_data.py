@@ -9,14 +9,13 @@ from datasets import Dataset
 
 from ..checkpoint.facts import Facts
 from ..core.errors import InputError, errors_at
-from ..core.languages import named_in
 from ..data.curriculum import Curriculum
 from ..data.lost import check_lost
 from ..data.packing import Blocks, PackedText
 from ..data.pairs import lost_of_each
 from ..trainers.samplers import LanguageMix
 from ..trainers.watching import check_columns
-from .data_sets import IN_BATCHES, by_language, check_rows, columns_of, is_text
+from .data_sets import IN_BATCHES, by_language, check_rows, codes_of_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import packed_text
 
@@ -115,10 +114,7 @@ class OwnDataMixin:
             return data
         known = self._languages_of_model()
         if "language" in columns:
-            code_of: dict[str, Any] = {tag: named_in(tag, known) for tag in {*map(str, data["language"])}}
-            if unknown := sorted(tag for tag, code in code_of.items() if code is None):
-                raise InputError(f"The rows have the unknown language {', '.join(unknown)}; known: {', '.join(known)}.")
-            ids = [known.index(code_of[str(tag)]) for tag in data["language"]]
+            ids = [known.index(code) for code in codes_of_rows(data, known, name)]
         elif language in known:
             ids = [known.index(language)] * len(data)
         else:
