@@ -235,6 +235,13 @@ def test_an_old_verb_says_its_new_form_in_one_sentence(gone, error_of):
     assert words[0] in verb().commands
 
 
+def test_a_misspelt_key_waits_for_neither_torch_nor_transformers(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("base: x\noutput: y\nnew: {el: z}\npost_pretrain: {learning_rat: 1}\n")
+    code, error, imported = heavy_imports("validate", tmp_path / "recipe.yaml")
+    assert (code, imported) == (2, set()), error
+    assert "post_pretrain: unknown key `learning_rat`; did you mean `learning_rate`?" in error
+
+
 def test_the_console_script_loads_expanded_checkpoints_and_no_more_than_it_needs(base, tmp_path):
     expand_checkpoint(base, tmp_path / "moe", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
     for words, imports, waits in (

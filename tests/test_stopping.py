@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -280,6 +281,24 @@ def test_where_there_is_no_terminal_a_bar_is_lines(capsys, monkeypatch, ours):
         bar.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("work:  30% 300/1000 [00:12<")
+
+
+def test_a_long_step_is_told_of_before_it_ends(capsys, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "EARLY", 0.0)
+    shown = threading.Event()
+    monkeypatch.setattr(progress.Bar, "display", lambda bar, *_, **__: shown.set())
+    bar = progress.Bar(total=9, desc="work", delay=0)
+    shown.clear()
+    assert shown.wait(60)
+    (beat,) = (one for one in threading.enumerate() if getattr(one, "_args", ())[1:] == (bar.ended,))
+    left = weakref.ref(bar)
+    bar.close()
+    beat.join(60)
+    assert not beat.is_alive()
+    del bar
+    assert left() is None
 
 
 @pytest.mark.parametrize("disable_tqdm", [False, True])

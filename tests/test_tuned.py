@@ -119,6 +119,17 @@ def test_a_text_that_nobody_tells_is_the_bases_and_that_is_said_once(home, caplo
         logits(model)
 
 
+def test_an_earlier_expansion_has_no_later_language(home):
+    """Its text has the newest that there is then, told alone or beside another's."""
+    model = load(home / "both")
+    with model.use_expansion(1):
+        assert torch.equal(logits(model, languages="hu"), logits(model, languages="el"))
+        mixed = logits(model, languages=["hu", "en"])
+        close(mixed[:1], logits(model, languages="el")[:1])
+    with model.use_expansion(0):
+        assert torch.equal(logits(model, languages="hu"), logits(load(home / "base")))
+
+
 def test_only_what_changed_is_stored_and_held(home, tmp_path):
     tuned = load(home / "base")
     with torch.no_grad():

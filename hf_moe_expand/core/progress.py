@@ -1,17 +1,20 @@
-"""Says how far long work is and how long it still takes: by a bar on a terminal, elsewhere by a line from time to time.
-All bars, also those of other libraries, are tqdm's."""
+"""Says how far long work is and how long it still takes, at least every 15 seconds: by a bar on a terminal, elsewhere
+by lines. All bars, also those of other libraries, are tqdm's."""
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
 from typing import Any
+from weakref import ref
 
 from tqdm import asyncio, auto, std
 
-EARLY = 10.0  # seconds between two lines
+EVERY = 15.0  # seconds
+EARLY = 10.0  # between two lines, at a step of the work: the next one may take long
 
 
 def shows_bars() -> bool:
@@ -32,14 +35,28 @@ def duration(seconds: float) -> str:
 
 
 class Bar(auto.tqdm):  # type: ignore[misc,valid-type]
-    """A bar of tqdm for work of this package that takes longer than a second, or its lines."""
+    """A bar of tqdm for work of this package that takes longer than a second, or its lines; it moves at least every 15
+    seconds, also within a long step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.has_lines, self.told = not shows_bars(), time.monotonic()
+        self.has_lines, self.told, self.ended = not shows_bars(), time.monotonic(), threading.Event()
         super().__init__(*args, **{"delay": 1.0, **kwargs})
+        if not self.disable:
+            threading.Thread(target=_beat, args=(ref(self), self.ended), daemon=True).start()
 
     def display(self, *args: Any, **kwargs: Any) -> Any:
         return _say_line(self) if self.has_lines else super().display(*args, **kwargs)
+
+    def close(self) -> None:
+        self.ended.set()
+        super().close()
+
+
+def _beat(bar_of: Any, ended: threading.Event) -> None:
+    """Moves a bar of which nothing was said for long, until it ends or is gone."""
+    while not ended.wait(EVERY) and (bar := bar_of()) is not None:
+        bar.refresh()
+        del bar  # else it would stay
 
 
 def _say_line(bar: Any, *args: Any, **kwargs: Any) -> bool:
