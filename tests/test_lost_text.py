@@ -17,7 +17,7 @@ from hf_moe_expand.data.lost import check_lost, lost_text, token_line
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.evaluation.perplexity import LanguageScore, language_stream
+from hf_moe_expand.evaluation.perplexity import LanguageScore, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.runs.pipeline import validate_recipe
 from hf_moe_expand.runs.recipe import Recipe
@@ -149,7 +149,7 @@ def test_translation_models_lose_what_their_tokenizers_do_not_know(made):
 
 
 def test_scores_of_lost_text_are_marked_as_no_bound():
-    stream = language_stream("el", {"el": [f"{ENGLISH} {GREEK}"]}, unigram(), None)
+    stream = text_stream([f"{ENGLISH} {GREEK}"], unigram())
     assert 0.6 < stream.lost < 0.7
     both = {"en": LanguageScore(8.0, 3.0, 9, 9, 0.0), "el": LanguageScore(2.0, 0.4, 9, 9, stream.lost)}
     whole = {"en": LanguageScore(8.0, 3.0, 9, 9, 0.0), "el": LanguageScore(2.0, 0.8, 9, 9, 0.0)}

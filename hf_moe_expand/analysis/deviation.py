@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -47,22 +48,16 @@ _DOCUMENTS = 256  # tokenised at a time
 _ELEMENTS = 1 << 16  # of each language's change, in memory at a time
 
 
-@checked
+@partial(checked, keywords=DeviationSettings)
 def measure_deviation(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Sequence[str]],
     *,
     work_dir: str | os.PathLike,
-    steps: int = 10,
-    learning_rate: float = 8e-6,
-    batch_size: int = 2048,
-    block_size: int = 512,
-    micro_batch_size: int = 8,
-    last_layers: int = 3,
-    at_steps: Sequence[int] = (),
     layers: Sequence[int] | None = None,
     seed: int = 0,
+    **settings: Any,
 ) -> DeviationResult:
     """Measures how far each layer's FFN moves on each language, and the cosine between the changes of two languages
     (DMoE section 3.1, Eq. 1); the module says how, and what it takes.
@@ -71,27 +66,24 @@ def measure_deviation(
         texts: documents of each language.
         work_dir: folder for the results of each language; the caller deletes it. A second run with it does not train
             finished languages again, and may add languages.
-        steps, learning_rate, batch_size, block_size, micro_batch_size, last_layers, at_steps: see `DeviationSettings`.
         layers: the layers over whose FFNs languages are compared, instead of the last ones.
         seed: random seed of the order of documents, and of dropout.
+        settings: keys of `DeviationSettings`.
 
     Raises:
         InputError: a language has too little text; `work_dir` was made with another model, text or other settings; a
             setting is out of range; or training left an FFN unchanged or not finite.
     """
     check_decoder(model.config, model_name(model), "deviation and DMoE")
-    settings = DeviationSettings(  # refuses numbers out of range
-        steps=steps, learning_rate=learning_rate, batch_size=batch_size, block_size=block_size,
-        micro_batch_size=micro_batch_size, last_layers=last_layers, at_steps=list(at_steps),
-    )  # fmt: skip
-    chosen = check_sizes(model.config, len(decoder_ffns(model)), block_size, last_layers, layers)
-    blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
+    how = DeviationSettings(**settings)  # refuses numbers out of range
+    chosen = check_sizes(model.config, len(decoder_ffns(model)), how.block_size, how.last_layers, layers)
+    blocks = _blocks(texts, tokenizer, how.steps * how.batch_size, how.block_size, seed)
     folders = {language: Path(work_dir) / f"language-{quote(language, safe='')}" for language in texts}
-    _train_languages(model, blocks, folders, chosen, settings, seed)
+    _train_languages(model, blocks, folders, chosen, how, seed)
     by_language = {
         language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
     }
-    at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in settings.at_steps}
+    at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in how.at_steps}
     in_turn = zip(*at_each.values(), folders.values(), strict=True) if at_each else []
     of_steps = {language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=False)}
     return DeviationResult(
@@ -99,7 +91,7 @@ def measure_deviation(
         deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
         similarity=change_cosines(list(folders.values()), chosen),
         similarity_at={str(step): change_cosines(places, chosen) for step, places in at_each.items()},
-        likeness_of_steps=of_steps, layers=chosen, seed=seed, **settings.model_dump(exclude=_SIZES),
+        likeness_of_steps=of_steps, layers=chosen, seed=seed, **how.model_dump(exclude=_SIZES),
     )  # fmt: skip
 
 

@@ -153,9 +153,7 @@ def fit_base_gate(
     settings = settings or GateSettings()
     if Path(out).exists() and not overwrite:
         raise InputError(f"{out}: exists already; give another name, or --overwrite.")
-    classes = {code: int(code in new) for code in texts}
-    if missing := [code for code in new if code not in texts]:
-        raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
+    classes = {code: int(code in new) for code in (*texts, *new)}
     if not new:
         raise InputError("gates: name the languages of --data that will be new, by which the gate's layer is chosen.")
     chosen = anchors_for(classes, texts, anchors)
@@ -193,7 +191,9 @@ def gate_from_file(
             too many unseen languages pass as these.
     """
     try:
-        facts, tensors = _read_file(file)
+        with safe_open(str(file), "pt") as opened:
+            facts = json.loads(opened.metadata()["gate"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
         settings = GateSettings(**facts["settings"])
         scored = {
             name[7:]: Scored(tensors[name].float(), tensors[f"texts.{name[7:]}"].long())
@@ -218,12 +218,6 @@ def gate_from_file(
     classes = dict(new) if isinstance(new, Mapping) else dict.fromkeys(new, 1)
     report = report_of(gate, classes, settings)
     return gate_of(gate, classes, report, settings), report
-
-
-def _read_file(file: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    with safe_open(str(file), "pt") as opened:
-        facts = json.loads(opened.metadata()["gate"])
-        return facts, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
 
 
 def base_hash(stored: StoredModel, layer: int) -> str:

@@ -22,7 +22,7 @@ from ..checkpoint.source import load_config, resolve_checkpoint
 from ..core.errors import InputError, errors_at
 from ..core.progress import Bar
 from ..core.schema import checked
-from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
+from ..evaluation.perplexity import LanguageScore, stream_for, target_nats, text_stream
 from ..inference.models import check_decoder, load_for_inference, longest_block
 
 
@@ -71,7 +71,7 @@ def evaluate_ensemble(
         check_decoder(config, getattr(config, "name_or_path", "") or config.model_type, "ensembles")
         block_size = min(block_size, longest_block(config) or block_size)
     texts = {language: list(documents) for language, documents in texts.items()}
-    streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}
+    streams: dict[str, Any] = {code: stream_for(config, code, texts, tokenizer, max_tokens) for code in texts}
     log_probs: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
     windows = sum(stream.count_windows(block_size) for stream in streams.values())
     with Bar(total=windows * len(models), desc="ensemble", unit="window") as bar:
@@ -80,7 +80,7 @@ def evaluate_ensemble(
             loaded.eval()
             for language, stream in streams.items():
                 # Not the vocabularies: the loader may add tokens that no text has.
-                if own is not tokenizer and language_stream(language, texts, own, max_tokens).ids != stream.ids:
+                if own is not tokenizer and text_stream(texts[language], own, max_tokens).ids != stream.ids:
                     raise InputError(
                         f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
                         "ensemble must share one tokenizer."

@@ -171,7 +171,7 @@ def _expand_tuned(
         from ..evaluation.ways import score_ways
 
         print("bits per byte")
-        print_table(*score_ways(out, data, scores).rows())
+        print_table(*score_ways(out, data, scores))
     if gate is None:
         print(f"no gate            text that is told no language gets the base, until you run `gates {out} OUT`")
 

@@ -78,22 +78,19 @@ def text_files(folder: Path) -> tuple[list[Path], dict[str, list[str]]]:
             if name.startswith(".") or path.is_symlink():
                 leave_out(path, "hidden" if name.startswith(".") else "a link to a folder")
                 inner.remove(name)
-        for path in (Path(at, name) for name in sorted(names)):
-            if reason := _left_out(path):
+        for name in sorted(names):
+            path = Path(at, name)
+            # A hidden file belongs to an editor, a notebook or a file manager.
+            if reason := "hidden" if name.startswith(".") else no_text_file(path) or _about(path):
                 leave_out(path, reason)
             else:
                 files.append(path)
     return sorted(files), left_out
 
 
-def _left_out(path: Path) -> str | None:
-    """Why a file of a folder is not read; None for one that is."""
-    if path.name.startswith("."):
-        return "hidden"  # which belongs to an editor, a notebook or a file manager
-    if why := no_text_file(path):
-        return why
-    about = format_of(path) == ".txt" and _ABOUT.fullmatch(path.name.lower().partition(".txt")[0])
-    return "about the data, by its name" if about else None
+def _about(path: Path) -> str | None:
+    is_about = format_of(path) == ".txt" and _ABOUT.fullmatch(path.name.lower().partition(".txt")[0])
+    return "about the data, by its name" if is_about else None
 
 
 def no_text_file(path: Path) -> str | None:
@@ -130,12 +127,18 @@ def _lines(path: str, after: int) -> Iterator[Row]:
                 line.encode(errors="surrogateescape").decode()
             except UnicodeDecodeError as error:
                 raise InputError(f"{path}:{number}: not UTF-8 text ({error}).") from None
-            if not is_json and len(text) > GIANT:
+            if is_json:
+                try:
+                    yield Row(number, json.loads(text), read)
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{path}:{number}: not JSON ({in_one_line(error)}).") from None
+                continue
+            if len(text) > GIANT:
                 say_once(
                     f"{path}:{number}: the line has {len(text):,} characters, and is one document: put each document "
                     "on a line of its own, or give .jsonl."
                 )
-            yield Row(number, _json_row(path, number, text) if is_json else {"text": text.rstrip("\n")}, read)
+            yield Row(number, {"text": text.rstrip("\n")}, read)
 
 
 def count_lines(path: Path) -> int:
@@ -162,13 +165,6 @@ def _only_member(file: BinaryIO) -> Any:
     if len(members) != 1:
         raise OSError(f"it holds {len(members)} files, of which one alone would be read: unpack it into a folder")
     return archive.open(members[0])
-
-
-def _json_row(path: str, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}:{number}: not JSON ({in_one_line(error)}).") from None
 
 
 def _parquet_rows(path: str, after: int) -> Iterator[Row]:

@@ -110,11 +110,8 @@ def _too_much(lost: Mapping[str, LostText]) -> list[str]:
 
 def _characters(text: str) -> Counter[str]:
     counted = Counter(unicodedata.normalize("NFKC", text))
-    return Counter({one: count for one, count in counted.items() if not (one.isspace() or _is_control(one))})
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) == "Cc"
+    # Of control characters (Cc), a tokenizer need keep none.
+    return Counter({c: n for c, n in counted.items() if not c.isspace() and unicodedata.category(c) != "Cc"})
 
 
 def _size(characters: Counter[str]) -> int:

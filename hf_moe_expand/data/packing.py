@@ -151,15 +151,6 @@ def tokenize(
     )  # fmt: skip
 
 
-def _special_in_texts(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """How often each special token stands in the documents, but for those that every document has around it."""
-    counted = pc.value_counts(pc.list_flatten(encoded.data["input_ids"])).to_pylist()
-    found = {entry["values"]: entry["counts"] for entry in counted}
-    before, after = document_frame(tokenizer)
-    around, names = [*before, *after], special_tokens(tokenizer)
-    return {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names.items()}
-
-
 def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
     """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens."""
     number, total = first_tokens(language, dataset["tokens"], tokens)
@@ -226,12 +217,8 @@ def pack_texts(
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
         lost[language] = lost_text((row["text"] for row in dataset), tokenizer)
-        if documents is not None:
-            dataset = dataset.select(range(min(documents[language], len(dataset))))
-        if not len(dataset):
-            raise InputError(f"Language {language!r}: no row has text to train on or to score: give some.")
-        encoded[language] = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}", num_proc)
-        say_special(f"language {language!r}", _special_in_texts(encoded[language], tokenizer))
+        most = len(dataset) if documents is None else min(documents[language], len(dataset))
+        encoded[language] = _encoded(dataset.select(range(most)), tokenizer, order.index(language), language, num_proc)
     take({language: None if language in replayed else tokens_per_language for language in texts})
     if replayed:
         with errors_at(f"replay_share is {share:g}"):
@@ -249,6 +236,21 @@ def pack_texts(
         mixed.append(concatenate_datasets([encoded[code] for code in members]).shuffle(seed=seed))
     blocks = Blocks(mixed, block_size, begin_tokens(tokenizer))
     return PackedText(blocks, order, tokens, {code: len(of) for code, of in encoded.items()}, blocks.of_each, lost)
+
+
+def _encoded(dataset: Dataset, tokenizer: Any, number: int, language: str, num_proc: int | None) -> Dataset:
+    """`tokenize`; says which special tokens the text has."""
+    if not len(dataset):
+        raise InputError(f"Language {language!r}: no row has text to train on or to score: give some.")
+    encoded = tokenize(dataset, tokenizer, number, f"tokenize {language}", num_proc)
+    counted = pc.value_counts(pc.list_flatten(encoded.data["input_ids"])).to_pylist()
+    found = {entry["values"]: entry["counts"] for entry in counted}
+    around = [token for side in document_frame(tokenizer) for token in side]  # of every document
+    names = special_tokens(tokenizer).items()
+    say_special(
+        f"language {language!r}", {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names}
+    )
+    return encoded
 
 
 def _replayed_tokens(tokens: Mapping[str, int], replayed: Sequence[str], share: float) -> int:
@@ -275,16 +277,14 @@ def amounts_of(
 def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch for the trainers: `input_ids`, `labels` (the rows' own, else all tokens) and, where the rows have them,
     `language_ids`, each `[batch, block_size]`."""
-    if "language_ids" not in rows[0]:
-        return collate_without_languages(rows)
-    return {**collate_without_languages(rows), "language_ids": _stacked(rows, "language_ids")}
+    languages = {"language_ids": _stacked(rows, "language_ids")} if "language_ids" in rows[0] else {}
+    return collate_without_languages(rows) | languages
 
 
 def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
     input_ids = _stacked(rows, "input_ids")
-    labels = _stacked(rows, "labels") if "labels" in rows[0] else input_ids.clone()
-    return {"input_ids": input_ids, "labels": labels}
+    return {"input_ids": input_ids, "labels": _stacked(rows, "labels") if "labels" in rows[0] else input_ids.clone()}
 
 
 def _stacked(rows: Sequence[Mapping[str, Any]], column: str) -> torch.Tensor:

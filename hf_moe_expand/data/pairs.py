@@ -308,7 +308,7 @@ def pack_pairs(
     datasets, tokens, counts, lost = [], {}, {}, {}
     for language, dataset in texts.items():
         dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
-        lost[language] = encoder.lost(SentencePair(**row) for row in dataset).get(language, LostText())
+        lost[language] = _lost_of_rows(dataset, tokenizer, True, language)
         wanted = len(dataset) if documents is None else min(documents[language], len(dataset))
         fitting = _fitting(dataset, encoder, block_size, order, wanted, language)
         sides = (fitting.with_format("arrow")[name] for name in ("input_ids", "labels"))
@@ -328,9 +328,11 @@ def _fitting(
         return {
             "input_ids": [source for _, source, _ in encoded],
             "labels": [target for *_, target in encoded],
-            "language_ids": [[_id_of(code, order) for code in row.direction] for row, *_ in encoded],
+            "language_ids": [[numbers[code] for code in row.direction] for row, *_ in encoded],
         }
 
+    codes = {code for side in SentencePair._fields[2:] for code in dataset.unique(side)}
+    numbers = {code: order.index(known) if (known := named_in(code, order)) else UNKNOWN for code in codes}
     parts: list[Dataset] = []
     first = 0
     while sum(map(len, parts)) < wanted and first < len(dataset):
@@ -358,12 +360,6 @@ def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dat
     if not any(takes.values()):
         raise InputError(f"Language {language!r}: no sentence pair in a direction of the model: {encoder.one_way()}.")
     return dataset.select([place for place, direction in enumerate(directions) if takes[direction]])
-
-
-def _id_of(code: str, order: Sequence[str]) -> int:
-    """The number of a language; `UNKNOWN` if the model does not know it."""
-    known = named_in(code, order)
-    return UNKNOWN if known is None else order.index(known)
 
 
 @checked

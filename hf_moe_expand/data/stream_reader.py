@@ -83,9 +83,8 @@ class Reader:
         on_bad_shard: OnBadShard, state: Mapping[str, Any], readers: int, says: bool,
     ) -> None:  # fmt: skip
         self.language, self.number, self.shards, self.dealt_to = language, number, shards, dealt_to
-        self.tokenizer, self.seed, self.on_bad_shard, self.readers, self.says = (
-            tokenizer, seed, on_bad_shard, readers, says,
-        )  # fmt: skip
+        self.tokenizer, self.seed, self.on_bad_shard = tokenizer, seed, on_bad_shard
+        self.readers, self.says = readers, says
         self._units = units_of(shards, dealt_to)
         self.units = len(self._units)  # of a pass
         self._order: tuple[int, list[int]] = -1, []  # of the units, in the pass at hand
@@ -113,7 +112,9 @@ class Reader:
             place, seen = self.open[0], self.counts["seen"]
             if not place.token:
                 seen["documents"] += 1
-                self._count_special(document)
+                for at, (name, around) in self._special.items():
+                    if (found := int((document == at).sum()) - around) > 0:
+                        self.counts["special"][name] += found
             piece = document[place.token : place.token + size - filled]
             taken[filled : filled + len(piece)] = piece
             place.token, filled = place.token + len(piece), filled + len(piece)
@@ -126,7 +127,10 @@ class Reader:
         """The tokens of the document at hand, or of the next one where all of them are taken."""
         while True:
             if not self.open:
-                self._open_next()
+                if self.says and self.next - self.readers < self.units <= self.next:
+                    say(f"{self.language}: all of its text was read once; it is read again")
+                self.open.append(Bookmark(self.next))
+                self.next += self.readers
             place = self.open[0]
             if self._texts is None:
                 self._texts, self._tokens = self._read(place), {}
@@ -140,12 +144,6 @@ class Reader:
                 self._close(place)
             else:
                 place.window, place.row, place.document, self._texts = place.window + 1, self._end, 0, None
-
-    def _open_next(self) -> None:
-        if self.says and self.next - self.readers < self.units <= self.next:
-            say(f"{self.language}: all of its text was read once; it is read again")
-        self.open.append(Bookmark(self.next))
-        self.next += self.readers
 
     def _close(self, place: Bookmark) -> None:
         """Ends a unit; refuses text of which no unit has a document."""
@@ -191,7 +189,10 @@ class Reader:
                 say(f"{self.language}: left out from here: {error}")
         if is_new:
             self.counts["left_out"] += left_out
-            self._count_lost(texts)
+            if texts:
+                lost = lost_text([texts[0][:_LOST_SAMPLE]], self.tokenizer)
+                self.counts["seen"]["looked_at"] += lost.size
+                self.counts["lost"] += lost.characters
         order = random_numbers(self.seed, 2, self.number, turn, unit, place.window).permutation(len(texts))
         return [texts[one] for one in order]
 
@@ -221,17 +222,6 @@ class Reader:
             ids = encode_documents(some, self.tokenizer)
             self._tokens = {number + one: np.array(row, dtype=np.int32) for one, row in enumerate(ids)}
         return self._tokens[number]
-
-    def _count_special(self, document: np.ndarray) -> None:
-        for at, (name, around) in self._special.items():
-            if (found := int((document == at).sum()) - around) > 0:
-                self.counts["special"][name] += found
-
-    def _count_lost(self, texts: Sequence[str]) -> None:
-        if texts:
-            found = lost_text([texts[0][:_LOST_SAMPLE]], self.tokenizer)
-            self.counts["seen"]["looked_at"] += found.size
-            self.counts["lost"] += found.characters
 
 
 def say(line: str) -> None:
@@ -287,11 +277,7 @@ def _refuse(error: InputError) -> NoReturn:
 
 
 def sample(text: LanguageText, on_bad_shard: OnBadShard, seed: int) -> list[str]:
-    """Documents from the beginnings of some shards, shuffled.
-
-    Raises:
-        InputError: as `estimated`.
-    """
+    """Documents from the beginnings of some shards, shuffled; see `estimated`."""
     found = [one for _, one in _beginnings(text, text.shards(), on_bad_shard)]
     texts = [row["text"] for one in found for row in one.rows]
     if not texts:

@@ -221,16 +221,6 @@ def shortened(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     return text[:end], tokens(end)
 
 
-def language_stream(
-    language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
-) -> ScoredText:
-    """`text_stream` of one language's documents; refuses documents without a token to score."""
-    stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
-    if not any(stream.scored):
-        raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
-    return stream
-
-
 @torch.no_grad()
 def batch_nats(model: Any, targets_BT: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
     """The negative log-probability of each target, `[B, T]` float64, 0 where it is -100. A row's first T logits predict
@@ -294,10 +284,14 @@ def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[in
 def stream_for(
     config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None
 ) -> ScoredText | ScoredPairs:
-    """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `language_stream`."""
+    """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `text_stream`; refuses
+    documents without a token to score."""
     if config.is_encoder_decoder:
         return pair_stream(language, texts[language], tokenizer, max_tokens, longest_block(config))
-    return language_stream(language, texts, tokenizer, max_tokens)
+    stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
+    if not any(stream.scored):
+        raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
+    return stream
 
 
 def score_stream(

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.facts import Facts
@@ -12,26 +11,12 @@ from .perplexity import LanguageScore, evaluate_model
 from .scoring_settings import EvaluationSettings
 
 
-@dataclass(frozen=True)
-class Ways:
-    """The scores of each language's text in each way, and the class of each language (0 of one that is not new)."""
-
-    scores: dict[str, dict[str, LanguageScore]]
-    classes: dict[str, int | None]
-
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Heading and rows of a table of bits per byte."""
-        kinds = {None: "unnamed", 0: "old"}
-        heads = [f"{code} ({kinds.get(number, 'new')})" for code, number in self.classes.items()]
-        rows = [[way, *(f"{of[code].bits_per_byte:.4f}" for code in self.classes)] for way, of in self.scores.items()]
-        return ["", *heads], rows
-
-
 def score_ways(
     model: str | os.PathLike, sources: Mapping[str, Any], settings: EvaluationSettings | None = None
-) -> Ways:
-    """Scores text with the base inside, with each expansion alone, told its language, and behind the gate if there is
-    one. Text that is told its language takes its expansion's experts, or the base where it is no new language.
+) -> tuple[list[str], list[list[str]]]:
+    """A table, header and rows: bits per byte of text with the base inside, with each expansion alone, told its
+    language, and behind the gate if there is one. Text that is told its language takes its expansion's experts, or the
+    base where it is no new language.
 
     Args:
         model: expanded checkpoint of exclusive experts.
@@ -55,4 +40,6 @@ def score_ways(
     scores["told"] = {code: alone[number or 0][code] for code, number in classes.items()}
     if loaded.config.declares("judges"):
         scores["behind the gate"] = scored(nullcontext())
-    return Ways(scores, classes)
+    kinds = {None: "unnamed", 0: "old"}
+    heads = [f"{code} ({kinds.get(number, 'new')})" for code, number in classes.items()]
+    return ["", *heads], [[way, *(f"{of[code].bits_per_byte:.4f}" for code in classes)] for way, of in scores.items()]
