@@ -1,6 +1,7 @@
 """Describes an expanded checkpoint: layers, experts, parameters, history. Reads no weights."""
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,24 +170,19 @@ def _size_of(module: Any) -> int:
 def _idle_weights(network: Any) -> int:
     """Weights that a token does not use; of a mixture of the backbone's own, none where the configuration does not say
     how many experts a token takes."""
-    own: dict[
-        int, dict[int, int]
-    ] = {}  # of each class the size of each of its tensors, less those it takes the place of
+    # Of each class the size of each of its tensors, less those it takes the place of.
+    own: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for name, holder in network.named_modules():
         for number in range(1, holder.classes) if isinstance(holder, Choosing) else ():
             expert = holder.expert_of(number) or 0
             for place in holder.own[expert]:
                 module: Any = holder.get(expert, place)
-                for parameter in module.parameters():
-                    own.setdefault(number, {})[id(parameter)] = parameter.numel()
-                for parameter in () if isinstance(module, LoraUpdate) else _base(network, name, place).parameters():
-                    own.setdefault(number, {})[id(parameter)] = -parameter.numel()
+                own[number] |= {id(parameter): parameter.numel() for parameter in module.parameters()}
+                if not isinstance(module, LoraUpdate):
+                    replaced = network.get_submodule(f"{name.removesuffix('adapters')}{place}")
+                    own[number] |= {id(parameter): -parameter.numel() for parameter in replaced.parameters()}
     used = max([0, *(sum(sizes.values()) for sizes in own.values())])
     return _idle_in_ffns(network) + sum(size for sizes in own.values() for size in sizes.values() if size > 0) - used
-
-
-def _base(network: Any, holder: str, place: str) -> Any:
-    return network.get_submodule(f"{holder.removesuffix('adapters')}{place}")
 
 
 def _tied(network: Any) -> int:
