@@ -84,17 +84,19 @@ def _imported(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-def add(app: typer.Typer, verb: Verb, name: str, fixed: Mapping[str, Any] = {}, **keywords: Any) -> None:
-    """Adds a verb, its options made from its signature but for `fixed` parameters."""
+def add(
+    app: typer.Typer, verb: Verb, name: str, fixed: Mapping[str, Any] = {}, types: Mapping[str, Any] = {}, **more: Any
+) -> None:
+    """Adds a verb; see `as_command`."""
     from .signature import as_command, help_text
 
-    app.command(name, **{"help": help_text(verb), **keywords})(as_command(verb, fixed))
+    app.command(name, **{"help": help_text(verb), **more})(as_command(verb, fixed, types))
 
 
 def with_verbs(name: str, group: Group) -> typer.Typer:
     app = typer.Typer(cls=Verbs, name=name, help=group.about, no_args_is_help=True, rich_markup_mode=None)
-    for word, (verb, fixed, keywords) in group.verbs.items():
-        add(app, verb, word, fixed, **keywords)
+    for word, (verb, fixed, types, keywords) in group.verbs.items():
+        add(app, verb, word, fixed, types, **keywords)
     return app
 
 

@@ -7,8 +7,8 @@ under `Args:` of the docstring, or comes with the parameter's type.
 
 import inspect
 import re
-import types
 from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
@@ -28,11 +28,12 @@ _COMMON = {
 _EMPTY = inspect.Parameter.empty
 
 
-def as_command(verb: Verb, fixed: Mapping[str, Any] = {}) -> Verb:
+def as_command(verb: Verb, fixed: Mapping[str, Any] = {}, types: Mapping[str, Any] = {}) -> Verb:
     """The function that typer makes a command of.
 
     Args:
         fixed: values of parameters that are no options.
+        types: of parameters, in place of those that the verb states.
     """
     helps = _COMMON | described(verb)
     signature = inspect.signature(verb, eval_str=True).parameters
@@ -40,7 +41,7 @@ def as_command(verb: Verb, fixed: Mapping[str, Any] = {}) -> Verb:
     settings: dict[str, tuple[type[Schema], Keys]] = {}
     options = [_parameter("context", typer.Context)]
     for name, one in signature.items():
-        hint, extra = _opened(one.annotation)
+        hint, extra = _opened(types.get(name, one.annotation))
         if hint is Given or name in fixed:
             continue
         if isinstance(hint, type) and issubclass(hint, Schema):
@@ -101,7 +102,7 @@ def _parameter(name: str, hint: Any, info: Any = None, default: Any = _EMPTY) ->
 
 def _opened(hint: Any) -> tuple[Any, Any]:
     """A type without `Annotated` and without None, and the `Kind` or `Keys` that it is annotated with."""
-    if get_origin(hint) in (types.UnionType, Union) and type(None) in get_args(hint):
+    if get_origin(hint) in (UnionType, Union) and type(None) in get_args(hint):
         inner, *more = [part for part in get_args(hint) if part is not type(None)]
         return (hint, None) if more else _opened(inner)
     if get_origin(hint) is Annotated:
@@ -151,7 +152,7 @@ def _plain(hint: Any) -> Any:
         return _plain(inner[0])
     if origin is list:  # an option that is repeated
         return list[_plain(inner[0])]  # type: ignore[misc]
-    if origin in (types.UnionType, Union):
+    if origin in (UnionType, Union):
         return Union[tuple(map(_plain, inner))]  # noqa: UP007
     return str if origin is Literal else hint
 

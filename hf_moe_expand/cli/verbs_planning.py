@@ -2,7 +2,7 @@
 which plans when each language enters training."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,89 +15,75 @@ from ..planning.methods import METHODS, PlanSettings
 plan = Group("Decide which layer gets how many experts.")
 
 
-def _add_method(method: type[PlanSettings], name: str) -> None:
-    """Adds `plan NAME`."""
-    keys = Keys(without=("method",), defaults={"method": name})
-
-    def work(
-        *,
-        analysis: Path | None = None,
-        deviation: Path | None = None,
-        settings: Annotated[method, keys],  # type: ignore[valid-type]
-        out: NewFile,
-        layers: str | None = None,
-        old: OldCodes = (),
-        new: NewCodes = (),
-        seed: int = 0,
-        from_: str | None = None,
-    ) -> None:
-        """Makes a plan.
-
-        Args:
-            analysis: analysis.json of `analyze similarity`; for methods without one, of classifiers by similarity.
-            deviation: deviation.json of `analyze deviation`.
-            layers: number of layers (6+6: an encoder's and its decoder's), or the checkpoint to count them in.
-            from_: expanded checkpoint that the plan grows; numbers of experts then count new ones.
-        """
-        _plan(settings, analysis, deviation, layers, [*old], [*new], seed, from_, out)
-
-    fixed = {"layers": None, "old": (), "new": ()} if method.analysis else {}
-    fixed |= {} if method.analysis == "deviation" else {"deviation": None}
-    plan.add(work, name, fixed if method.grows else {**fixed, "from_": None}, help=inspect.getdoc(method))
-
-
 def _plan(
+    *,
+    analysis: Path | None = None,
+    deviation: Path | None = None,
     settings: PlanSettings,
-    analysis: Path | None,
-    deviation_file: Path | None,
-    layers: str | None,
-    old: list[str],
-    new: list[str],
-    seed: int,
-    base: str | None,
-    out: Path,
+    out: NewFile,
+    layers: str | None = None,
+    old: OldCodes = (),
+    new: NewCodes = (),
+    seed: int = 0,
+    from_: str | None = None,
 ) -> None:
+    """Makes a plan by the method of its settings.
+
+    Args:
+        analysis: analysis.json of `analyze similarity`; for methods without one, of classifiers by similarity.
+        deviation: deviation.json of `analyze deviation`.
+        layers: number of layers (6+6: an encoder's and its decoder's), or the checkpoint to count them in.
+        from_: expanded checkpoint that the plan grows; numbers of experts then count new ones.
+    """
     from ..planning.make import make_plan
     from ..planning.results import DeviationResult, SimilarityResult
 
-    similarity = SimilarityResult.from_json(analysis) if analysis else None
-    deviation = DeviationResult.from_json(deviation_file) if deviation_file else None
-    if settings.analysis == "deviation" and (similarity is None) == (deviation is None):
+    alike = SimilarityResult.from_json(analysis) if analysis else None
+    moved = DeviationResult.from_json(deviation) if deviation else None
+    if settings.analysis == "deviation" and (alike is None) == (moved is None):
         raise InputError(
             "Give --deviation (the file of `analyze deviation`), or in its place --analysis (that of `analyze "
             "similarity`)."
         )
-    if similarity is not None and not settings.makes_groups:
-        old, new = old or similarity.old, new or similarity.new
-    counts: list[int] = []
-    exclusive = False
-    encoder = similarity.encoder_layers if similarity is not None else 0
-    if base is not None:
-        expanded(base, {})
-        from ..checkpoint.facts import Facts
-        from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-        from ..core.languages import check_named_once
-
-        facts = Facts(load_expanded_config(resolve_checkpoint(base, weights=False)))
-        if facts.groups:
-            raise InputError(
-                f"{base}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language."
-            )
-        counts, known, encoder, exclusive = facts.counts, facts.history.languages, facts.encoder_layers, facts.exclusive
-        old = old or known
-        if again := [code for code in new if code in known]:
-            raise InputError(f"{', '.join(again)}: already a language of {base}; leave it out of --new.")
-        check_named_once([*known, *new])
-    measured = similarity.similarity if similarity else deviation.deviation if deviation else []
-    num_layers = len(counts) or len(measured)
+    if alike is not None and not settings.makes_groups:
+        old, new = old or alike.old, new or alike.new
+    counts, known, encoder, exclusive = _of_base(from_, new) if from_ else ([], [], 0, False)
+    encoder = encoder if from_ or alike is None else alike.encoder_layers
+    num_layers = len(counts) or len(alike.similarity if alike else moved.deviation if moved else [])
     if layers:
         num_layers, encoder = _num_layers(layers)
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
-    made = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, encoder, exclusive)
+    made = make_plan(settings, num_layers, [*(old or known)], [*new], alike, seed, moved, counts, encoder, exclusive)
     made.save(out)
-    _show(made, settings, counts, base)
+    _show(made, settings, counts, from_)
     print(f"wrote {out}")
+
+
+for _word, _method in METHODS.items():
+    _fixed: dict[str, Any] = {"layers": None, "old": (), "new": ()} if _method.analysis else {}
+    _fixed |= {} if _method.analysis == "deviation" else {"deviation": None}
+    _fixed |= {} if _method.grows else {"from_": None}
+    _settings = Annotated[_method, Keys(without=("method",), defaults={"method": _word})]  # type: ignore[valid-type]
+    plan.add(_plan, _word, _fixed, {"settings": _settings}, help=inspect.getdoc(_method))
+
+
+def _of_base(name: str, new: Sequence[str]) -> tuple[list[int], list[str], int, bool]:
+    """Of the expanded checkpoint that a plan grows: its numbers of experts, its languages, the number of its encoder's
+    layers, and whether its experts are exclusive."""
+    expanded(name, {})
+    from ..checkpoint.facts import Facts
+    from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+    from ..core.languages import check_named_once
+
+    facts = Facts(load_expanded_config(resolve_checkpoint(name, weights=False)))
+    if facts.groups:
+        raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
+    known = facts.history.languages
+    if again := [code for code in new if code in known]:
+        raise InputError(f"{', '.join(again)}: already a language of {name}; leave it out of --new.")
+    check_named_once([*known, *new])
+    return facts.counts, known, facts.encoder_layers, facts.exclusive
 
 
 def _show(made: Any, settings: PlanSettings, counts: list[int], base: str | None) -> None:
@@ -126,10 +112,6 @@ def _num_layers(layers: str) -> tuple[int, int]:
     if len(numbers) > 2 or min(numbers) < 1:
         raise InputError(f"--layers is {layers}: must be at least 1, or a checkpoint.")
     return sum(numbers), numbers[0] if len(numbers) == 2 else 0
-
-
-for _word, _method in METHODS.items():
-    _add_method(_method, _word)
 
 
 curriculum = Group("Decide which language enters training when.")

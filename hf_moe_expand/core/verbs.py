@@ -44,20 +44,23 @@ class Group:
 
     Attributes:
         about: its help.
-        verbs: by name, the function, its parameters that are no options, and keywords for typer.
+        verbs: by name, the function, its parameters that are no options, other types of parameters, and keywords for
+            typer.
     """
 
     about: str
-    verbs: dict[str, tuple[Verb, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
+    verbs: dict[str, tuple[Verb, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
 
-    def add(self, verb: Verb, name: str, fixed: Mapping[str, Any], **keywords: Any) -> None:
-        self.verbs[name] = (verb, fixed, keywords)
+    def add(
+        self, verb: Verb, name: str, fixed: Mapping[str, Any] = {}, types: Mapping[str, Any] = {}, **keywords: Any
+    ) -> None:
+        self.verbs[name] = (verb, fixed, types, keywords)
 
     def verb(self, name: str) -> Callable[[Verb], Verb]:
         """Adds the function below it."""
 
         def decorate(function: Verb) -> Verb:
-            self.add(function, name, {})
+            self.add(function, name)
             return function
 
         return decorate
