@@ -10,17 +10,18 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_old_and_new
 from ..core.printing import print_table
 from ..core.verbs import Given, Keys, belongs, without_effect
-from ..evaluation.scoring_settings import EvaluationSettings, TranslationSettings
+from ..evaluation.scoring_settings import EvaluationSettings, HarnessSettings, TranslationSettings
 
 # The arguments that count beside --pairs, with those of `TranslationSettings`.
-_TRANSLATED = ("models", "out", "data", "limit", "pairs", "texts", "overwrite")
+_TRANSLATED = ("models", "out", "data", "pairs", "texts", "overwrite")
 
 
 def evaluate(
     models: Models,
     *,
     settings: Annotated[EvaluationSettings, Keys(without=("questions",))],
-    translating: Annotated[TranslationSettings, Keys(without=("limit",))],
+    translating: TranslationSettings,
+    harness: HarnessSettings,
     out: NewFile | None = None,
     data: Texts | None = None,
     old: OldCodes = (),
@@ -29,9 +30,6 @@ def evaluate(
     tasks: str = "",
     unnamed: Codes = (),
     questions: Sequence[str] = (),
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    include_path: Path | None = None,
     pairs: str = "",
     texts: Path | None = None,
     overwrite: bool = False,
@@ -55,26 +53,24 @@ def evaluate(
         unnamed: codes of languages of a task list that are neither old nor new, e.g. fr,pt.
         questions: LANGUAGE=FILE with questions, one a line, or LANGUAGE for ten of ours (en): the first and the last
             model answer them in the chat template; repeat for each language.
-        num_fewshot: examples for tasks given without @N; by default each task's own number.
         limit: maximum of documents to score of each task, or of sentences with --pairs.
-        include_path: folder with tasks of your own for the harness.
         batch_size: windows in a forward pass; with --pairs, sentences translated at once.
         pairs: directions of translation, e.g. en-el,el-en; or all, the first language to and from each other.
         texts: with --pairs: folder for sources, references and translations as text files as well, for COMET.
     """
     belongs(given, "pairs", "shots", "max_new_tokens", "beams", "texts")
     if pairs:
-        _evaluate_translations(models, data, pairs, translating, limit, out, texts, overwrite, given)
+        _evaluate_translations(models, data, pairs, translating, out, texts, overwrite, given)
         return
     if not data and not tasks and not questions:
         raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
-    belongs(given, "tasks", "num_fewshot", "limit", "include_path", "unnamed")
+    belongs(given, "tasks", *HarnessSettings.model_fields, "unnamed")
     belongs(given, "data", "ensemble")
     from ..evaluation.report import evaluate_models, labels_of
 
     asked = _questions(questions, models)
     more = None if ensemble is None else _ensemble(models, data or {}, ensemble)
-    groups, found = _tasks(models, [*(data or {})], [*old], [*new], tasks, [*unnamed], num_fewshot, limit, include_path)
+    groups, found = _tasks(models, [*(data or {})], [*old], [*new], tasks, [*unnamed], harness)
     result = evaluate_models(labels_of(models), data or {}, groups, settings, found, more)
     _ask_and_write(models, asked, result, out)
 
@@ -101,9 +97,7 @@ def _tasks(
     new: list[str],
     tasks: str,
     unnamed: list[str],
-    num_fewshot: int | None,
-    limit: int | None,
-    include_path: Path | None,
+    harness: HarnessSettings,
 ) -> tuple[list[list[str]], Any]:
     """The groups of languages, and the tasks of lm-evaluation-harness; None without any."""
     from ..evaluation.benchmarks import in_languages, task_list
@@ -123,7 +117,7 @@ def _tasks(
         benchmarks, missing = in_languages(benchmarks, [*known, *unnamed])
         print("\n".join(missing), end="\n" * bool(missing))
     names = [] if benchmarks else codes(tasks)
-    return groups, HarnessTasks(names, num_fewshot, limit, include_path, benchmarks, unnamed)
+    return groups, HarnessTasks(names, **dict(harness), benchmarks=benchmarks, unnamed=unnamed)
 
 
 def _ensemble(models: list[str], sources: Any, ensemble: int) -> Any:
@@ -192,8 +186,7 @@ def _evaluate_translations(
     models: list[str],
     sources: dict[str, Any] | None,
     directions: str,
-    translating: TranslationSettings,
-    limit: int | None,
+    settings: TranslationSettings,
     out: Path | None,
     texts: Path | None,
     overwrite: bool,
@@ -204,12 +197,10 @@ def _evaluate_translations(
         raise InputError("--pairs translates the text of --data, and writes to --out: give both.")
     from ..checkpoint.source import load_config, resolve_checkpoint
     from ..checkpoint.tokenizer import load_tokenizer
-    from ..core.schema import changed
     from ..evaluation import translation
     from ..evaluation.report import labels_of
     from ..inference.models import load_for_inference
 
-    settings = changed(translating, **({} if limit is None else {"limit": limit}))
     pairs = translation.parse_pairs([] if directions == "all" else codes(directions), list(sources))
     translation.chrf_plus_plus()  # fails now, before any work, if it is not installed
     sentences = translation.load_parallel(sources)

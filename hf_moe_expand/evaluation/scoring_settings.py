@@ -1,5 +1,6 @@
 """Settings of evaluations and translations."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -23,6 +24,16 @@ class EvaluationSettings(Schema):
         description="by old language, a file with questions, one a line, that base and result answer in the base's "
         "chat template; by default ten in English, if English is old; `{}` for none",
     )
+
+
+class HarnessSettings(Schema):
+    """How tasks of lm-evaluation-harness are run."""
+
+    num_fewshot: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="examples for tasks given without @N; by default each task's own number"
+    )
+    limit: Count | None = Field(None, description="maximum of documents to score of each task")
+    include_path: Path | None = Field(None, description="folder with tasks of your own for the harness")
 
 
 class TranslationSettings(Schema):
