@@ -252,6 +252,17 @@ def test_a_changed_curriculum_is_noticed(recipe, tmp_path):
     refused(run_recipe, scheduled, says=r"post_pretrain: curriculum.json: changed after step `post_pretrain` had run")
 
 
+def test_outputs_that_the_record_does_not_know_stay(recipe, tmp_path):
+    review = tmp_path / "run" / "review"
+    review.mkdir(parents=True)
+    for given in (recipe, changed(recipe, review=None, test={}), recipe):
+        if given.review is None:
+            run_recipe(given)
+        else:
+            refused(run_recipe, given, says="run: holds review, which this run would overwrite, but steps.json does no")
+    assert not [*review.iterdir()]
+
+
 def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_path):
     run_recipe(changed(recipe, test={}))
     one = {"plan": recipe.plan, "post_pretrain": recipe.post_pretrain, "review": recipe.review}

@@ -97,16 +97,17 @@ class RunRecord:
         return self.begun is not None and self.begun.step == step.name
 
     def check(self, text: str | None) -> None:
-        """Refuses a folder that is no run of this recipe, whose file has this text: a first run whose outputs are there
-        already, and one whose inputs were changed after a step on which others depend had run with them."""
-        recipe_file = self.root / RECIPE
+        """Refuses a folder that is no run of this recipe, whose file has this text: one with outputs that the record
+        does not know, and one whose inputs were changed after a step on which others depend had run with them."""
+        recipe_file, is_new = self.root / RECIPE, not (self.done or self.begun)
         same = text is not None and recipe_file.is_file() and recipe_file.read_bytes() == text.encode()
-        written = [*([] if same else [recipe_file, self.root / SETTINGS]), *(step.output for step in self.steps)]
-        there = [path for path in written if path.exists()]
-        if there and not (self.done or self.begun):
+        written = [recipe_file, self.root / SETTINGS] if is_new and not same else []
+        known = {*self.done, *([] if self.begun is None else [self.begun.step])}
+        written += [step.output for step in self.steps if step.name not in known and (is_new or not step.repeatable)]
+        if there := [path for path in written if path.exists()]:
             raise InputError(
-                f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
-                f"({self.path.name}): give another `output`, or move the folder away."
+                f"{self.root}: holds {there[0].name}, which this run would overwrite, but {self.path.name} does not "
+                "record: give another `output`, or move it away."
             )
         for step in self.steps:
             if step.name.removeprefix("expansion 1: ") in {*self.done} - {step.name}:

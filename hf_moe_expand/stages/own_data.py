@@ -18,8 +18,9 @@ from ..trainers.watching import check_columns
 from .data_sets import IN_BATCHES, by_language, check_rows, codes_of_rows, columns_of, is_text
 from .mixing import is_mixed
 from .prepare import packed_text
+from .streaming import BY_DOCUMENTS
 
-_PACKING = ("tokens_per_language", "replay_share", "old_documents", "new_per_old", "fewer_documents", "stream")
+_PACKING = ("tokens_per_language", "replay_share", *BY_DOCUMENTS, "stream")
 
 
 class OwnDataMixin:

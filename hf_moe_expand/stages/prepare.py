@@ -13,13 +13,11 @@ from ..data.pairs import lost_of_each
 from ..data.sources import LanguageText
 from ..data.tokens import encode_documents, tokens_at_hand
 from .config import StageConfig
-from .streaming import is_streamed, streamed
+from .streaming import BY_DOCUMENTS, is_streamed, streamed
 
 # Tokens that the beginning of each long text has at least; the characters for each token of a block below which a text
 # may be less than a block.
 _OF_BEGINNINGS, _SHORT = 10_000, 50
-# Settings by which a review takes documents, whose tokens are not counted before.
-_BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
 # Fewer steps hardly teach anything; more passes over the text teach it by heart.
 _TOO_FEW_STEPS, _MOST_PASSES = 50, 4
 
@@ -75,7 +73,7 @@ def length(config: StageConfig, model: Any, texts: Mapping[str, Any], name: str,
     words, taken, curriculum = list[str](), 0, config.order(list(texts))
     counts = {} if tokenizer is None else {code: tokens_at_hand(text, tokenizer) for code, text in texts.items()}
     known = {code: count for code, count in counts.items() if count is not None}
-    by_documents = any(getattr(config, name, None) for name in _BY_DOCUMENTS)
+    by_documents = any(getattr(config, name, None) for name in BY_DOCUMENTS)
     if known and len(known) == len(counts) and not by_documents:
         taken = sum(amounts_of(known, **config.amounts(texts, model)).values())
     of_step = config.per_device_train_batch_size * config.block_size * config.gradient_accumulation_steps

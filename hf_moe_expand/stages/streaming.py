@@ -25,7 +25,8 @@ from ..trainers.samplers import LanguageMix
 STREAMED = 32 << 20
 WORKERS = 2  # that tokenise beside the steps, of each rank
 PREFETCHED = 8  # batches of each: a worker tokenises 64 documents at once
-_BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
+# Settings by which a review takes documents, whose tokens are not counted before.
+BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
 
 
 def is_streamed(config: Any, texts: Mapping[str, Any], model_config: Any) -> bool:
@@ -47,7 +48,7 @@ def is_streamed(config: Any, texts: Mapping[str, Any], model_config: Any) -> boo
 def _hindrance(config: Any, texts: Mapping[str, Any], model_config: Any) -> str | None:
     if model_config.is_encoder_decoder:
         return "is for decoders, but the model is an encoder-decoder: leave it out"
-    if named := next((name for name in _BY_DOCUMENTS if getattr(config, name, None)), None):
+    if named := next((name for name in BY_DOCUMENTS if getattr(config, name, None)), None):
         return f"counts tokens, but {named} counts documents: leave one of them out"
     if any(text is not None and not isinstance(text, LanguageText) for text in texts.values()):
         return "reads files, folders and the hub, but the text is a data set in memory: leave it out"
