@@ -25,9 +25,6 @@ from ..evaluation.perplexity import pair_batch
 from ..inference.models import longest_block
 from ..modeling import decoder_ffns
 
-# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
-_MOST_LOGITS = (2**29, 2**26)
-
 
 @dataclass(frozen=True)
 class TextBatch:
@@ -105,14 +102,12 @@ def language_batches(
     block_size: int,
     batch_size: int,
     sides: Mapping[str, Pair] | None = None,
-    with_logits: bool = False,
 ) -> dict[str, list[TextBatch]]:
     """Batches with `tokens` tokens of each text, of an encoder-decoder on each side. All are made before the first is
     read, so that a lack of text is reported at once.
 
     Args:
         sides: for an encoder-decoder, the languages of each text's sources and targets, where it has two.
-        with_logits: bound a batch's logits, and put blocks of similar length together, so that hardly any is padding.
     """
     if model.config.is_encoder_decoder:
         return {
@@ -121,21 +116,8 @@ def language_batches(
         }
     block_size = min(block_size, longest_block(model.config) or block_size)
     blocks = {name: token_blocks(name, of, tokenizer, tokens, block_size) for name, of in texts.items()}
-    if not with_logits:
-        return {name: padded_batches(of, batch_size) for name, of in blocks.items()}
-    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
-
-    def fits(rows: list[list[int]], block: list[int]) -> bool:
-        # Of two blocks of unlike length, each runs by itself.
-        return len(rows) < batch_size and (len(rows) + 1) * len(rows[0]) <= most and 2 * len(block) >= len(rows[0])
-
-    found = {}
-    for name, of in blocks.items():
-        if max(map(len, of)) < 2:
-            raise InputError(f"Language {name!r}: no token follows another within a document and block.")
-        groups = grouped(sorted(of, key=len, reverse=True), fits)
-        found[name] = [batch for rows in groups for batch in padded_batches(rows, batch_size)]
-    return found
+    # Blocks of similar length together, so that hardly any is padding.
+    return {name: padded_batches(sorted(of, key=len, reverse=True), batch_size) for name, of in blocks.items()}
 
 
 def grouped(rows: Iterable[list[int]], fits: Callable[[list[list[int]], list[int]], bool]) -> list[list[list[int]]]:

@@ -34,7 +34,7 @@ from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
 from ..data.rows import Pair
-from ..evaluation.perplexity import batch_nats
+from ..evaluation.perplexity import batch_nats, bounded_rows
 from ..inference.models import model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..planning.results import RoutingResult
@@ -152,10 +152,11 @@ class _Sums:
 
     def add(self, language: str, routing: Routing, batch: TextBatch) -> None:
         """Adds the routing of a pass, at the tokens that are measured."""
-        text = {
-            layer: _only(of_layer, batch.measured_in(layer, self.encoder_layers))
-            for layer, of_layer in routing.layers.items()
-        }
+        text: dict[int, LayerRouting] = {}
+        for layer, of_layer in routing.layers.items():
+            mask_T = batch.measured_in(layer, self.encoder_layers)
+            tensors: Any = {name: of[mask_T] for name, of in vars(of_layer).items() if isinstance(of, torch.Tensor)}
+            text[layer] = replace(of_layer, **tensors)
         for layer, of_layer in text.items():
             self.use[language][layer].add(of_layer)
         for (here, there), correlation in self.neighbours.items():
@@ -169,6 +170,8 @@ class _Sums:
             return {language: [value(of[layer]) for layer in self.layers] for language, of in self.use.items()}
 
         top1 = by_layer(lambda use: (use.top1_N.double() / tokens).tolist())
+        in_layers = [torch.tensor(rows, dtype=torch.float64) for rows in zip(*top1.values(), strict=True)]
+        directions = [F.normalize(rows, dim=-1) for rows in in_layers]
         return {
             "tokens": tokens,
             "layers": self.layers,
@@ -179,7 +182,7 @@ class _Sums:
             "classifier_accuracy": by_layer(
                 lambda use: None if use.classed_right is None else use.classed_right / tokens
             ),
-            "similarity": [_cosines(rows) for rows in zip(*top1.values(), strict=True)],
+            "similarity": [(units @ units.T).clamp(max=1).tolist() for units in directions],
             "colocation": [one.value() if one.tokens else None for one in self.neighbours.values()],
             "encoder_layers": self.encoder_layers,
         }
@@ -227,7 +230,11 @@ def measure_routing(
     classes = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
     model.eval()
     sums = _Sums(ffns, classes, encoder_layers)
-    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, with_logits=True)
+    batch_size = bounded_rows(model, block_size, batch_size)
+    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides)
+    for name, of in batches.items():
+        if not any((batch.targets != IGNORED).any() for batch in of):
+            raise InputError(f"Language {name!r}: no token follows another within a document and block.")
     perplexity, random = _perplexities(model, batches, random_seeds if has_choice(model.config) else [], sums.add)
     return RoutingResult(
         classes={name: max(of_sides) for name, of_sides in classes.items()}, perplexity=perplexity,
@@ -319,12 +326,6 @@ def nearest_experts(
     return {layer: int(torch.tensor(shares).sum(0).argmax()) for layer, shares in by_layer}
 
 
-def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
-    """The routing of the tokens that `mask_T` marks."""
-    tensors: dict[str, Any] = {name: value for name, value in vars(routing).items() if isinstance(value, torch.Tensor)}
-    return replace(routing, **{name: value[mask_T] for name, value in tensors.items()})
-
-
 def _perplexity(
     model: Any, batches: Iterable[TextBatch], receive: Callable[[Routing, TextBatch], None] | None, bar: Bar
 ) -> float:
@@ -338,8 +339,3 @@ def _perplexity(
         count += int((batch.targets != IGNORED).sum())
         bar.update(batch.tokens)
     return math.exp(min(nats / count, 700.0))
-
-
-def _cosines(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    units = F.normalize(torch.tensor(rows, dtype=torch.float64), dim=-1)
-    return (units @ units.T).clamp(max=1).tolist()

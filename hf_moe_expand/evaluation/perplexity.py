@@ -96,8 +96,7 @@ class ScoredText:
         """`windows`, of fewer tokens or in smaller batches where the model takes no more, or where the logits of more
         would not fit `_LOGITS`."""
         block_size = min(block_size, longest_block(model.config) or block_size)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        for inputs, targets in self.windows(block_size, min(batch_size, max(1, _LOGITS // (block_size * vocabulary)))):
+        for inputs, targets in self.windows(block_size, bounded_rows(model, block_size, batch_size)):
             # Padding is at the end, where causal attention keeps it from every scored token.
             yield {"input_ids": inputs}, targets
 
@@ -219,6 +218,11 @@ def shortened(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
 
     end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)
+
+
+def bounded_rows(model: Any, block_size: int, batch_size: int) -> int:
+    """The rows of a batch, fewer than `batch_size` where the logits of so many would not fit `_LOGITS`."""
+    return min(batch_size, max(1, _LOGITS // (block_size * model.get_input_embeddings().weight.shape[0])))
 
 
 @torch.no_grad()
