@@ -204,8 +204,6 @@ def gate_from_file(
             int(facts["layer"]), facts["begin"], list(facts["codes"]), list(facts["anchors"]), tensors["weight"],
             tensors["bias"], scored,
         )  # fmt: skip
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such file (the gate that `gates BASE --out` writes).") from None
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: is no file of a gate ({in_one_line(error)}): write one with `gates BASE`.") from None
     stored = StoredModel(base, revision=revision)

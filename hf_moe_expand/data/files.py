@@ -127,18 +127,18 @@ def _lines(path: str, after: int) -> Iterator[Row]:
                 line.encode(errors="surrogateescape").decode()
             except UnicodeDecodeError as error:
                 raise InputError(f"{path}:{number}: not UTF-8 text ({error}).") from None
+            content = {"text": text.rstrip("\n")}
             if is_json:
                 try:
-                    yield Row(number, json.loads(text), read)
+                    content = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     raise InputError(f"{path}:{number}: not JSON ({in_one_line(error)}).") from None
-                continue
-            if len(text) > GIANT:
+            elif len(text) > GIANT:
                 say_once(
                     f"{path}:{number}: the line has {len(text):,} characters, and is one document: put each document "
                     "on a line of its own, or give .jsonl."
                 )
-            yield Row(number, {"text": text.rstrip("\n")}, read)
+            yield Row(number, content, read)
 
 
 def count_lines(path: Path) -> int:
