@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from ..core.languages import in_words
@@ -205,10 +204,10 @@ class Facts:
     def packs(self) -> list[JoinedPack]:
         """The language packs that it joins."""
         sizes: Sequence[int] = getattr(self.config, "packs", None) or []
-        sizes, packs = sizes if len(sizes) > 1 else [], []  # one is no join
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            own = self.history.expansions[end - size : end]
+        packs, first = [], 0
+        for size in sizes if len(sizes) > 1 else ():  # one is no join
+            own = self.history.expansions[first : first + size]
             codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
-            kind = kind_of(self.config, end - size, end)
-            packs.append(JoinedPack(own[0].pack or "", codes, size, kind.words))
+            packs.append(JoinedPack(own[0].pack or "", codes, size, kind_of(self.config, first, first + size).words))
+            first += size
         return packs

@@ -277,33 +277,24 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
     """
     config, history = source.config, History.of(source.config)
     if config.expert_kind != "adapter":
-        instead = "`export --language` writes the dense model of a language"
-        if config.expert_kind == "added":
-            instead = "publish the checkpoint with its own code (`push`)"
+        dense = "`export --language` writes the dense model of a language"
+        instead = "publish the checkpoint with its own code (`push`)" if config.expert_kind == "added" else dense
         raise InputError(f"{source.folder}: {_NO_ADAPTERS}, but {kind_of(config).words}: {instead}.")
     verdict = moved_tensors(source)
-    if verdict.moved:
-        raise InputError(
-            f"{source.folder}: {verdict.names} moved since the expansion, so that its adapters are none of "
-            f"{history.first.base_model}: `export --language` writes the dense model of a language."
-        )
     changed = next((stage.stage for stage in history.stages if stage.changes_everything), None)
-    if changed and not verdict.checked:
+    if verdict.moved or (changed and not verdict.checked):
+        moved = f"{verdict.names} moved since the expansion"
         raise InputError(
-            f"{source.folder}: `{changed}` changed the weights beside the adapters, so that they are no adapters of "
-            f"{history.first.base_model}: `export --language` writes the dense model of a language."
+            f"{source.folder}: {moved if verdict.moved else f'`{changed}` changed the weights beside the adapters'}, "
+            f"so that its adapters are none of {history.first.base_model}: `export --language` writes the dense model "
+            "of a language."
         )
     network = network_of(dense_config(config))
-    wanted = None
-    if language is not None:
-        wanted = history.classes.get(language)
-        if not wanted:
-            raise InputError(
-                f"{source.folder}: has no adapter for {language}; it has some for "
-                f"{', '.join(code for code, number in history.classes.items() if number)}."
-            )
+    having = {code: number for code, number in history.classes.items() if number}
+    if language is not None and language not in having:
+        raise InputError(f"{source.folder}: has no adapter for {language}; it has some for {', '.join(having)}.")
     for number, record in enumerate(history.expansions, start=1):
-        if wanted not in (None, number):
+        if language is not None and number != having[language]:
             continue
         code = record.new_languages[0]
         kept = next((stage.settings for stage in record.stages if ADAPTER in (stage.settings or {})), None) or {}
@@ -357,9 +348,8 @@ def export_peft(
     Raises:
         InputError: see `language_adapters`; or `out` cannot be written.
     """
-    folder = resolve_checkpoint(model)
-    source = StoredModel(model, load_expanded_config(folder))
-    check_apart(Path(out), folder)
+    source = StoredModel(model, load_expanded_config(resolve_checkpoint(model)))
+    check_apart(Path(out), source.folder)
     adapters = list(language_adapters(source, language))
     folders = {one.name: Path(out) if len(adapters) == 1 else Path(out, one.name) for one in adapters}
     for place in folders.values():

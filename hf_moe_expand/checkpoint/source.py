@@ -40,8 +40,7 @@ _READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm
 ADAPTER = "adapter_config.json"  # of PEFT
 # The model types of expanded checkpoints.
 EXPANDED = ("layer_moe", "dmoe")
-
-
+_NOT_EXPANDED = "{}: a {} checkpoint, not an expanded one; run `hf-moe-expand expand` first."
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
 )  # fmt: skip
@@ -81,12 +80,9 @@ def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     """Refuses an adapter of PEFT in the place of a model, or beside a model's weights: transformers would load it too,
     and nothing says whether the weights have it already. Messages call the checkpoint `name`."""
     file = folder / ADAPTER
-    if file.is_file():
-        base = read_json(file, "an adapter's configuration").get("base_model_name_or_path")
-    elif any(folder.glob("adapter_model.*")) and not (folder / "config.json").is_file():
-        base = None
-    else:
+    if not file.is_file():
         return
+    base = read_json(file, "an adapter's configuration").get("base_model_name_or_path")
     of = f" of {base}" if isinstance(base, str) else ""
     beside = any(weights.name.startswith("model") for weights in folder.glob("*.safetensors"))
     kind = f"has an adapter{of} beside a model's weights" if beside else f"is an adapter{of}, not a model"
@@ -103,9 +99,8 @@ def last_checkpoint(folder: Path) -> Path:
     file = folder / "steps.json"
     if (folder / "config.json").is_file() or not file.is_file():
         return folder
-    outputs = [step.get("output") for step in read_json(file, "the record of a run").values() if isinstance(step, dict)]
-    made = [folder / output for output in outputs if isinstance(output, str)]
-    for checkpoint in reversed(made):
+    steps = [step for step in read_json(file, "the record of a run").values() if isinstance(step, dict)]
+    for checkpoint in (folder / str(step.get("output")) for step in reversed(steps)):
         if (checkpoint / "config.json").is_file():
             say_once(
                 f"{folder} is the folder of a run: the checkpoint of its last finished step is taken, {checkpoint}"
@@ -165,12 +160,7 @@ def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None
         return
     model_type = read_json(folder / "config.json", "a configuration").get("model_type")
     if isinstance(model_type, str) and model_type not in EXPANDED:
-        raise not_expanded(folder, model_type)
-
-
-def not_expanded(folder: Path, model_type: str) -> InputError:
-    """The refusal of a dense checkpoint where an expanded one is needed."""
-    return InputError(f"{folder}: a {model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first.")
+        raise InputError(_NOT_EXPANDED.format(folder, model_type))
 
 
 def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
@@ -274,7 +264,7 @@ def load_expanded_config(folder: Path) -> Any:
     """The configuration of an expanded checkpoint."""
     config = load_config(folder)
     if not isinstance(config, ExpandedConfig):
-        raise not_expanded(folder, config.model_type)
+        raise InputError(_NOT_EXPANDED.format(folder, config.model_type))
     return config
 
 
