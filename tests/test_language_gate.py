@@ -278,7 +278,7 @@ def test_experts_may_stand_below_the_gate_and_need_not_stand_beside_it(base, tmp
 
 
 def test_a_file_that_is_none_of_a_gate_is_refused(base, file, tmp_path):
-    refused(gate_from_file, tmp_path / "absent", base, NEW, says="absent: no such file")
+    refused(gate_from_file, tmp_path / "absent", base, NEW, says="absent: is no file of a gate .No such file")
     refused(gate_from_file, base / "model.safetensors", base, NEW, says="is no file of a gate")
     (tmp_path / "half").write_bytes(file.read_bytes()[:5000])
     refused(gate_from_file, tmp_path / "half", base, NEW, says="is no file of a gate")
