@@ -259,13 +259,9 @@ def test_a_share_of_replay_is_that_of_all_tokens_and_the_same_of_each_old_langua
     assert sum(number < 2 for number in ids) / len(ids) == pytest.approx(share, abs=0.03)
 
 
-def test_a_share_of_replay_beyond_the_text_is_refused():
-    texts = {"en": Dataset.from_dict({"text": ["a"] * 9}), "el": Dataset.from_dict({"text": ["β"] * 500})}
-    refused(pack_texts, texts, byte_tokenizer(), 8, 0, says="replay_share is 0.5: Language 'en'", replay=(["en"], 0.5))
-
-
-def test_a_tokenizer_without_an_end_is_refused():
-    tokenizer = byte_tokenizer()
+def test_a_share_of_replay_beyond_the_text_and_a_tokenizer_without_an_end_are_refused():
+    tokenizer, given = byte_tokenizer(), texts(en=["a"] * 9, el=["β"] * 500)
+    refused(pack_texts, given, tokenizer, 8, 0, says="replay_share is 0.5: Language 'en'", replay=(["en"], 0.5))
     tokenizer.eos_token = None
     refused(pack_texts, texts(el=["abc"]), tokenizer, 4, 0, says="no end-of-text token")
 

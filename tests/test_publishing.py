@@ -392,11 +392,8 @@ def test_what_only_looks_like_a_path_passes(name, text):
     refuse_private({name: text.encode()})
 
 
-def test_metadata_of_weight_files_is_checked_too(tmp_path):
+def test_metadata_of_weight_files_and_the_token_in_use_are_checked_too(tmp_path, monkeypatch):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"from": "/home/me/run"})
     refused(refuse_private, {"model.safetensors": tmp_path / "model.safetensors"}, says=r"model\.safetensors: holds a")
-
-
-def test_the_token_in_use_is_found_whatever_it_looks_like(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
     refused(refuse_private, {"README.md": b"key: a-token-of-another-kind"}, says="an access token")
