@@ -15,13 +15,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from study import batches, in_template, texts_of, without_anchors
+from study_scores import batches, in_template, texts_of
 from timing import parser, ratio, report, time_in_turn
 from transformers import AutoConfig
 
 from hf_moe_expand import LanguageText, Plan, expand_checkpoint, fit_base_gate, gate_from_file
+from hf_moe_expand.analysis import gating
+from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.inference.models import load_for_inference
 from hf_moe_expand.modeling import count_layers
 from hf_moe_expand.modeling.language_gate import GateRule
@@ -53,7 +56,8 @@ def make(options: argparse.Namespace) -> None:
     """Writes the model: a base with its gate. Prints the fit's report and seconds."""
     codes = [*options.old, *options.new]
     sources = {code: LanguageText(code, str(options.data / "help" / f"{code}.train.jsonl")) for code in codes}
-    with TemporaryDirectory() as folder, without_anchors(options.languages):
+    fewer = patch.object(gating, "shipped_anchors", lambda leave_out: shipped_anchors([*options.languages, *leave_out]))
+    with TemporaryDirectory() as folder, fewer:
         file, begun = Path(folder) / "gate.safetensors", perf_counter()
         texts = {code: source.load().shuffle(seed=0)["text"] for code, source in sources.items()}
         print("\n".join(fit_base_gate(options.base, file, texts, options.new).lines()))
