@@ -153,7 +153,7 @@ def test_a_base_in_another_type_is_the_same_base(family, tmp_path, of_model, of_
     expand_checkpoint(tmp_path / "model", tmp_path / "expanded", PLAN)
     graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", family / "instruct")
     swapped = (tmp_path / "expanded", tmp_path / "no", family / "instruct", tmp_path / "base")
-    refused(graft_delta, *swapped, says="look swapped|is not the model from which")
+    refused(graft_delta, *swapped, says="is not the model from which")
 
 
 def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
@@ -163,7 +163,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused("scale is nan: must be a finite number", scale=float("nan"))
-    refused(r"look swapped: .*trained has the weights of", base=family / "instruct", instruct=family / "base")
+    refused("instruct: is not the model from which .*trained was", base=family / "instruct", instruct=family / "base")
     refused("is an expanded checkpoint; base and instruct must be dense ones", instruct=family / "trained")
     refused("model_type is 'qwen2' in .*, but 'llama' in", instruct=save_dense(tmp_path / "llama", "llama"))
     refused("model_type is 'qwen2' in .*, but 'llama' in", base=tmp_path / "llama", instruct=tmp_path / "llama")

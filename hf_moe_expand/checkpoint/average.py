@@ -26,7 +26,6 @@ _SAME = (
     *BASE_FIELDS, "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
     "language_groups", "new_layers",
 )  # fmt: skip
-_OF_FACTORS = {"lora": ("LoRA experts", "--expert"), "adapter": ("adapters", "--language")}
 _FACTORS = "the mean of their updates' factors is not the mean of the updates"
 # Why checkpoints, or the experts of one, have no mean.
 REFUSED = {
@@ -76,13 +75,13 @@ def average_checkpoints(
     stored = opened(models, out, overwrite)
     expanded = [model for model in stored if isinstance(model.config, ExpandedConfig)]
     for model in expanded:
-        kind = model.config.expert_kind
-        if (what := _OF_FACTORS.get(kind)) and kind_of(model.config).has_updates:
+        kind = kind_of(model.config)
+        if kind.has_updates:
+            what, option = ("adapters", "--language") if kind.name == "adapter" else ("LoRA experts", "--expert")
             raise InputError(
-                f"{model.folder}: has {what[0]}, and {_FACTORS}. Average the dense models that `export {what[1]}` "
-                "writes."
+                f"{model.folder}: has {what}, and {_FACTORS}. Average the dense models that `export {option}` writes."
             )
-        if kind == "added" and len(expanded) < len(stored):
+        if kind.name == "added" and len(expanded) < len(stored):
             raise InputError(
                 f"{model.folder}: has added experts, which the dense checkpoint lacks: average the model alone, with "
                 "the weight of its new experts."
@@ -98,10 +97,10 @@ def _mean(models: Sequence[Source], expanded: Sequence[Source], weights: Sequenc
     """Of what the tensors of the mean are made, under the first model's names."""
     first = models[0]
     dense = [model for model in models if model not in expanded]
-    if expanded and dense and first in dense:
+    if expanded and first in dense:
         raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, as the mean is expanded.")
     for model in (expanded or dense)[1:]:
-        check_alike((expanded or dense)[0], model, _SAME)
+        check_alike(first, model, _SAME)
     if not expanded or not dense:
         return lambda place: Mix([Copy(place.key, number) for number in range(len(models))], weights)
     homes = dense_names(first)

@@ -27,7 +27,7 @@ from .compare import moved_tensors
 from .records import StageRecord
 from .source import GENERATION, TEMPLATE, load_expanded_config, resolve_checkpoint
 from .stored import Place, StoredModel, network_of
-from .table import Copy, New, Rule, rewrite, widened
+from .table import Copy, Mix, New, Rule, rewrite, widened
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
 # Why a language is no dense model.
@@ -69,11 +69,11 @@ def export_dense(
     check_output(out, overwrite, folder)
     source = StoredModel(model, load_expanded_config(folder))
     own: dict[str, Any] = {"expert": expert} if language is None else {"language": language}
-    if language is None:
-        assert expert is not None
-        chosen, number = _experts_of_number(source, expert), expert
-    else:
+    if language is not None:
         chosen, number = experts_of(source, language), class_of(source, language)
+    else:
+        number = expert or 0
+        chosen = _experts_of_number(source, number)
     config = dense_config(source.config)
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     rewrite(
@@ -149,12 +149,13 @@ def _dense(source: StoredModel, experts: Sequence[int], number: int) -> Rule:
     own = own_places(source, experts, number)
     keys = source.base | {place.dense: place.key for place in own if place.dense}
     updates = updates_of(source, own)
-    biases = {place.updates: place for place in own if place.factor == "lora_B.bias"}
+    biases = {place.updates: place for place in own if place.update is not None and place.factor == "lora_B.bias"}
 
-    def rule(place: Place) -> Copy | New:
+    def rule(place: Place) -> Copy | Mix | New:
         key = keys.get(place.key, place.key)
-        if place.key in biases:
-            return New(lambda: _sum(source, key, biases[place.key]), source[key].dtype)
+        if (bias := biases.get(place.key)) is not None:
+            scaling = bias.update.scaling  # type: ignore[union-attr]
+            return Mix([Copy(key), Copy(bias.key)], lambda own, added: own + scaling * added)
         update = updates.get(place.key)
         return Copy(key) if update is None else New(partial(_merged, source, key, update), source[key].dtype)
 
@@ -199,11 +200,6 @@ def updates_of(source: StoredModel, own: Sequence[Place]) -> dict[str, StoredUpd
         for place in own
         if place.update is not None and place.factor == "lora_A.weight" and place.key in source
     }
-
-
-def _sum(source: StoredModel, key: str, bias: Place) -> torch.Tensor:
-    assert bias.update is not None
-    return widened(source[key].load()) + bias.update.scaling * widened(source[bias.key].load())
 
 
 def _merged(source: StoredModel, key: str, update: StoredUpdate) -> torch.Tensor:

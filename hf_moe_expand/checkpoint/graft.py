@@ -99,7 +99,7 @@ def graft_delta(
     own = {home: key for key, home in homes.items() if home is not None and not target.places[key].expert}
     step = "graft" if isinstance(target.config, ExpandedConfig) else "merge delta"
     if step == "graft":
-        _check_expanded_from(target, before, after, own)
+        _check_expanded_from(target, before, own)
     cosine = _cosine(before, after, f"instruct ({after.name})")
     _cosine(before, target, f"the model ({target.name})", own)
     config, fields = copy.deepcopy(target.config), {}
@@ -148,7 +148,7 @@ def _grafted(homes: Mapping[str, str | None], scale: float, before: StoredModel,
     return rule
 
 
-def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: StoredModel, own: dict[str, str]) -> None:
+def _check_expanded_from(target: StoredModel, base: StoredModel, own: Mapping[str, str]) -> None:
     """Refuses a base from which `target` was not expanded; `own` names the tensor of `target` that the expansion copied
     from each tensor of the base. Reads the tensors piece by piece.
 
@@ -160,17 +160,11 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
     wrong = next((home for home, key in own.items() if not _same_tensor(target[key], base[home])), None)
-    if wrong is None:
-        return
-    if all(_same_tensor(target[key], instruct[home]) for home, key in own.items()):
+    if wrong is not None:
         raise InputError(
-            f"base ({base.folder}) and instruct ({instruct.folder}) look swapped: {target.folder} has the weights of "
-            f"instruct, and other ones in {wrong!r} than base. Give the model that was expanded as base."
+            f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {wrong!r} differs "
+            "from the model's own, which the expansion copied. Give the model that was expanded as base."
         )
-    raise InputError(
-        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {wrong!r} differs "
-        "from the model's own, which the expansion copied. Give the model that was expanded as base."
-    )
 
 
 def _same_tensor(ours: StoredTensor, theirs: StoredTensor) -> bool:
