@@ -77,7 +77,9 @@ def raised_messages() -> set[str]:
     files = [file for room in ("hf_moe_expand", "modeling", "trainers") for file in (ROOT / room).rglob("*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
     calls = [node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
-    return {text(call.args[0]) for call in calls if call.args}
+    named = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    libraries = {f"{text(call.args[0])}: …." for call in named if call.func.id == "library_errors_at"}
+    return {text(call.args[0]) for call in calls if call.args} | libraries
 
 
 def test_the_troubleshooting_guide_quotes_what_the_code_says():

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
+from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -209,7 +210,7 @@ class FolderLock:
         try:
             self._lock.acquire()
         except Timeout:
-            raise InputError(self._refusal()) from None
+            self._refuse()
         # The content is for people: a process that waits never empties the file.
         with suppress(OSError):
             self._file.write_text(f"{os.getpid()} {gethostname()} {' '.join(sys.argv)}\n", encoding="utf-8")
@@ -237,13 +238,13 @@ class FolderLock:
         finally:
             self.release()
 
-    def _refusal(self) -> str:
+    def _refuse(self) -> NoReturn:
         words: list[str] = []
         with suppress(OSError, ValueError):
             words = self._file.read_text(encoding="utf-8").split(" ", 2)
         who = f"process {words[0]} on {words[1]}" if len(words) > 1 else "another process"
         ends = f" (`kill {words[0]}`)" if words and words[0].isdecimal() else ""
-        return (
+        raise InputError(
             f"{self.folder}: {who} {self.work} already. Wait until it is done, or end it{ends}: ending a launcher such "
             "as `accelerate launch` may leave its processes at work."
         )
