@@ -85,7 +85,7 @@ def check_rows(data: Any, name: str, config: Any, languages: int | None, own_col
     rows = getattr(text_config(config), "vocab_size", None)
     if not own_collator and isinstance(data, Dataset):
         _check_other_columns(data, name)
-    labels = _check_ids(data, "labels", name, rows, ignored=None if own_collator else -100)
+    labels = _check_ids(data, "labels", name, rows, least=-100 if own_collator else 0, ignored=-100)
     lengths = _check_ids(data, "input_ids", name, rows)
     of_languages = _check_ids(data, "language_ids", name, None, least=-numpy.inf, most=languages)
     if lengths is None or own_collator or config.is_encoder_decoder:
