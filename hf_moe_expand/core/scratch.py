@@ -18,6 +18,7 @@ from socket import gethostname
 from typing import NoReturn
 
 from filelock import FileLock, Timeout
+from psutil import pid_exists
 
 from .errors import InputError, library_errors_at
 
@@ -167,7 +168,7 @@ def is_work_folder(path: Path) -> bool:
 def _abandoned(out: Path, kind: str = "|".join(_KINDS), file: bool = False) -> Iterator[Path]:
     """The folders (or files) of some kinds beside `out` whose process runs no more, the latest first."""
     out = named(out)
-    pattern = re.compile(rf"\.{re.escape(out.name)}\.(?:{kind})-(\d+)(?:-(.+))?")
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.(?:{kind})-(\d{{1,9}})(?:-(.+))?")
     dated = []
     with suppress(OSError):
         for entry in os.scandir(out.parent):
@@ -176,19 +177,9 @@ def _abandoned(out: Path, kind: str = "|".join(_KINDS), file: bool = False) -> I
                 changed = entry.stat(follow_symlinks=False).st_ctime
                 here = name[2] in (None, gethostname())
                 # Processes of another machine cannot be seen from here.
-                if not _runs(int(name[1])) if here else time.time() - changed > _DAY:
+                if not pid_exists(int(name[1])) if here else time.time() - changed > _DAY:
                     dated.append((changed, Path(entry.path)))
     return (path for _, path in sorted(dated, reverse=True))
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 class FolderLock:
