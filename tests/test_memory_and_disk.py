@@ -38,7 +38,8 @@ from hf_moe_expand.inference.models import load_config
 from hf_moe_expand.runs import pipeline
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
-from hf_moe_expand.stages import config, prepare
+from hf_moe_expand.stages import keywords as of_stages
+from hf_moe_expand.stages import prepare
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
 QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
@@ -271,7 +272,7 @@ def test_a_gpu_has_it_where_it_does_not_emulate_it(monkeypatch):
 
 
 def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
-    monkeypatch.setattr(config, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(of_stages, "has_bfloat16", lambda: False)
     with pytest.warns(UserWarning, match="no instructions for bfloat16.*leave `bf16: true` out"):
         PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True).begun()
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # by emulation
@@ -280,5 +281,5 @@ def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PostPretrainConfig(str(tmp_path), use_cpu=True).begun()
-        monkeypatch.setattr(config, "has_bfloat16", lambda: True)
+        monkeypatch.setattr(of_stages, "has_bfloat16", lambda: True)
         PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True).begun()
