@@ -7,10 +7,10 @@ from typing import Any
 
 from ..checkpoint.expand import check_dense_plan, expansion_rule, planned_config, planned_record
 from ..checkpoint.records import History
-from ..checkpoint.source import load_base_config, resolve_checkpoint
-from ..checkpoint.stored import Place, StoredModel, check_alike
-from ..checkpoint.table import Copy, Mix, rewrite
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
+from ..checkpoint.source import load_base_config
+from ..checkpoint.stored import Place, check_alike
+from ..checkpoint.table import Copy, Mix, opened, rewrite
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
 from ..modeling import decoder_ffns
 from ..planning.plan import Plan
@@ -40,9 +40,8 @@ def expand_branches(
         raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")
     if len(branches) != len(plan.groups):
         raise InputError(f"{len(branches)} branches were given, but the plan has {len(plan.groups)} groups.")
-    models = [StoredModel(branch, load_base_config(resolve_checkpoint(branch))) for branch in branches]
+    models = opened(branches, out, overwrite, load_base_config)
     first = models[0]
-    check_output(out, overwrite, *(model.folder for model in models))
     for model in models[1:]:
         check_alike(first, model)
     check_dense_plan(plan, first.config, first.folder)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint.promises import tiny_twin
 from ..checkpoint.records import StageRecord
-from ..checkpoint.source import load_base_config, resolve_checkpoint
+from ..checkpoint.source import load_base_config
 from ..checkpoint.stored import Place, StoredModel, layer_list
-from ..checkpoint.table import Copy, Mix, rewrite
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
+from ..checkpoint.table import Copy, Mix, opened, rewrite
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError
 
 # The modules whose outputs a block adds to the residual stream.
@@ -45,9 +45,8 @@ def expand_depth(
     Returns:
         The new layers' numbers.
     """
-    folder = resolve_checkpoint(base)
-    check_output(out, overwrite, folder)
-    dense = StoredModel(base, load_base_config(folder))
+    (dense,) = opened([base], out, overwrite, load_base_config)
+    folder = dense.folder
     if dense.config.is_encoder_decoder:
         raise InputError(f"{folder}: is an encoder-decoder; blocks are inserted into decoders alone.")
     config, old = dense.config, dense.config.num_hidden_layers

@@ -18,8 +18,8 @@ from .reader import StoredTensor
 from .records import History
 from .source import load_expanded_config, name_and_commit, resolve_checkpoint
 from .stored import StoredModel
-from .table import Copy, rewrite
-from .writer import DEFAULT_SHARD_SIZE, check_output
+from .table import Copy, opened, rewrite
+from .writer import DEFAULT_SHARD_SIZE
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ def save_expansion(
     Raises:
         InputError: the base is not known, or `model` did not come from it.
     """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    config = load_expanded_config(folder)
+    (expanded,) = opened([model], out, overwrite, load_expanded_config)
+    folder, config = expanded.folder, expanded.config
     first = History.of(config).first
     if base is None and first.base_revision is None:
         raise InputError(
@@ -72,8 +71,7 @@ def save_expansion(
     base_folder = resolve_checkpoint(origin, first.base_revision if base is None else None)
     name, revision = name_and_commit(origin, base_folder)
     reference = {"base_model": name if revision else None, "revision": revision}
-    expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
-    record, left, changed = _compare(expanded, dense)
+    record, left, changed = _compare(expanded, StoredModel(base_folder))
     size = sum(expanded[key].nbytes for key in expanded.tensors if key not in left)
     in_base = sum(expanded[key].nbytes for key in left)
     if in_base <= sum(tensor.nbytes for tensor in changed):

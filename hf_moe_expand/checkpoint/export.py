@@ -25,10 +25,10 @@ from ..modeling.parts import PARTS
 from ..modeling.routing_control import classes_of
 from .compare import moved_tensors
 from .records import StageRecord
-from .source import GENERATION, TEMPLATE, load_expanded_config, resolve_checkpoint
+from .source import GENERATION, TEMPLATE, load_expanded_config
 from .stored import Place, StoredModel, network_of
-from .table import Copy, Mix, New, Rule, rewrite, widened
-from .writer import DEFAULT_SHARD_SIZE, check_output
+from .table import Copy, Mix, New, Rule, opened, rewrite, widened
+from .writer import DEFAULT_SHARD_SIZE
 
 # Why a language is no dense model.
 REFUSED = {
@@ -65,9 +65,7 @@ def export_dense(
     """
     if (expert is None) == (language is None):
         raise InputError("Give one of --language CODE and --expert NUMBER, for a dense model, or --peft, for adapters.")
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    source = StoredModel(model, load_expanded_config(folder))
+    (source,) = opened([model], out, overwrite, load_expanded_config)
     own: dict[str, Any] = {"expert": expert} if language is None else {"language": language}
     if language is not None:
         chosen, number = experts_of(source, language), class_of(source, language)

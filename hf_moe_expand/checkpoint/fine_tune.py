@@ -22,7 +22,7 @@ from .expand import base_of
 from .export import dense_config
 from .new_experts import Maps, entry_of, layer_of, layer_places
 from .reader import are_headers_alone
-from .source import differences, load_base_config, name_and_commit, resolve_checkpoint
+from .source import differences, load_base_config, name_and_commit
 from .stored import LoadedModel, Place, Source, StoredModel
 from .table import Copy, Mix, New, Rule
 from .writer import DTYPE_NAMES
@@ -214,9 +214,8 @@ def load_fine_tune(
         source: Source = LoadedModel(tuned)
         name, commit = base_of(tuned)
     else:
-        folder = resolve_checkpoint(tuned)
-        source = StoredModel(tuned, load_base_config(folder))
-        name, commit = name_and_commit(tuned, folder)
+        source = StoredModel(tuned, load=load_base_config)
+        name, commit = name_and_commit(tuned, source.folder)
     base = home.config if not isinstance(home.config, ExpandedConfig) else dense_config(home.config)
     if base.model_type != source.config.model_type:
         raise InputError(f"{name}: is a {source.config.model_type} model, but {home.name} is a {base.model_type}.")

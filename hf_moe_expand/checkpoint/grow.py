@@ -159,7 +159,7 @@ def add_experts(
 
     Args:
         model: expanded checkpoint.
-        sources: the experts that the new ones copy, by layer.
+        sources: the experts that the new ones copy, by layer; of expanded layers alone.
         record: record of the expansion, for the history; its parameter count is filled in here.
         copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row is drawn.
         config_changes: further fields of the configuration.
@@ -167,13 +167,10 @@ def add_experts(
     """
     (stored,) = opened([model], out, overwrite)
     config, counts, names = copy.deepcopy(stored.config), Facts(stored.config).counts, layer_names(stored.config)
-    for layer, experts in sources.items():
-        if not 0 <= layer < len(counts) or (counts[layer] < 2 and experts):
-            name = names[layer] if 0 <= layer < len(counts) else layer
-            raise InputError(f"{stored.folder}: layer {name} has no router, so no expert can be added there.")
-        if wrong := [expert for expert in experts if not 0 <= expert < counts[layer]]:
+    for layer, expert in ((layer, expert) for layer, experts in sources.items() for expert in experts):
+        if not 0 <= expert < counts[layer]:
             raise InputError(
-                f"{stored.folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of "
+                f"{stored.folder}: layer {names[layer]} has no expert {expert} to copy; give one of "
                 f"0..{counts[layer] - 1}."
             )
     sources = {layer: experts for layer, experts in sources.items() if experts}

@@ -31,7 +31,6 @@ from .source import (
     load_expanded_config,
     own_name,
     resolve_adapter,
-    resolve_checkpoint,
 )
 from .stored import Place, StoredModel, network_of, stored_tensors
 from .table import Given, Rule, given_tensor
@@ -348,7 +347,7 @@ def export_peft(
     Raises:
         InputError: see `language_adapters`; or `out` cannot be written.
     """
-    source = StoredModel(model, load_expanded_config(resolve_checkpoint(model)))
+    source = StoredModel(model, load=load_expanded_config)
     check_apart(Path(out), source.folder)
     adapters = list(language_adapters(source, language))
     folders = {one.name: Path(out) if len(adapters) == 1 else Path(out, one.name) for one in adapters}

@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +35,12 @@ BASE_FIELDS = (
 )  # fmt: skip
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
+
+
+def load_any_config(folder: Path) -> Any:
+    """The configuration of an expanded checkpoint, or of a dense one that can be expanded."""
+    config = load_config(folder)
+    return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
 
 class Source:
@@ -117,7 +123,7 @@ class Source:
 
 
 class StoredModel(Source):
-    """A checkpoint, and its model without weights.
+    """A checkpoint, and its model without weights; `load` reads the configuration, if none is given.
 
     Attributes:
         reader: the tensors under their names in the files.
@@ -127,10 +133,13 @@ class StoredModel(Source):
             stored in a quantised type. The message names the tensor.
     """
 
-    def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
+    def __init__(
+        self, name: str | os.PathLike, config: Any = None, revision: str | None = None,
+        load: Callable[[Path], Any] = load_any_config,
+    ) -> None:  # fmt: skip
         self.folder = resolve_checkpoint(name, revision)
         self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
-        self.config = config if config is not None else load_any_config(self.folder)
+        self.config = config if config is not None else load(self.folder)
         self.reader = CheckpointReader(self.folder)
         self._read()
         if self._untied() and not self.config.is_encoder_decoder:
@@ -222,12 +231,6 @@ class LoadedModel(Source):
     def unknown(self) -> list[str]:
         """The tensors that the backbone does not know, such as an adapter's."""
         return sorted({*self.shapes} - {*network_of(self.config).state_dict()})
-
-
-def load_any_config(folder: Path) -> Any:
-    """The configuration of an expanded checkpoint, or of a dense one that can be expanded."""
-    config = load_config(folder)
-    return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
 
 def check_size(config: Any, reader: CheckpointReader) -> None:

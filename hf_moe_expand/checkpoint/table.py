@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..modeling import ExpandedConfig, auto_class
 from .reader import TORCH_DTYPES, StoredTensor, is_finite, tensor_bytes
 from .records import History, StageRecord, add_stage
 from .source import TOKENIZER_FILES
-from .stored import LoadedModel, Place, Source, StoredModel, network_of, places
+from .stored import LoadedModel, Place, StoredModel, load_any_config, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, check_output, name_code, write_checkpoint
 
 _PIECE = 1 << 22  # elements
@@ -76,8 +77,13 @@ class Given:
 Rule = Callable[[Place], Copy | Rows | Mix | New | Given | None]
 
 
-def opened(models: Sequence[Any], out: str | os.PathLike | None, overwrite: bool) -> list:
+def opened(
+    models: Sequence[Any], out: str | os.PathLike | None, overwrite: bool, load: Callable[[Path], Any] = load_any_config
+) -> list:
     """The checkpoints or loaded models from which `out` is made, after checking that it may be written.
+
+    Args:
+        load: reads the configuration of a checkpoint's folder.
 
     Raises:
         InputError: a checkpoint cannot be read, or `out` not be written: it is there, it is missing, or loaded models,
@@ -88,7 +94,7 @@ def opened(models: Sequence[Any], out: str | os.PathLike | None, overwrite: bool
     if isinstance(models[0], PreTrainedModel):
         check_place(models[0], out, overwrite)
         return [LoadedModel(model) for model in models]
-    sources = [StoredModel(model) for model in models]
+    sources = [StoredModel(model, load=load) for model in models]
     check_place(models[0], out, overwrite, *(source.folder for source in sources))
     return sources
 
@@ -126,7 +132,7 @@ def rewrite(
     its name in the files; any other has the name of its place, unless `names` gives one.
 
     Args:
-        sources: what `opened` gives, or folders, hub ids or loaded models.
+        sources: what `opened` gives.
         config: of the new model, and changed: it gets its history.
         rule: of what the tensor at each place of the new model is made.
         record: the step, for the history; or the whole history, whose last expansion gets the count of parameters.
@@ -141,8 +147,6 @@ def rewrite(
         InputError: the rule needs a tensor that its source lacks, or one of another shape; a tensor is stored in a
             quantised type, or not finite; or `out` cannot be written. The message names the tensor.
     """
-    if not all(isinstance(source, Source) for source in sources):
-        sources = opened(sources, out, overwrite)
     tensors: list[OutputTensor] = []
     for place in places(network_of(config)).values():
         if (entry := rule(place)) is not None:

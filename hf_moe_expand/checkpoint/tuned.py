@@ -27,8 +27,8 @@ from .gate import Gate
 from .peft import PeftAdapter
 from .promises import check_architecture
 from .records import ExpansionRecord, History, StageRecord
-from .source import GENERATION, TEMPLATE, holds_adapter, name_and_commit, resolve_checkpoint
-from .stored import LoadedModel, Source, StoredModel, load_any_config, network_of, places
+from .source import GENERATION, TEMPLATE, holds_adapter, name_and_commit
+from .stored import LoadedModel, Source, StoredModel, network_of, places
 from .table import Copy, Rule, check_place, rewrite
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES
 
@@ -137,8 +137,7 @@ def _home(base: Any, revision: str | None) -> Source:
     if isinstance(base, PreTrainedModel):
         source: Source = LoadedModel(base)
     else:
-        folder = resolve_checkpoint(base, revision)
-        source = StoredModel(base, load_any_config(folder), revision)
+        source = StoredModel(base, revision=revision)
     config, name = source.config, source.name
     if not isinstance(config, ExpandedConfig):
         check_architecture(config, name)
