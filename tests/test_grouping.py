@@ -222,7 +222,7 @@ FOUND = DeviationResult(
 
 
 def dmoe(deviation=FOUND, seed=0, **settings):
-    return make_plan(plan_settings("dmoe", **settings), 5, [], [], seed=seed, deviation=deviation)
+    return make_plan(plan_settings("dmoe", **settings), 5, [], [], seed=seed, analysis=deviation)
 
 
 def test_a_dmoe_plan_has_one_expert_a_group_in_the_layers_that_deviate_most(tmp_path):
@@ -238,7 +238,7 @@ def test_a_dmoe_plan_has_one_expert_a_group_in_the_layers_that_deviate_most(tmp_
 
 def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
     by_hand = [["en", "tr"], ["el"], ["de"]]
-    plan = make_plan(read_plan_settings({"method": "dmoe", "groups": by_hand}), 5, [], [], deviation=FOUND)
+    plan = make_plan(read_plan_settings({"method": "dmoe", "groups": by_hand}), 5, [], [], FOUND)
     assert plan.groups == by_hand
     assert plan.experts_per_layer == [3, 1, 1, 3, 1]
     drawn = dmoe(groups=2, grouping="random", seed=5)
@@ -272,7 +272,7 @@ def test_one_pass_gives_groups_and_layers_in_place_of_a_training_for_each_langua
     by_hand = plan_settings("dmoe", groups=[["en", "tr"], ["de", "el"]], grouping="similarity", ratio=0.2)
     assert make_plan(by_hand, 5, [], [], ALIKE).experts_per_layer == [1, 2, 1, 1, 1]
     settings = plan_settings("dmoe", groups=2, grouping="similarity")
-    refused(make_plan, settings, 5, [], [], says="run `analyze similarity` first", deviation=FOUND)
+    refused(make_plan, settings, 5, [], [], FOUND, says="run `analyze similarity` first")
     earlier = changed(ALIKE, pairs={name: values for name, values in ALIKE.pairs.items() if name != "en-de"})
     refused(make_plan, settings, 5, [], [], earlier, says="lacks the pair en-de: run `analyze similarity` again")
 

@@ -131,13 +131,8 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
 
 
 class _Sums:
-    """Running sums over the routing of all languages.
-
-    Args:
-        ffns: the layers that route.
-        classes: for each language, the class of its tokens in an encoder and in a decoder.
-        encoder_layers: number of the encoder's layers.
-    """
+    """Running sums over the routing of all languages. `classes` has, for each language, the class of its tokens in an
+    encoder and in a decoder."""
 
     def __init__(self, ffns: Mapping[int, ExpandedFFN], classes: Mapping[str, Sequence[int]], encoder_layers: int):
         self.encoder_layers, self.layers = encoder_layers, sorted(ffns)
@@ -313,12 +308,8 @@ def nearest_experts(
     batch_size: int = 8,
 ) -> dict[int, int]:
     """For each expanded layer, the expert to which `texts` are routed most: the one with the largest share of the
-    weights that experts are combined with, mean over languages; the first one on a tie.
-
-    Args:
-        model: an expanded `...ForCausalLM`.
-        texts: documents of each language; `tokens` tokens of each are measured.
-    """
+    weights that experts are combined with, mean over languages; the first one on a tie. `tokens` of each language
+    are measured."""
     routing = measure_routing(
         model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts)
     )

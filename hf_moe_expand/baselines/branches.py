@@ -32,7 +32,6 @@ def expand_branches(
 
     Args:
         branches: dense checkpoints fine-tuned separately from one base, one for each of the plan's groups, in order.
-        out: folder to write.
         plan: a dmoe plan.
         seed: random seed of the routers.
     """

@@ -35,15 +35,7 @@ def expand_depth(
 
     The layers are divided into `blocks` runs, whose lengths differ by at most one layer; each run is followed by a copy
     of its last layer. The result is an ordinary dense checkpoint; the field `new_layers` of its configuration lists the
-    new layers.
-
-    Args:
-        base: dense checkpoint.
-        out: folder to write.
-        blocks: number of blocks to insert, at most the number of layers.
-
-    Returns:
-        The new layers' numbers.
+    new layers, which are returned.
     """
     (dense,) = opened([base], out, overwrite, load_base_config)
     folder = dense.folder

@@ -38,8 +38,8 @@ def _plan(
     from ..planning.make import make_plan
     from ..planning.results import DeviationResult, SimilarityResult
 
-    alike = SimilarityResult.from_json(analysis) if analysis else None
-    moved = DeviationResult.from_json(deviation) if deviation else None
+    alike = SimilarityResult.load(analysis) if analysis else None
+    moved = DeviationResult.load(deviation) if deviation else None
     if settings.analysis == "deviation" and (alike is None) == (moved is None):
         raise InputError(
             "Give --deviation (the file of `analyze deviation`), or in its place --analysis (that of `analyze "
@@ -54,7 +54,8 @@ def _plan(
         num_layers, encoder = _num_layers(layers)
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
-    made = make_plan(settings, num_layers, [*(old or known)], [*new], alike, seed, moved, counts, encoder, exclusive)
+    of_model: dict[str, Any] = {"grows_from": counts, "encoder_layers": encoder, "exclusive": exclusive}
+    made = make_plan(settings, num_layers, [*(old or known)], [*new], alike or moved, seed, **of_model)
     made.save(out)
     _show(made, settings, counts, from_)
     print(f"wrote {out}")

@@ -34,13 +34,8 @@ LARGE = 1 << 30  # bytes of a source from which parts of its files stand for the
 
 @dataclass(frozen=True)
 class Beginning:
-    """The documents or pairs at the beginning of a shard.
-
-    Attributes:
-        rows: the documents (`text`) or pairs of the rows that are kept.
-        left_out: the rows that are not.
-        read: the share of the shard that was read, about.
-    """
+    """The documents (`text`) or pairs at the beginning of a shard, the rows that are left out, and the share of the
+    shard that was `read`, about."""
 
     rows: list[Document]
     left_out: LeftOut

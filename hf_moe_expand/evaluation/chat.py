@@ -28,7 +28,6 @@ class ChatCheck:
     """The answers to questions in one language, most probable token by token.
 
     Attributes:
-        language: code of the questions' language.
         base, result: answers of the base, and of the model made of it.
         told: answers of that model where it is told the language; None if it cannot be.
     """
@@ -73,13 +72,7 @@ def without_chat(model: str) -> str | None:
 def check_chat(
     base: str, result: str, language: str, questions: Sequence[str], revision: str | None = None
 ) -> ChatCheck | None:
-    """Asks both models, one after the other in memory; None if one has no chat template.
-
-    Args:
-        base, result: folders or hub ids of decoders.
-        language: code of the questions' language.
-        revision: revision of the base.
-    """
+    """Asks both decoders, one after the other in memory; None if one has no chat template. `revision` is the base's."""
     if not questions:
         raise InputError(f"questions: there is no question in {language!r}: give some lines.")
     how = Answering(max_new_tokens=_TOKENS)

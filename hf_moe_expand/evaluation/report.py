@@ -281,13 +281,8 @@ def evaluate_models(
     tasks: Any = None,
     score_more: Callable[[Evaluation, EvaluationSettings], None] | None = None,
 ) -> Evaluation:
-    """Scores models side by side and prints the tables.
-
-    Args:
-        models: folder or hub id of each model, by its name in the results (`labels_of`).
-        languages, tasks: see `score_models`.
-        score_more: adds scores to these.
-    """
+    """Scores models, by their names in the results (`labels_of`), as `score_models` does, and prints the tables;
+    `score_more` adds scores to these."""
     named = {label: (name, None) for label, name in models.items()}
     settings = in_time(settings, named, sources)
     result = score_models(named, sources, languages, settings, tasks)

@@ -17,8 +17,7 @@ class Sample:
     """How models continue the same words.
 
     Attributes:
-        language: code of the words' language.
-        prompt: the first words of its held-out text.
+        prompt: the first words of held-out text in the language.
         continued: what each model wrote, by its name in results.
     """
 

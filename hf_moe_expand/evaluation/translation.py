@@ -26,9 +26,7 @@ class TranslationScore:
     Attributes:
         chrf: chrF++ of the corpus, 0 to 100.
         signature: sacrebleu's signature of the metric.
-        sentences: number of scored sentences.
         cut: number of translations that reached the limit of new tokens before a newline or an end of text.
-        translations: the translations in the order of the text, for other metrics.
     """
 
     chrf: float
@@ -40,13 +38,7 @@ class TranslationScore:
 
 @dataclass
 class TranslationScores:
-    """The content of `translation.json`: `models[name][pair]`, with pairs such as `en-el`.
-
-    Attributes:
-        shots: examples in a prompt.
-        max_new_tokens: maximum of tokens in a translation.
-        beams: beams of an encoder-decoder's search; 1 is greedy.
-    """
+    """The content of `translation.json`: settings, and `models[name][pair]`, with pairs such as `en-el`."""
 
     shots: int
     max_new_tokens: int

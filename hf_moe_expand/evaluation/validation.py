@@ -101,9 +101,7 @@ class ValidationCallback(TrainerCallback):
     Args:
         settings: a stage's `validation`; any language may be scored, whether it trains or not.
         path: file to write; a resumed training keeps its earlier scores.
-        block_size: tokens in a window.
         trained: the languages that train.
-        model_config: configuration of the model that trains.
 
     Raises:
         InputError: a language has no text to score.

@@ -16,11 +16,7 @@ def score_ways(
 ) -> tuple[list[str], list[list[str]]]:
     """A table, header and rows: bits per byte of text with the base inside, with each expansion alone, told its
     language, and behind the gate if there is one. Text that is told its language takes its expansion's experts, or the
-    base where it is no new language.
-
-    Args:
-        model: expanded checkpoint of exclusive experts.
-        sources: the `LanguageText` of each language.
+    base where it is no new language. The experts of the model are exclusive.
     """
     loaded, tokenizer = load_for_inference(model)
     options = (settings or EvaluationSettings()).model_dump(exclude={"questions"})

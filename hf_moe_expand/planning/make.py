@@ -8,7 +8,7 @@ from ..core.layer_names import layer_name
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
 from .plan import MOST_EXPERTS, Plan
-from .results import DeviationResult, Result, SimilarityResult
+from .results import Result
 
 
 def make_plan(
@@ -16,9 +16,9 @@ def make_plan(
     num_layers: int,
     old: Sequence[str],
     new: Sequence[str],
-    similarity: SimilarityResult | None = None,
+    analysis: Result | None = None,
     seed: int = 0,
-    deviation: DeviationResult | None = None,
+    *,
     grows_from: Sequence[int] = (),
     encoder_layers: int = 0,
     exclusive: bool = False,
@@ -28,11 +28,11 @@ def make_plan(
 
     Args:
         num_layers: number of the model's layers.
-        encoder_layers: for an encoder-decoder, the number of the encoder's among them; 0 for a decoder.
-        old, new: the languages. A method that makes groups takes its languages from `deviation`.
-        similarity, deviation: the analysis that `settings.needs` names.
+        old, new: the languages. A method that makes groups takes its languages from the analysis.
+        analysis: the one that `settings.needs` names.
         seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
+        encoder_layers: for an encoder-decoder, the number of the encoder's among the layers; 0 for a decoder.
         exclusive: whether that model's experts are exclusive.
         measured: whether the analysis that `settings.needs` names is there; else the plan is the largest that it may
             give.
@@ -44,7 +44,12 @@ def make_plan(
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
     if num_layers > MOST_EXPERTS:
         raise InputError(f"{num_layers} layers are too many: a model may have at most {MOST_EXPERTS:,} experts in all.")
-    analyses = _checked_analyses({"similarity": similarity, "deviation": deviation}, num_layers, encoder_layers)
+    analyses = {} if analysis is None else {analysis.by_layer[0]: analysis}
+    for name in analyses:
+        if (layers_of := len(getattr(analysis, name))) != num_layers:
+            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
+        if (of_encoder := getattr(analysis, "encoder_layers", encoder_layers)) != encoder_layers:
+            raise InputError(f"The analysis has {of_encoder} layers of an encoder, but the model has {encoder_layers}.")
     by_layer = settings if isinstance(settings, LayerPlan) else LayerPlan.model_construct()
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
     target = Target(num_layers, seed, grows_from, analyses, [*old, *new])
@@ -53,9 +58,7 @@ def make_plan(
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    new_old = None if similarity is None else similarity.new_old
-    if not measured:  # any layers are as good
-        new_old = [0.0] * num_layers
+    new_old = getattr(analysis, "new_old", None) if measured else [0.0] * num_layers  # any layers are as good
     details = {**({"seed": seed} if made.drawn or by_layer.classifier_choice == "random" else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers
@@ -66,17 +69,6 @@ def make_plan(
         exclusive=by_layer.exclusive or exclusive, encoder_layers=encoder_layers,
         modules=getattr(settings, "modules", None), rank=getattr(settings, "rank", None),
     )  # fmt: skip
-
-
-def _checked_analyses(given: dict[str, Any], num_layers: int, encoder_layers: int) -> dict[str, Result]:
-    """The analyses that there are, which must be of a model with these layers."""
-    analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
-    for name, analysis in analyses.items():
-        if (layers_of := len(getattr(analysis, name))) != num_layers:
-            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
-        if (of_encoder := getattr(analysis, "encoder_layers", encoder_layers)) != encoder_layers:
-            raise InputError(f"The analysis has {of_encoder} layers of an encoder, but the model has {encoder_layers}.")
-    return analyses
 
 
 def _classifiers(

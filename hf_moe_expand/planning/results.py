@@ -144,7 +144,6 @@ class DeviationResult(Result):
         by_language: the same norm for each language, one entry a layer.
         similarity: `[languages, languages]`, cosine between two languages' changes of the FFN weights of `layers`.
         layers: layers over which `similarity` was taken.
-        steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
         similarity_at: for each earlier step that was compared as well (text in JSON), `similarity` of that step.
         likeness_of_steps: for each language `[steps, steps]`, cosine between its changes after two of these steps, the
             last step of all included; empty without earlier steps.

@@ -55,7 +55,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "plans": [(title, plan, _choice(plan), _layers(plan)) for title, plan in plans],
         "losses": _drawn(logged) if (logged := [stage for stage in trained if len(stage["losses"]) > 1]) else None,
         "stages": trained,
-        "routing": [(path.parent.relative_to(root), RoutingResult.from_json(path)) for path in routing],
+        "routing": [(path.parent.relative_to(root), RoutingResult.load(path)) for path in routing],
         "no_choice": NO_CHOICE,
         "steps": [[name, _time(step), step.summary] for name, step in read_steps(root / "steps.json")[0].items()],
         "recipe": without_paths(read_text(recipe)) if recipe.is_file() else None,

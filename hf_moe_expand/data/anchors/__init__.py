@@ -15,15 +15,12 @@ _SAME = 5
 
 
 def shipped_anchors(leave_out: Collection[str] = ()) -> dict[str, list[str]]:
-    """The package's own sentences, by language code, sorted by code.
+    """The package's own sentences, some two dozen for each language, by language code, sorted by code.
 
     Args:
         leave_out: language codes, such as those of the new languages. A language is left out under each of its codes
             and in each script and region: `nb` leaves out `no`, `zh-Hant` leaves out `zh`, `fil` leaves out `tl`.
             Neighbours stay: `bs` leaves out neither `hr` nor `sr`.
-
-    Returns:
-        Some two dozen sentences for each language.
     """
     unwanted = [check_language_code(code) for code in leave_out]
     texts = {

@@ -21,13 +21,14 @@ from ...inference.models import load_for_inference
 from ...modeling.part_expansion_only import RECORD
 from ...planning.make import make_plan
 from ...planning.plan import Plan
-from ...planning.results import DeviationResult, SimilarityResult
+from ...planning.results import DeviationResult, Result, SimilarityResult
 from ...stages.kind import StepResult
 from ...stages.trial import Trial
 from .analyses import ANALYSIS, GATE, check_tokens, gates_base
 from .step import ExpansionRun, Step, digest_of
 
 PLAN = "plan.json"
+_RESULTS: dict[str, type[Result]] = {"similarity": SimilarityResult, "deviation": DeviationResult}
 
 
 def plan_step(run: ExpansionRun) -> Step:
@@ -42,8 +43,7 @@ def plan_step(run: ExpansionRun) -> Step:
         facts = Facts(load_config(resolve_checkpoint(run.start, run.revision)))
         plan = make_plan(
             planned, len(facts.counts), run.old, run.new,
-            SimilarityResult.from_json(run.folder / ANALYSIS) if needs == "similarity" else None, run.recipe.seed,
-            DeviationResult.from_json(run.folder / ANALYSIS) if needs == "deviation" else None,
+            _RESULTS[needs].load(run.folder / ANALYSIS) if needs else None, run.recipe.seed,
             grows_from=facts.counts if facts.grown else (), encoder_layers=facts.encoder_layers,
             exclusive=facts.exclusive, measured=measured,
         )  # fmt: skip
