@@ -17,6 +17,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation import chat, report
 from hf_moe_expand.evaluation.chat import QUESTIONS, check_chat
 from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.inference.models import load_for_inference
@@ -407,3 +408,25 @@ def test_drawn_answers_depend_on_the_seed_alone(home):
     how = Answering(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
     assert asked.answer("a", how) == asked.answer("a", how)
     assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))
+
+
+def test_the_first_language_of_each_group_with_text_begins_a_sample():
+    texts = {
+        "de": ["eins zwei drei vier fünf sechs sieben acht"],
+        "el": ["  ένα\nδύο "],
+        "hu": ["egy"],
+        "zh": ["字" * 90],
+    }
+    found = begin_samples(texts, (["en", "de"], ["el", "hu"]))
+    assert [(sample.language, sample.prompt) for sample in found] == [
+        ("de", "eins zwei drei vier fünf sechs sieben"), ("el", "ένα δύο"),
+    ]  # fmt: skip
+    assert [sample.prompt for sample in begin_samples(texts, ([], ["zh"]))] == ["字" * 40]
+    assert begin_samples({"en": [" "], "el": []}, (["en"], ["el"])) == []
+
+
+def test_words_that_fill_a_models_positions_are_not_continued(tmp_path):
+    model = ChatModel.load(save_dense(tmp_path / "one"))
+    samples = begin_samples({"zh": ["字" * 90]}, (["zh"], []))  # 120 bytes, each a token; the model takes 64
+    continue_samples(samples, model)
+    assert samples[0].continued == {}

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint, join_expansions, make_card
 from hf_moe_expand.checkpoint.gate import Gate
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
@@ -246,3 +247,15 @@ def test_an_expansion_only_card_names_the_base_that_is_fetched(checkpoint):
     assert card.data.base_model_relation == "adapter"
     assert "holds only what the expansion added" in card.text
     assert "[org/tiny](https://huggingface.co/org/tiny)" in card.text
+
+
+def test_the_name_in_the_evaluation(checkpoint, evaluation):
+    renamed = checkpoint.rename(checkpoint.with_name("other"))
+    with pytest.raises(
+        InputError, match=r"has scores of tiny, between, tiny-el, but none of other; name this .*evaluated"
+    ):
+        make_card(renamed, evaluation=evaluation)
+    assert "1.010" in str(make_card(renamed, evaluation=evaluation, evaluated_as="tiny-el"))
+    assert "1.010" in str(make_card(renamed, "tiny-el", evaluation))
+    alone = Evaluation.from_json(evaluation).of_this(["tiny"], evaluation)
+    assert list(alone.models) == ["this model"]

@@ -23,6 +23,7 @@ import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.cli import groups, orderly_stops
 from hf_moe_expand.cli.groups import version_line
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 from hf_moe_expand.core.verbs import Given, Keys, Kind, belongs, without_effect
 
@@ -359,3 +360,11 @@ def test_the_package_is_a_program_that_says_its_versions():
     for name, found in (("hf-moe-expand", hf_moe_expand.__version__), ("torch", torch.__version__)):
         assert f"{name} {found}, " in said
     assert said.endswith(f", Python {platform.python_version()}\n")
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--debug", "inspect", "nowhere/at-all/x"], ["inspect", "nowhere/at-all/x", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *words])
+        with pytest.raises(InputError, match="no such folder"):
+            cli.main()

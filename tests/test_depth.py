@@ -30,6 +30,7 @@ from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.graft import graft_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
+from hf_moe_expand.core.scratch import work_folder
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.report import Evaluation
@@ -411,3 +412,9 @@ def test_from_the_command_line(root, tmp_path):
     Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]).save(tmp_path / "plan.json")
     branches = (root / "base", tmp_path / "mix", "--branches", tmp_path / "one", "--plan", tmp_path / "plan.json")
     assert "wrote" in invoke("expand", *branches)
+
+
+def test_what_failed_before_its_first_checkpoint_can_be_corrected(root, data, tmp_path):
+    work_folder(tmp_path / "out.training")
+    (tmp_path / "out.training" / "started_with.json").write_text('{"seed": 7}')
+    assert train_stage(root / "base", tmp_path / "out", data, config()).steps == 3

@@ -18,8 +18,9 @@ from hf_moe_expand.analysis.routers import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
+from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.perplexity import evaluate_model
-from hf_moe_expand.evaluation.scoring_settings import TranslationSettings
+from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings, TranslationSettings
 from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.planning.results import RoutingResult, SimilarityResult
@@ -311,3 +312,25 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
     assert "AutoModelForSeq2SeqLM.from_pretrained" in card
     assert "pipeline_tag: translation" in card
     assert "| encoder.0" in card
+
+
+def test_tokens_that_the_checkpoint_forbids_are_forbidden(loaded, monkeypatch):
+    """Marian's padding, with which its decoder starts."""
+    model, tokenizer = loaded("base")
+    model.generation_config.bad_words_ids = [[1]]
+    used = []
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "generate", lambda **_: used.append(model.generation_config) or torch.zeros(1, 2).long())
+        translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=5)
+    assert used[0].bad_words_ids == [[1]]
+
+
+def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "load_for_inference", lambda *_: pytest.fail("a model was loaded"))
+    data = ["--data", f"el={folder / 'el.jsonl'}", "--new", "el"]
+    with pytest.raises(InputError, match="base: is an encoder-decoder, but ensembles are for decoders"):
+        invoke("evaluate", folder / "base", *data, "--ensemble", 1, "--out", tmp_path / "evaluation.json")
+    with pytest.raises(InputError, match="base: is an encoder-decoder, but tasks of lm-evaluation-harness are"):
+        report.score_models(
+            {"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], EvaluationSettings(), tasks=object()
+        )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, save_dense, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, save_dense, tiny_config, tiny_dense
 from gated_models import KINDS, gated_model, tokens
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +13,7 @@ from hf_moe_expand.evaluation import perplexity, report
 from hf_moe_expand.evaluation.perplexity import LanguageScore, ScoredText, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation, in_time
 from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
+from hf_moe_expand.inference.models import longest_block
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 
@@ -234,3 +235,7 @@ def test_an_evaluation_takes_two_minutes_unless_it_is_told_otherwise(tmp_path, m
     assert in_time(given, model, {"en": 1}) == given
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert in_time(asked, model, {"en": 1}) == asked
+
+
+def test_the_longest_block_is_found_under_any_name():
+    assert [longest_block(tiny_config(name)) for name in ("qwen2", "gpt2", "mpt", "bloom")] == [64, 64, 64, None]

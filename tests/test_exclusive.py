@@ -26,10 +26,12 @@ from hf_moe_expand import (
     grow_checkpoint,
     join_expansions,
 )
+from hf_moe_expand.analysis.routers import measure_routing
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
+from hf_moe_expand.report.inspection import inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
 ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
@@ -218,3 +220,15 @@ def test_a_joined_model_trains_each_rows_own_experts_or_refuses(base, el, tmp_pa
     packed = Dataset.from_dict({"input_ids": IDS.tolist()})
     stage = PostPretrainConfig(str(tmp_path / "stage"), max_steps=1, use_cpu=True, report_to="none")
     refused(PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train, says="joins packs")
+
+
+def test_routing_is_measured_where_a_class_has_several_experts(el):
+    plan = Plan("moe-lpr", [4, 2, 3], old=["en"], new=["el"], exclusive=True)
+    model = expand_model(tiny_dense("qwen2"), plan)
+    found = measure_routing(model, byte_tokenizer(), {"el": ["αβγδ"] * 40, "en": ["abc d"] * 40}, tokens=50)
+    assert found.layers == [0, 2]
+    assert found.expert_0_score["el"] == [0, 0]
+    assert all(sum(share[1:]) == pytest.approx(1) for share in found.top1_share["el"])
+    assert "review" not in inspect_config(model.config).trainable
+    with pytest.raises(InputError, match="takes its exclusive expert alone: there is no routing to measure"):
+        measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)

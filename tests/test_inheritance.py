@@ -129,6 +129,7 @@ def test_a_deep_chain_and_what_show_prints(load):
         ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
         # in the child
         ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: Input should be a valid integer"),
+        ("plan: null", GOOD, "child.yaml: `plan` is missing"),
         # nulls that take nothing out
         ("new: {hu: null}", GOOD,
          "child.yaml: new.hu: None is not a file, a folder or hub:NAME."),
@@ -266,6 +267,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ("x: 1\na: " + "[" * 5000, "recursion depth exceeded"),
         ("a:\n" + "".join(" " * n + f"b{n}:\n" for n in range(1, 3000)), "recursion depth exceeded"),
         ("x: 1\na: " + "9" * 5000 + "\n", "5000 digits"),
+        ("a: 0x" + "f" * 5000 + "\n", "an integer of more than 100 digits"),
+        ("x:\n  a: {b: 1, b: 2}\n", 'line 2: found duplicate key "b"'),
+        ("a: 1\n---\nb: 2\n", "line 2: "),
         ("a: !!int x\n", "invalid literal for int"),
         ("a: !!python/object/apply:os.system [ls]\n", "line 1: could not determine a constructor"),
         ("x: 1\na: [1, 2\n", "line 3: "),

@@ -18,6 +18,7 @@ from test_tuned import fine_tune
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, join_expansions, run_recipe, validate_recipe
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.records import History
+from hf_moe_expand.checkpoint.source import name_in_results, own_name
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.hub.published import published_files
 from hf_moe_expand.report.page import make_page
@@ -349,3 +350,13 @@ def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_pa
     ):
         given = {"join": None, "tuned": models, **changes}
         refused(lambda given=given: validate_recipe(recipe(home, tmp_path, **given)), says=why)
+
+
+def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
+    run = tmp_path / "qwen-el"
+    shutil.copytree(packs["el"], run / "2" / "gated")
+    (run / "steps.json").write_text("{}")
+    assert name_in_results(run / "2" / "gated") == "qwen-el/2/gated"
+    assert own_name(run / "2" / "gated") == "qwen-el"
+    assert name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
+    assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"

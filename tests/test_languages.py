@@ -209,3 +209,12 @@ def test_languages_left_out_are_left_out(given, gone):
 
 def test_a_wrong_code_is_refused():
     refused(shipped_anchors, ["hu", "klingonese"], says="'klingonese' is not a language code")
+
+
+def test_many_kinds_of_tags_are_not_all_listed(tmp_path, capsys):
+    codes = ["af", "bg", "ca", "cs", "cy", "da", "de", "en", "es", "et", "eu", "fi"]
+    rows = [{"text": "x", "language": code} for code in ["el", *codes]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    LanguageText("el", str(tmp_path / "a.jsonl")).load()
+    assert "12 rows left out: 1 tagged 'af'" in (said := capsys.readouterr().err)
+    assert "4 for other reasons" in said

@@ -2,26 +2,30 @@
 
 import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from conftest import refused
+from datasets import Dataset
 from one_step import build, rows, train
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import hf_moe_expand
 from hf_moe_expand import (
     BalanceLoss,
     ClassifierLoss,
+    DistillationLoss,
     GateBudgetLoss,
     GroupLoss,
     LanguagePriorLoss,
+    LayerLoss,
     LocalizedBalanceLoss,
     LossBatch,
     RouterLossMixin,
 )
+from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.modeling import LayerRouting
 from hf_moe_expand.modeling.routing import select_experts
 from hf_moe_expand.trainers.losses import (
@@ -256,3 +260,37 @@ def test_gshards_balance_counts_the_first_choice_of_each_token_on_all_ranks():
     expected = sum(4 * first[e] / len(counted) * scores[:, e].mean() for e in range(4))
     torch.testing.assert_close(BalanceLoss(1.0, "top-1")(batch), expected / 2)  # this rank's share
     assert [call.tolist() for call in calls] == [first]
+
+
+@dataclass(frozen=True)
+class RouterZ(LayerLoss):
+    name = "z"
+    metrics = ("z_loss",)
+
+    def layer_loss(self, batch, layer, count):
+        return batch.routing[layer].router_logits.logsumexp(-1).square()[batch.tokens.counted_T].sum() / count
+
+
+@pytest.mark.parametrize(("losses", "wanted"), [([RouterZ(0.1)], False), ([RouterZ(0.1), DistillationLoss(0.0)], True)])
+def test_outputs_are_asked_for_only_if_a_loss_reads_them(tmp_path, losses, wanted):
+    asked = []
+
+    class Watched(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            asked.append(return_outputs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    class Mine(RouterLossMixin, Watched):
+        pass
+
+    ids, languages = rows()
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1, disable_tqdm=True)
+    options = {"train_dataset": data, "data_collator": collate_blocks, "language_classes": [0, 1]}
+    trainer = Mine(build(), arguments, router_losses=losses, **options)
+    trainer.train()
+    assert asked == [wanted]
+    log = trainer.state.log_history[-1]
+    assert {"z_loss", "expert_0_share", "expert_0_score_old"} <= log.keys()
+    assert "balance_loss" not in log
+    assert ("distillation_loss" in log) == wanted

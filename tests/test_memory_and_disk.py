@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers.trainer
-from conftest import byte_tokenizer, refused, save_dense, write_texts
+from conftest import byte_tokenizer, refused, save_dense, tiny_config, write_texts
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer
@@ -35,7 +35,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
 from hf_moe_expand.inference.memory import least_memory, training_disk
 from hf_moe_expand.inference.models import load_config
-from hf_moe_expand.runs import pipeline
+from hf_moe_expand.runs import pipeline, recommended
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
 from hf_moe_expand.stages import keywords as of_stages
@@ -283,3 +283,12 @@ def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
         PostPretrainConfig(str(tmp_path), use_cpu=True).begun()
         monkeypatch.setattr(of_stages, "has_bfloat16", lambda: True)
         PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True).begun()
+
+
+def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
+    dense = tiny_config("qwen2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(recommended, "device_memory", lambda: 10**12)
+    for able in (True, False):
+        monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
+        assert recommended._on_the_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1, None)["half"] == able

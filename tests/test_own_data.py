@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import byte_tokenizer, checkpointed, refused, save_dense, tiny_dense
+from conftest import byte_tokenizer, checkpointed, refused, save_dense, tiny_dense, write_texts
 from datasets import Dataset
 from one_sft_step import settings
 from safetensors.torch import load_file
@@ -15,6 +15,7 @@ from uneven_rows import model_of, uneven_rows
 from hf_moe_expand import (
     JointConfig,
     JointTrainer,
+    LanguageText,
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Masking,
@@ -29,6 +30,7 @@ from hf_moe_expand import (
     expand_model,
     freeze,
     pack_texts,
+    train_stage,
 )
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
@@ -385,3 +387,10 @@ def test_trls_training_is_recorded_and_keeps_the_type_of_a_named_checkpoint(tmp_
 def test_scores_are_of_text_alone(given):
     says = r"texts\['el'\]: document \d is .*: must be text"
     refused(evaluate_model, model_of("review"), byte_tokenizer(), {"el": given}, 16, says=says)
+
+
+def test_text_under_another_languages_code_is_refused(base, tmp_path):
+    expand_checkpoint(base, tmp_path / "model", ROUTED)
+    text = LanguageText("en", str(write_texts(tmp_path / "en.jsonl", ["a text"] * 40)))
+    with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
+        train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))

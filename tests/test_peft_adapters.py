@@ -217,6 +217,7 @@ OTHERS = {
     "new tokens": ({}, {**LLAMA, "trainable_token_indices": [1, 2]}, r"trainable_token_indices \[1, 2\], which"),
     "the embedding": ({}, {"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens, which is no linear map"),
     "biases": ({}, {**LLAMA, "bias": "all"}, "has bias 'all', which is no plain"),
+    "pissa": ({}, {**LLAMA, "init_lora_weights": "pissa"}, "'pissa', .* path_initial_model_for_weight_conversion"),
     "ia3": (
         {}, {"config": IA3Config, "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
         "has the peft_type 'IA3': only LoRA",

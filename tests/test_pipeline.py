@@ -271,3 +271,24 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
     assert sum("done already" in line for line in again) == 4
     with pytest.raises(InputError, match="changed after step `graft` had run"):
         run_recipe(changed(loaded, graft=GraftSettings(str(root / "instruct"), 1.0)), said.append)
+
+
+def test_what_is_no_longer_kept_is_not_made_anew_under_what_was_made_from_it(recipe, root):
+    recipe = changed(recipe, output=str(root / "gone"))
+    run_recipe(recipe, lambda line: None)
+    before = {name: weights(root / "gone" / name) for name in ("post_pretrain", "review")}
+    shutil.rmtree(root / "gone" / "expanded")  # to save room
+    shutil.rmtree(root / "gone" / "post_pretrain")
+    said = []
+    recipe = changed(recipe, test={"el": recipe.test["el"]})
+    run_recipe(recipe, said.append)
+    text = "\n".join(said)
+    assert (
+        f"post_pretrain: done, its output is no longer kept; to run it again, delete {root / 'gone' / 'review'} too"
+        in text
+    )
+    assert "evaluate: 1 languages, 2 models (post-pretrained: no longer kept)" in text
+    assert weights(root / "gone" / "review") == before["review"]
+    shutil.rmtree(root / "gone" / "review")  # without it both are made anew
+    run_recipe(recipe, lambda line: None)
+    assert {name: weights(root / "gone" / name) for name in before} == before

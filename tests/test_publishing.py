@@ -14,12 +14,15 @@ from conftest import TABLES, refused, save_dense, write_texts
 from guides import blocks
 from hub_server import TOKEN, Client
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.core.errors import InputError, library_errors_at
 from hf_moe_expand.core.private import refuse_private
+from hf_moe_expand.hub import base_model, card
+from hf_moe_expand.hub.publish import push_to_hub
 from hf_moe_expand.hub.published import check_code, check_loads_alone, published_files
 
 PRELUDE = f"""
@@ -397,3 +400,15 @@ def test_metadata_of_weight_files_and_the_token_in_use_are_checked_too(tmp_path,
     refused(refuse_private, {"model.safetensors": tmp_path / "model.safetensors"}, says=r"model\.safetensors: holds a")
     monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
     refused(refuse_private, {"README.md": b"key: a-token-of-another-kind"}, says="an access token")
+
+
+def test_a_base_that_cannot_be_asked_for_is_named_and_said(tiny_el, monkeypatch):
+    def download(*_, **__):
+        raise LocalEntryNotFoundError("not in the cache")
+
+    for module in (base_model, card):
+        monkeypatch.setattr(module, "snapshot_download", download)
+    said = []
+    pushed = push_to_hub(tiny_el, "me/tiny-el", base="org/tiny", dry_run=True, say=said.append)
+    assert any(line.startswith("base: org/tiny was not compared with the checkpoint") for line in said)
+    assert "org/tiny" in pushed.card

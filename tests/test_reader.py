@@ -329,3 +329,11 @@ def test_what_the_files_lack_is_refused_before_anything_is_written(tmp_path, fie
 def test_json_files_with_a_byte_order_mark_are_read(tmp_path):
     (tmp_path / "config.json").write_text('{"a":\r\n1}\r\n', encoding="utf-8-sig")
     assert read_json(tmp_path / "config.json", "x") == {"a": 1}
+
+
+@pytest.mark.parametrize("said", ["bfloat16", "float16", None])
+def test_weights_stay_in_their_own_type_whatever_the_configuration_says(tmp_path, said):
+    base = edit(save_dense(tmp_path / "base", "llama"), dtype=said, torch_dtype=said)
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).get("dtype") == said

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TABLES, byte_tokenizer, invoke, refused, save_dense, write_texts
+from conftest import TABLES, byte_tokenizer, invoke, refused, save_dense, tiny_dense, write_texts
 from safetensors.torch import load_file, save_file
 
 import hf_moe_expand
-from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, expand_checkpoint
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, ReviewConfig, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.arguments import check_file
 from hf_moe_expand.checkpoint.expand import check_plan_of_gate
@@ -377,3 +377,15 @@ def test_a_dense_checkpoint_with_fields_of_expanded_ones_is_refused(tmp_path):
     (base / "config.json").write_text(json.dumps({**fields, "classifier_layers": [1]}))
     said = "its configuration has classifier_layers, a field of expanded models"
     refused(expand_checkpoint, base, tmp_path / "out", PLAN, says=said)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (PostPretrainConfig(budget_coef=9.0), "budget_coef: is for conditional routing"),
+        (PostPretrainConfig(gate_budget=0.1), "gate_budget: is for conditional routing"),
+        (ReviewConfig(classifier_coef=9.0), "classifier_coef: the model has no classifiers"),
+    ],
+)
+def test_losses_that_apply_to_nothing(config, says):
+    refused(config.check_settings, hf_moe_expand.expand_model(tiny_dense("qwen2"), PLAN).config, says=says)

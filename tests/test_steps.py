@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, PostPretrainConfig, ReviewConfig, cli, expand_checkpoint, run_recipe, validate_recipe
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.operation_settings import GraftSettings
+from hf_moe_expand.checkpoint.operation_settings import AverageSettings, GraftSettings
 from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.saying import say_once
@@ -277,3 +277,13 @@ def test_too_little_text_to_replay_is_refused_before_a_run(recipe, tmp_path):
     replayed = replace(recipe.post_pretrain, replay=True, replay_share=0.5)
     with pytest.raises(InputError, match=r"replay_share is 0.5: Language 'en' has .* tokens, but .* were asked for"):
         validate_recipe(changed(recipe, post_pretrain=replayed))
+
+
+def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
+    recipe = changed(recipe, average=AverageSettings(weight=0.25), test={})
+    said = []
+    assert validate_recipe(recipe)
+    final = run_recipe(recipe, said.append)
+    assert final.name == "average"
+    assert any(line.startswith("[5/5] average: 0") for line in said)
+    assert repeated(recipe) == []

@@ -28,10 +28,12 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.core.errors import DivergedError
+from hf_moe_expand.checkpoint.source import load_expanded_config
+from hf_moe_expand.core.errors import DivergedError, InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.stages.config import ValidationSettings
+from hf_moe_expand.stages.prepare import check_enough
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 
@@ -335,3 +337,12 @@ def test_two_ranks_score_what_one_does_and_one_writes(scored):
     weights = [load_file(scored / name / "model.safetensors") for name in ("one", "two")]
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_replayed_text_may_be_less_than_is_asked_of_each_language(root, tmp_path):
+    files = {"en": ["A cat sleeps."] * 6, "el": ["Η γάτα κοιμάται."] * 40}
+    texts = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", of))) for code, of in files.items()}
+    model = load_expanded_config(root / "expanded")
+    check_enough(config(replay=True, replay_share=0.05, tokens_per_language=900), model, texts, byte_tokenizer())
+    with pytest.raises(InputError, match=r"Language 'en' has .* but 900"):
+        check_enough(config(replay=True, tokens_per_language=900), model, texts, byte_tokenizer())

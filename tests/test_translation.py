@@ -20,7 +20,7 @@ from transformers import GenerationConfig, Qwen2Config
 
 from hf_moe_expand import Plan, expand_checkpoint, pack_pairs
 from hf_moe_expand.analysis.reading import side_batches
-from hf_moe_expand.data.pairs import PairEncoder, SentencePair, pairs_of, sentence_pairs
+from hf_moe_expand.data.pairs import PairEncoder, SentencePair, check_pairs, pairs_of, sentence_pairs
 from hf_moe_expand.data.rows import language_name
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation import translation
@@ -326,3 +326,12 @@ def test_codes_are_found_by_language_and_script():
         "zho_Hans", "zho_Hant", "zho_Hans", "eng_Latn", "spa_Latn", "ell_Grek",
     ]  # fmt: skip
     refused(encoder.check, [("hi", "en")], says=r"has no code for 'hi', so the model cannot be told .* it has ell_Grek")
+
+
+@pytest.mark.parametrize("row", [{"en": "the sea", "de": "das Meer"}, {"de": "das Meer", "en": "the sea"}])
+def test_a_recipe_s_text_is_checked_in_the_model_s_direction(tmp_path, row):
+    """A row gives both directions, and the one that the model does not translate is no reason to refuse it."""
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"translation": row}))
+    for language in ("en", "de"):
+        text = LanguageText(language, str(tmp_path / "pairs.jsonl"))
+        check_pairs(text, one_way_tokenizer("de", "en"))
