@@ -34,10 +34,8 @@ def read_json(path: str | Path, what: str) -> dict:
     """Reads an object, more strictly than Python's reader: a duplicate key, NaN and infinite numbers, half of a
     surrogate pair, deep nesting and integers of thousands of digits are errors."""
     text = read_text(path, what).removeprefix("\ufeff")
-    try:
+    with library_errors_at(f"{path}: not {what}", ValueError):
         value = parse_json(text)
-    except ValueError as error:
-        raise InputError(f"{path}: not {what}: {error}.") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: not {what}: found a {type(value).__name__}, not an object.")
     return value

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import get_token
 from safetensors import safe_open
 
-from .errors import PASSWORD, TOKEN, InputError
+from .errors import PASSWORD, TOKEN, InputError, library_errors_at
 from .jsonfile import parse_json
 from .yamlfile import parse_yaml
 
@@ -55,11 +55,9 @@ def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(name: str, text: str) -> Any:
-    try:
-        if name.endswith((".json", ".safetensors")):
+    if name.endswith((".json", ".safetensors")):
+        with library_errors_at(f"{name}: cannot be read", ValueError):
             return parse_json(text)
-    except ValueError as error:
-        raise InputError(f"{name}: cannot be read ({error}).") from None
     return parse_yaml(text, name) if name.endswith((".yaml", ".yml")) else text
 
 
