@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..checkpoint.records import History, StageRecord
-from ..checkpoint.source import EXPANDED, load_expanded_config
+from ..checkpoint.source import check_expanded, load_expanded_config
 from ..checkpoint.stored import network_of
 from ..core.errors import InputError
 from ..core.jsonfile import read_json, read_text
@@ -70,9 +70,7 @@ def _records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:
     resolved = [run_folder(folder) for folder in folders]
     checkpoints = [folder for folder in resolved if (folder / "config.json").is_file()]
     for folder in checkpoints:
-        kind = read_json(folder / "config.json", "a checkpoint's configuration").get("model_type")
-        if kind not in EXPANDED:
-            raise InputError(f"{folder}: a {kind} checkpoint, not an expanded one, of which a page would tell nothing.")
+        check_expanded(folder)
     others = [folder for folder in resolved if folder not in checkpoints]
     if len(others) > 1:
         raise InputError(

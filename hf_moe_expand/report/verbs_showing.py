@@ -33,10 +33,6 @@ def report(
     """
     alone = len(folders) == 1 and not (folders[0] / "config.json").is_file()
     out = out or (folders[0] / "report.html" if alone else Path("report.html"))
-    from ..runs.run_record import run_folder
-
-    for folder in folders:
-        run_folder(folder)
     check_file(out, overwrite)
     from .page import make_page
 
