@@ -1,7 +1,6 @@
 """Makes a plan from a recipe's `plan:` and, if its method needs one, an analysis."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..core.errors import InputError
 from ..core.layer_names import layer_name
@@ -59,32 +58,20 @@ def make_plan(
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
     new_old = getattr(analysis, "new_old", None) if measured else [0.0] * num_layers  # any layers are as good
+    if by_layer.classifiers_in:
+        classifiers = layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
+    else:
+        choice, count = by_layer.classifier_choice, by_layer.classifier_layers
+        classifiers = classifier_layers(choice, count, expanded, new_old, seed)
     details = {**({"seed": seed} if made.drawn or by_layer.classifier_choice == "random" else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers
     return Plan(
         settings.method, counts, top_k=settings.top_k, old=list(old), new=list(new), settings=details,
-        classifier_layers=_classifiers(by_layer, num_layers, encoder_layers, expanded, new_old, seed),
-        groups=[list(group) for group in made.groups], grows_from=list(grows_from),
+        classifier_layers=classifiers, groups=[list(group) for group in made.groups], grows_from=list(grows_from),
         exclusive=by_layer.exclusive or exclusive, encoder_layers=encoder_layers,
         modules=getattr(settings, "modules", None), rank=getattr(settings, "rank", None),
     )  # fmt: skip
-
-
-def _classifiers(
-    by_layer: LayerPlan, num_layers: int, encoder_layers: int, expanded: list[int], new_old: Any, seed: int
-) -> list[int]:
-    """The layers with a classifier."""
-    choice, count = by_layer.classifier_choice, by_layer.classifier_layers
-    if not by_layer.classifiers_in:
-        if choice in ("last", "random") and not count:
-            raise InputError(f"classifier_choice is {choice!r}, but classifier_layers is 0: say how many layers.")
-        return classifier_layers(choice, count, expanded, new_old, seed)
-    if count:
-        raise InputError("classifiers_in names the layers, and classifier_layers counts them: leave one of them out.")
-    if choice != "similarity":
-        raise InputError(f"classifier_choice is {choice!r}, but classifiers_in names the layers: leave one out.")
-    return layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
 
 
 def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:

@@ -7,9 +7,9 @@ help; `allocate` is the rule.
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -235,6 +235,15 @@ class LayerPlan(PlanSettings):
     exclusive: Flag = Field(
         False, description="Tokens of a new language take its new expert alone, without the original and a router."
     )
+
+    @model_validator(mode="after")
+    def _check_classifiers(self) -> Self:
+        choice, count = self.classifier_choice, self.classifier_layers
+        if self.classifiers_in and (count or choice != "similarity"):
+            raise InputError("classifiers_in names the layers: leave out classifier_layers and classifier_choice.")
+        if choice in ("last", "random") and not count:
+            raise InputError(f"classifier_choice is {choice!r}, but classifier_layers is 0: say how many layers.")
+        return self
 
     @property
     def needs(self) -> Needs | None:
