@@ -75,7 +75,6 @@ def _of_base(name: str, new: Sequence[str]) -> tuple[list[int], list[str], int, 
     expanded(name, {})
     from ..checkpoint.facts import Facts
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-    from ..core.languages import check_named_once
 
     facts = Facts(load_expanded_config(resolve_checkpoint(name, weights=False)))
     if facts.groups:
@@ -83,7 +82,6 @@ def _of_base(name: str, new: Sequence[str]) -> tuple[list[int], list[str], int, 
     known = facts.history.languages
     if again := [code for code in new if code in known]:
         raise InputError(f"{', '.join(again)}: already a language of {name}; leave it out of --new.")
-    check_named_once([*known, *new])
     return facts.counts, known, facts.encoder_layers, facts.exclusive
 
 

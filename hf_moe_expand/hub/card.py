@@ -21,8 +21,8 @@ from ..checkpoint.records import History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..core.disk import readable_size
-from ..core.errors import InputError
-from ..core.languages import in_words, is_language_code
+from ..core.errors import errors_at
+from ..core.languages import check_language_code, in_words
 from ..core.layer_names import layer_name
 from ..core.private import refuse_private
 from ..core.schema import checked
@@ -185,12 +185,9 @@ def _method(facts: Facts) -> type[PlanSettings]:
 
 def _languages(history: History) -> tuple[list[str], list[str]]:
     """The base model's languages, and the languages of all expansions."""
-    for code in history.languages:
-        if not is_language_code(code):
-            raise InputError(
-                f"config.json: expansions: {code!r} is not a language code of ISO 639, such as el or yue: correct it "
-                "in config.json, and in the plan for further expansions."
-            )
+    with errors_at("config.json: expansions"):
+        for code in history.languages:
+            check_language_code(code)
     old, *new = history.by_expansion
     return list(old), list(dict.fromkeys(code for codes in new for code in codes))
 
