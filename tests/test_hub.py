@@ -290,7 +290,7 @@ def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, o
         (None, {"expansion_only": True}, "was expanded from mine, a local folder: give `base`"),
         ("/", {}, "--base /: is a local folder; give the base model's hub id"),
         ("org/nothing", {}, "--base org/nothing: 404 Client Error. Repository Not Found for url"),
-        ("org/wide", {}, "--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32"),
+        ("org/wide", {}, "^--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32"),
         ("org/empty", {}, "--base org/empty: .*config.json: no such file"),
     ],
 )

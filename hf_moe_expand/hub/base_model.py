@@ -48,18 +48,15 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
         except (GatedRepoError, LocalEntryNotFoundError):
             return BaseModel(hub_id, hub_id, None)
     with errors_at(where):
-        _compare_configs(config, text_config(load_config(folder)), where)
+        _compare_configs(config, text_config(load_config(folder)))
     return BaseModel(hub_id, hub_id, folder.name)  # the hub's cache names a snapshot's folder by its commit
 
 
-def _compare_configs(config: Any, base: Any, where: str) -> None:
+def _compare_configs(config: Any, base: Any) -> None:
     grafted = any(stage.changes_everything for stage in Facts(config).history.stages)  # perhaps with further tokens
     for name in ("hidden_size", "intermediate_size", *([] if grafted else ["vocab_size"]), *BASE_FIELDS):
         if (ours := field_of(config, name, base)) != (theirs := field_of(base, name, base)):
-            raise InputError(
-                f"{where}: is not the model that was expanded: its {name} is {theirs!r}, not {ours!r}. Give the base's "
-                "hub id."
-            )
+            raise InputError(f"is not the model that was expanded: its {name} is {theirs!r}, not {ours!r}.")
 
 
 def config_with_base(file: Path, base: BaseModel) -> bytes:
