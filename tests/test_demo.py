@@ -300,3 +300,13 @@ def test_it_is_stored_without_results():
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
     assert NOTEBOOK["nbformat"] == 4
+
+
+def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", missing)
+    monkeypatch.setattr(smollm2, "download", None)
+    said = r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"
+    refused(invoke, "demo", "--real", "--out", tmp_path, says=said)

@@ -438,3 +438,8 @@ def test_predictions_with_generation_and_losses_without(folder, tmp_path):
     assert {"eval_loss", "eval_language_prior_loss", "eval_old_tokens_right", "eval_new_tokens_right"} <= set(
         made.evaluate(rows)
     )
+
+
+def test_the_dense_baselines_are_for_decoders(folder, tmp_path):
+    given = ("train", "dense", folder / "base", tmp_path / "out", "--data", f"el={folder / 'el.jsonl'}")
+    refused(invoke, *given, says="which the dense baselines do not train")

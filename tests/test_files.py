@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from hf_moe_expand import cli
 from hf_moe_expand.core.saying import say_once
-from hf_moe_expand.data.files import count_lines, format_of, text_files
+from hf_moe_expand.data.files import count_lines, format_of, read_rows, text_files
 from hf_moe_expand.data.sources import LanguageText
 
 TEXTS = ["ένα", "δύο", "τρία"]
@@ -245,3 +245,14 @@ def test_text_of_the_same_relative_path_is_another_text(tmp_path, monkeypatch):
     for project, text in (("one", "first"), ("two", "other")):
         monkeypatch.chdir(tmp_path / project)
         assert load("el.jsonl") == [text]
+
+
+def test_a_giant_line_of_text_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_moe_expand.data.files.GIANT", 20)
+    (tmp_path / "a.txt").write_text("short\n" + "many words " * 5 + "\n")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "many words " * 5}) + "\n")
+    say_once.cache_clear()
+    assert len(list(read_rows(tmp_path / "a.txt"))) == 2
+    assert "a.txt:2: the line has 56 characters, and is one document: put each" in capsys.readouterr().err
+    list(read_rows(tmp_path / "a.jsonl"))
+    assert not capsys.readouterr().err

@@ -360,3 +360,16 @@ def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
     assert own_name(run / "2" / "gated") == "qwen-el"
     assert name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
     assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
+
+
+def test_offline_and_variables(home, tmp_path, monkeypatch):
+    file = tmp_path / "recipe.yaml"
+    packs = {"packs": ["$PACKS/qwen-el", "me/qwen-hu"]}
+    file.write_text(yaml.safe_dump(fields(home, tmp_path, join=packs)))
+    refused(Recipe.load, file, says=r"join\.packs\[0\]: the environment variable \$PACKS is not set")
+    found = validate_recipe(Recipe.load(file, unset_ok=True), offline=True)
+    assert "skipped: join: base and packs are not whole on this machine" in found
+    monkeypatch.setenv("PACKS", str(home))
+    assert Recipe.load(file).join.packs[0] == str(home / "qwen-el")
+    whole = recipe(home, tmp_path)
+    assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in validate_recipe(whole, offline=True)

@@ -310,3 +310,16 @@ def test_the_command_line(base, tmp_path):
     assert "new: el, hu" in shown
     refused(invoke, "gates", base, *data, says="Give OUT, the folder of an expanded model's gate, or --out FILE")
     refused(invoke, "gates", tmp_path / "one", tmp_path / "no", *data, "--new", "el", says="--new is for a dense base")
+
+
+@pytest.mark.parametrize(
+    ("texts", "new", "said"),
+    [
+        (TEXTS, ["el", "tr"], "no text in tr"),
+        (TEXTS, [], "name the languages of --data that will be new"),
+        ({**TEXTS, "hu": ["őű"]}, NEW, "hu has .* tokens"),
+    ],
+)
+def test_text_that_cannot_make_a_gate_is_refused_before_anything_is_written(base, tmp_path, texts, new, said):
+    refused(fit_base_gate, base, tmp_path / "gate.safetensors", texts, new, ANCHORS, SETTINGS, says=said)
+    assert not list(tmp_path.iterdir())

@@ -389,3 +389,8 @@ def test_a_dense_checkpoint_with_fields_of_expanded_ones_is_refused(tmp_path):
 )
 def test_losses_that_apply_to_nothing(config, says):
     refused(config.check_settings, hf_moe_expand.expand_model(tiny_dense("qwen2"), PLAN).config, says=says)
+
+
+def test_a_checkpoint_without_a_history_does_not_grow(root, tmp_path):
+    folder = copied(root / "expanded", tmp_path / "x", expansions=[])
+    refused(grow_checkpoint, folder, tmp_path / "out", GROWTH, says=r"x: config\.json records no expansion")

@@ -462,3 +462,8 @@ def test_a_whole_fine_tune_and_an_adapter_of_peft_are_languages_of_one_model(hom
     again = load_file(tmp_path / "again" / "adapter_model.safetensors")
     own = load_file(tmp_path / "lora-tr" / "adapter_model.safetensors")
     assert all(torch.equal(again[key], value) for key, value in own.items())
+
+
+def test_a_plan_with_routers_has_no_modules():
+    refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", modules="all")
+    refused(Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", rank=4)
