@@ -2,8 +2,10 @@
 
 import functools
 import json
+import math
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -12,6 +14,7 @@ from gated_models import gated_model
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.evaluation import harness, report
+from hf_moe_expand.evaluation.harness import _metrics
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.inference import models
@@ -305,3 +308,9 @@ def test_a_mean_is_over_languages_then_over_benchmarks():
     assert (means["b"].value, means["b"].stderr, means["c"]) == (0.9, None, None)
     assert means["mean"].value == pytest.approx(0.7)
     assert means["mean"].stderr is None
+
+
+def test_a_value_that_is_no_finite_number_is_left_out():
+    values = {"acc,none": numpy.float32(0.5), "acc_stderr,none": "N/A", "answer,none": "a text", "bleu,none": None}
+    assert _metrics(values, {}) == {"acc": Metric(0.5)}
+    assert _metrics({"acc,none": 0.5, "acc_stderr,none": math.nan, "bleu,none": math.nan}, {}) == {"acc": Metric(0.5)}

@@ -20,6 +20,7 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.analysis.similarity import measure_similarity
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.jsonfile import write_json
 from hf_moe_expand.core.schema import Schema, read
 from hf_moe_expand.data.sources import LanguageText
@@ -320,3 +321,11 @@ def test_random_allocation_has_the_total_and_follows_the_seed():
     assert sum(drawn(1)) == 72
     assert min(drawn(1)) >= 2
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_a_plan_of_an_earlier_version_is_read(tmp_path):
+    earlier = {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": None}
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))
+    assert Plan.load(tmp_path / "plan.json") == Plan("moe-lpr", [2, 2])
+    with pytest.raises(InputError, match=r"p/plan.json: unknown key `prefix_gate`"):
+        read(Plan, {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": {"decay": 0.9}}, "p/plan.json")
