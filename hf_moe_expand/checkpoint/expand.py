@@ -84,18 +84,8 @@ def expand_checkpoint(
         base: folder or hub id of the dense checkpoint (safetensors).
         out: folder to write; appears whole or not at all.
         plan: experts and classifiers of each layer.
-        expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model gives the
-            dense model's outputs; `random` draws the weights as the backbone's own initialisation does (MoE-LPR's
-            ablation "w/o EC").
-        conditional_routing: make expert 0 a shared FFN outside the routed set, whose share of a token's output is
-            learned (CMR).
-        expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
-            linear layers (MoLA, LoRAMoE), which is zero at first; or `added`, expert 0 with an FFN of any width beside
-            it, whose output is zero at first, for a base that is a mixture of experts too; or `adapter`, low-rank
-            updates of all the layer's linear maps, in attention too, which are zero at first.
-        lora_rank, lora_alpha: rank (8) and alpha (16) of the updates, which are scaled by `lora_alpha / lora_rank`.
-        expert_width: width of the added FFNs.
-        target_modules: the linear maps that adapters update, as PEFT names them; all by default.
+        experts: `expert_init`, `expert_kind` and the other settings of the new experts (`NewExperts`). All but
+            `random` ones start as the dense model: copies, or updates and added FFNs whose output is zero.
         seed: random seed of the routers, of random experts and of updates.
         revision: revision of a hub id.
         max_shard_size: size of the largest weight file.
