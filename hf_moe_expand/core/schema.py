@@ -53,6 +53,8 @@ Probability = Annotated[Number, Field(ge=0, lt=1)]
 class _Checked(ModelMetaclass):
     """Lets a model's constructor take positions, in the order of its fields, and raise InputError, as `read` does."""
 
+    model_fields: dict[str, Any]
+
     def __call__(cls, *args: Any, **values: Any) -> Any:
         names = list(cls.model_fields)
         if len(args) > len(names):
@@ -229,7 +231,7 @@ def _or_null(part: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key that may be null; a tag may not."""
     if isinstance(part.get("type"), str) and not {"enum", "const"} & part.keys():
         return {**part, "type": [part["type"], "null"]}
-    about = {word: part[word] for word in ("description", "default") if word in part}
+    about: dict[str, Any] = {word: part[word] for word in ("description", "default") if word in part}
     return part if "const" in part else {**about, "anyOf": [part, {"type": "null"}]}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -68,5 +68,5 @@ def push(
     """
     from .publish import push_to_hub
 
-    options = {"private": private, "revision": revision, "include": include, "dry_run": dry_run}
+    options: dict[str, Any] = {"private": private, "revision": revision, "include": include, "dry_run": dry_run}
     push_to_hub(model, repo_id, **options, **dict(settings))
