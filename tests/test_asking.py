@@ -396,8 +396,8 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
 def test_a_model_that_only_ends_its_text_is_given_up(loaded, monkeypatch):
     model, tokenizer = loaded
 
-    def ends(prompt, **options):
-        return torch.cat([prompt, torch.full_like(prompt[:, :1], tokenizer.eos_token_id)], dim=1)
+    def ends(input_ids, **options):
+        return torch.cat([input_ids, torch.full_like(input_ids[:, :1], tokenizer.eos_token_id)], dim=1)
 
     monkeypatch.setattr(model, "generate", ends)
     refused(texts, loaded, says="The model writes nothing but ends of text")
