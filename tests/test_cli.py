@@ -368,3 +368,8 @@ def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *words])
         with pytest.raises(InputError, match="no such folder"):
             cli.main()
+
+
+@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
+def test_every_option_has_a_help(words):
+    assert [one.name for one in verb(*words).params if not getattr(one, "help", None)] == []

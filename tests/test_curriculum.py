@@ -307,3 +307,12 @@ def test_commands(root, tmp_path):
         ([], "No language was given"),
     ):
         refused(invoke, "curriculum", "counts", *arguments, "--steps", "50", "--out", tmp_path / "no", says=message)
+
+
+def test_temperature_alone_trains_as_long_as_the_data_lasts(root, monkeypatch):
+    watch = Watch(monkeypatch)
+    record = stage(root, "even", temperature=float("inf"), training={**TRAINING, "num_train_epochs": 0.5})
+    blocks = sum(tokens // 16 for tokens in record.tokens.values())
+    assert record.steps == -(-blocks // 8)  # half an epoch, four blocks a step
+    found = Counter(code for batches in watch.steps.values() for batch in batches for code in batch)
+    assert max(found.values()) - min(found.values()) <= 1

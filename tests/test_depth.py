@@ -418,3 +418,13 @@ def test_what_failed_before_its_first_checkpoint_can_be_corrected(root, data, tm
     work_folder(tmp_path / "out.training")
     (tmp_path / "out.training" / "started_with.json").write_text('{"seed": 7}')
     assert train_stage(root / "base", tmp_path / "out", data, config()).steps == 3
+
+
+def test_steps_too_small_for_bfloat16_add_up(root, data, tmp_path):
+    train_stage(root / "bf16", tmp_path / "one", data, config(learning_rate=2e-5, max_steps=1))
+    train_stage(root / "bf16", tmp_path / "many", data, config(learning_rate=2e-5, max_steps=12))
+    moved = []
+    for name in ("one", "many"):
+        before, after = tensors(root / "bf16"), tensors(tmp_path / name)
+        moved.append(sum((before[key] != after[key]).sum().item() for key in before))
+    assert moved[1] > 3 * moved[0]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import invoke, move, refused, save_dense
 from datasets import Dataset
 from encoder_decoders import PLAN, SENTENCES, batch, nllb_tokenizer, save_tiny, tiny
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -443,3 +444,15 @@ def test_predictions_with_generation_and_losses_without(folder, tmp_path):
 def test_the_dense_baselines_are_for_decoders(folder, tmp_path):
     given = ("train", "dense", folder / "base", tmp_path / "out", "--data", f"el={folder / 'el.jsonl'}")
     refused(invoke, *given, says="which the dense baselines do not train")
+
+
+def test_random_experts_of_t5_are_drawn_as_t5_draws_its_ffn(made, tmp_path):
+    dense = made("t5")[0]
+    expand_checkpoint(dense, tmp_path / "a", PLAN, expert_init="random", seed=1)
+    expand_model(AutoModelForSeq2SeqLM.from_pretrained(dense), PLAN, expert_init="random", seed=1).save_pretrained(
+        tmp_path / "b"
+    )
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    weight = a["encoder.block.0.layer.1.DenseReluDense.experts.1.wo.weight"]
+    assert weight.std().item() == pytest.approx(48**-0.5, rel=0.1)  # d_ff ** -0.5, not initializer_range

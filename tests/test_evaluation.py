@@ -239,3 +239,12 @@ def test_an_evaluation_takes_two_minutes_unless_it_is_told_otherwise(tmp_path, m
 
 def test_the_longest_block_is_found_under_any_name():
     assert [longest_block(tiny_config(name)) for name in ("qwen2", "gpt2", "mpt", "bloom")] == [64, 64, 64, None]
+
+
+def test_a_mean_over_fewer_languages_than_another_columns_is_none(tmp_path):
+    one, other = LanguageScore(4.0, 2.0, 10, 10), LanguageScore(16.0, 4.0, 10, 10)
+    result = Evaluation([], ["el", "hu"], {"model": {"el": one, "hu": other}, "model, told": {"el": one}})
+    assert result.rows()[1][-1] == ["mean of new", "3.000", "-", "-"]
+    result.to_json(tmp_path / "evaluation.json")
+    means = json.loads((tmp_path / "evaluation.json").read_text())["mean_bits_per_byte"]
+    assert (means["model"]["new"], means["model, told"]["new"]) == (3.0, None)

@@ -314,3 +314,13 @@ def test_loaded_models_and_folders_are_told_apart(tmp_path):
     for message, work in refused.items():
         with pytest.raises(InputError, match=message):
             work()
+
+
+def test_a_base_that_was_saved_in_shards_will_do(folder):
+    AutoModelForCausalLM.from_pretrained(folder / "base").save_pretrained(folder / "shards", max_shard_size="40KB")
+    assert len(list((folder / "shards").glob("*.safetensors"))) > 2
+    save_expansion(folder / "whole", folder / "small", folder / "shards", max_shard_size="40KB")
+    assert len(list((folder / "small").glob("expansion-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "small", base_model=folder / "shards").state_dict()
+    whole = load_file(folder / "whole" / "model.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in whole.items())

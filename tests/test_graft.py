@@ -343,3 +343,20 @@ def test_a_model_whose_every_tensor_was_trained_is_not_checked(family, tmp_path)
     graft(family, tmp_path / "grafted")
     graft(family, tmp_path / "twice", model=tmp_path / "grafted")
     assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["expansions"][0]["stages"]) == 2
+
+
+def test_tied_heads_stay_tied(tmp_path):
+    save_dense(tmp_path / "base", tie_word_embeddings=True)
+    fine_tuned(tmp_path / "base", tmp_path / "instruct")
+    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", PLAN)
+    graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
+    assert "lm_head.weight" not in tensors(tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    save_dense(tmp_path / "untied")
+    with pytest.raises(InputError, match=r"tie_word_embeddings is True in .*, but False in"):
+        graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "base", tmp_path / "untied")
+    with pytest.raises(InputError, match=r"tie_word_embeddings is False in .*, but True in"):
+        graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "base")
+    with pytest.raises(InputError, match=r"tie_word_embeddings is True in .*, but False in"):
+        graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "untied")

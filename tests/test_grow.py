@@ -303,3 +303,12 @@ def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, t
         if experts:
             rows = before[f"{prefix}router.weight"]
             assert torch.equal(found[f"{prefix}router.weight"], torch.cat([rows, rows[experts]]))
+
+
+def test_a_layer_that_gets_its_first_classifier_late_has_a_class_for_each_expansion(made, tmp_path):
+    without = changed(SECOND_OF, classifier_layers=[])
+    grow_checkpoint(made(), tmp_path / "second", without, seed=SEED)
+    assert not any("classifier" in name for name in weights(tmp_path / "second"))
+    grow_checkpoint(tmp_path / "second", tmp_path / "third", THIRD, seed=SEED)
+    found = {name: value for name, value in weights(tmp_path / "third").items() if "classifier" in name}
+    check_equal(found, {LAYER.format(2) + "classifier.weight": torch.zeros(4, 32)})

@@ -282,3 +282,10 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
 )
 def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
     assert len(refused(read, tmp_path, text, says=rf"^{tmp_path}/a\.yaml: .*{message}")) < 400
+
+
+def test_norwegian_is_a_language(tmp_path):
+    assert read(tmp_path, "new: {no: no.jsonl, on: x}\nbf16: true\n") == {
+        "new": {"no": "no.jsonl", "on": "x"},
+        "bf16": True,
+    }

@@ -294,3 +294,13 @@ def test_outputs_are_asked_for_only_if_a_loss_reads_them(tmp_path, losses, wante
     assert {"z_loss", "expert_0_share", "expert_0_score_old"} <= log.keys()
     assert "balance_loss" not in log
     assert ("distillation_loss" in log) == wanted
+
+
+def test_a_loss_that_is_only_logged_leaves_the_step_finite():
+    class Infinite(LayerLoss):
+        name, metrics = "infinite", ("infinite_loss",)
+
+        def layer_loss(self, batch, layer, count):
+            return batch.routing[layer].router_logits.sum() * math.inf
+
+    assert Infinite(0.0).weighted(batch_of(layers(), masks())) == 0

@@ -394,3 +394,10 @@ def test_text_under_another_languages_code_is_refused(base, tmp_path):
     text = LanguageText("en", str(write_texts(tmp_path / "en.jsonl", ["a text"] * 40)))
     with pytest.raises(InputError, match=r"data\['el'\] is text in 'en': give it under its own code"):
         train_stage(tmp_path / "model", tmp_path / "out", {"el": text}, PostPretrainConfig(block_size=16))
+
+
+def test_a_data_set_is_scored_as_its_texts_are():
+    texts, model = ["ένα κείμενο", "και άλλο ένα"], model_of("review")
+    given = (texts, Dataset.from_dict({"text": texts, "more": [1, 2]}))
+    found = [evaluate_model(model, byte_tokenizer(), {"el": one}, 16) for one in given]
+    assert found[0] == found[1]

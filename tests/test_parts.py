@@ -249,3 +249,16 @@ def test_tensor_parallel_plans_split_the_experts_that_a_part_lets_them_split(nam
     parts = ("gate_proj", "up_proj", "down_proj")
     assert rules == {f"model.layers.*.mlp.experts.{experts}.{part}" for experts in split for part in parts}
     assert "model.layers.*.self_attn.q_proj" in plan
+
+
+def test_a_part_that_was_set_later_is_saved_in_its_place(tmp_path):
+    config = build(USED["adapters"][0]).config
+    config.parts["gate"] = GATE
+    LayerMoEForCausalLM(config).save_pretrained(tmp_path)
+    assert (tmp_path / "parts.py").read_text() == parts_text(["gate", "languages"])
+
+
+def test_a_gate_stands_after_adapters_as_optimizers_of_earlier_versions_have_it():
+    names = list(dict(build(USED["adapters"][0] | {"language_gate": GATE}).named_parameters()))
+    layer = [name for name in names if name.startswith("model.layers.1.")]
+    assert [name.rpartition(".")[0] for name in layer[-2:]] == ["model.layers.1.language_gate"] * 2

@@ -439,3 +439,13 @@ def test_a_library_may_replace_the_linear_layers_while_it_loads(tmp_path):
         wrapped.train()(IDS, labels=IDS).loss.backward()
     assert len(routing) == 2
     assert all(parameter.grad is not None for parameter in wrapped.parameters() if parameter.requires_grad)
+
+
+def test_pickled_weights_are_not_read(base, adapter, tmp_path):
+    lora = altered(adapter, tmp_path / "lora")
+    (lora / WEIGHTS).rename(lora / "adapter_model.bin")
+    with pytest.raises(InputError, match=r"has no adapter_model.safetensors: its weights are pickled"):
+        expand_tuned(base, {"el": lora}, tmp_path / "out")
+    (lora / "adapter_model.bin").unlink()
+    with pytest.raises(InputError, match=r"has no adapter_model.safetensors\."):
+        expand_tuned(base, {"el": lora}, tmp_path / "out")

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_moe_expand import (
+    LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
     average_checkpoints,
@@ -246,3 +247,18 @@ def test_the_page_lists_the_proven_architectures():
         assert f"### {kind} that keep every promise ({len(names)})\n" in page
         assert f"\n{', '.join(names)}\n" in page
     assert ";\n".join(f"- {words}" for words in PROMISES) in page
+
+
+def test_dropout_inside_an_ffn_of_separate_layers_is_drawn_for_each_expert():
+    config = LayerMoEConfig.from_dense(
+        AutoConfig.for_model(
+            "xglm", vocab_size=257, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, activation_dropout=1.0,
+            dropout=0.0, attention_dropout=0.0,
+        ),
+        num_experts_per_layer=[2, 1],
+    )  # fmt: skip
+    model = LayerMoEForCausalLM(config)
+    ffn = model.expanded_ffns()[0]
+    x = torch.randn(5, 32)
+    torch.testing.assert_close(ffn.train()(x), ffn.experts[0].fc2.bias.expand(5, 32))
+    assert not torch.allclose(ffn.eval()(x), ffn.experts[0].fc2.bias.expand(5, 32))

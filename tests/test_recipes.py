@@ -18,7 +18,7 @@ from encoder_decoders import SENTENCES, save_tiny, tiny
 from guides import DOCS, EXTRA, bash_lines, small
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import Plan, PostPretrainConfig
+from hf_moe_expand import LocalizedBalanceLoss, Plan, PostPretrainConfig
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.source import load_config
@@ -453,3 +453,7 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
         assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 16
         sizes.append((training.per_device_train_batch_size, "checkpointing: true" in text))
     assert sizes == [(16, False), (1, True)]
+
+
+def test_the_constraint_of_loramoe_has_the_papers_alpha():
+    assert LocalizedBalanceLoss(0.1).delta == 0.1  # MoE-LPR, appendix B: blc-alpha

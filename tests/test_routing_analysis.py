@@ -383,3 +383,20 @@ def test_old_languages_are_compared_with_each_other():
     assert found.new_new is None
     assert found.new_old == [(a + b) / 2 for a, b in zip(found.pairs["el-en"], found.pairs["el-hu"], strict=True)]
     assert found.similarity == found.new_old
+
+
+def test_after_two_expansions_there_are_three_classes():
+    fields = {"earlier_experts_per_layer": [[2, 1, 2, 3]], "classifier_layers": [0, 3]}
+    model = constant_inputs(build("bloom", **fields))
+    model.config.expansions = [
+        {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
+        {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["hu"]},
+    ]
+    ffns = model.expanded_ffns()
+    say(ffns[0].classifier, [0.0, 1.0, 0.0])
+    say(ffns[0].router, [0.0, 1.0, 9.0])  # the best one came later than class 1 may see
+    say(ffns[3].classifier, [0.0, 0.0, 1.0])
+    result = measure_routing(model, byte_tokenizer(), TEXTS, tokens=60, block_size=16, batch_size=2)
+    assert result.classes == {"en": 0, "el": 1, "hu": 2}
+    assert result.classifier_accuracy == {"en": [0, None, 0], "el": [1, None, 0], "hu": [0, None, 1]}
+    assert result.weight_share["hu"][0] == pytest.approx([1 / (1 + math.e), math.e / (1 + math.e), 0])
