@@ -9,6 +9,7 @@ import torch
 from layers import FORMS, TOLERANCE, Plain, ask, assert_is_the_definition, build, drawn
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from hf_moe_expand.modeling import dispatch as dispatch_module
 from hf_moe_expand.modeling.dispatch import fused, run_all, run_in_turn
@@ -351,3 +352,55 @@ def test_without_a_compiler_the_code_itself_runs(monkeypatch, caplog):
             large = torch.ones(3).as_subclass(Large)
             assert torch.equal(twice([large]).as_subclass(torch.Tensor), 2 * torch.ones(3))
     assert len(caplog.records) == 1
+
+
+def test_transforms_of_functions_and_copies_go_on():
+    layer = build().eval()
+    x = torch.randn(1, 4, 16)
+    expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    try:
+        torch.func.jvp(lambda x: x * x.tolist()[0], (torch.ones(1),), (torch.ones(1),))
+    except RuntimeError:
+        pytest.skip(f"torch {torch.__version__} lets no code read values inside torch.func.jvp")
+    _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x))))
+    torch.testing.assert_close(dual.tangent, tangent)
+
+
+def test_a_single_token_runs_its_own_experts_only():
+    layer = layer_of(5, 2).eval()
+    ran = []
+    for number, expert in enumerate(layer.experts):
+        expert.register_forward_pre_hook(lambda _, args, n=number: ran.append(n))
+    x = torch.randn(1, 1, HIDDEN)
+    layer(x)
+    assert sorted(ran) == sorted((layer.router.weight @ x[0, 0]).topk(2).indices.tolist())
+
+
+def test_in_a_mixed_batch_an_old_token_has_expert_0s_output_bit_for_bit():
+    # Compared with what expert 0 really returned: a matrix product of other rows may round differently.
+    layer = layer_of(4, 2, classifier=True).eval()
+    ran = {}
+    layer.experts[0].register_forward_hook(
+        lambda _, args, out: ran.update(zip(map(tuple, args[0].tolist()), out, strict=True))
+    )
+    x = torch.randn(50, HIDDEN)
+    logits = x @ layer.classifier.weight.T
+    old = logits[:, 0] > logits[:, 1]
+    assert 0 < old.sum() < 50
+    y = layer(x)
+    assert all(torch.equal(y[t], ran[tuple(x[t].tolist())]) for t in old.nonzero().flatten().tolist())
+
+
+def test_the_captured_decision_under_an_override():
+    layer = layer_of(4, 2, classifier=True).eval()
+    ask(layer, capture=(routing := Routing()))
+    ask(layer, expert=3)
+    layer(torch.randn(6, HIDDEN))
+    assert torch.equal(routing.layers[0].weight_of_each_expert(), torch.eye(4)[3].expand(6, 4))
+    ask(layer, expert=None, expansion=0)
+    layer(torch.randn(6, HIDDEN))
+    assert routing.layers[0].allowed.sum(-1).tolist() == [1] * 6
+    assert torch.equal(routing.layers[0].weight_of_each_expert(), torch.eye(4)[0].expand(6, 4))

@@ -1,6 +1,7 @@
 """Two ranks (gloo, CPU) against one process: data-parallel, FSDP2, tensor-parallel, DeepSpeed."""
 
 import json
+import logging
 from importlib.resources import files
 from importlib.util import find_spec
 
@@ -222,3 +223,21 @@ def test_a_stage_on_a_model_that_transformers_splits(found, root):
     for weights, stored in found["stage_native"]:
         assert weights == stored > 0  # none of them was gathered into memory
     assert not (root / "native.training").exists()
+
+
+def test_deepspeeds_greeting_stays_out_of_the_output():
+    """Where it is installed, it greets on the standard output of every training, also of those without it."""
+    heard = []
+
+    class Ear(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    logger, ear = logging.getLogger("DeepSpeed"), Ear()
+    logger.addHandler(ear)
+    try:
+        logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+        logger.warning("something is wrong")
+    finally:
+        logger.removeHandler(ear)
+    assert heard == ["something is wrong"]

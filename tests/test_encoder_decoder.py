@@ -456,3 +456,8 @@ def test_random_experts_of_t5_are_drawn_as_t5_draws_its_ffn(made, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     weight = a["encoder.block.0.layer.1.DenseReluDense.experts.1.wo.weight"]
     assert weight.std().item() == pytest.approx(48**-0.5, rel=0.1)  # d_ff ** -0.5, not initializer_range
+
+
+def test_every_second_layer():
+    assert layers_in("encoder.1-11/2,decoder.1-11/2", 24, encoder_layers=12) == list(range(1, 24, 2))
+    assert layers_in("1-4/3,0", 6) == [0, 1, 4]

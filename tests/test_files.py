@@ -256,3 +256,11 @@ def test_a_giant_line_of_text_is_named(tmp_path, capsys, monkeypatch):
     assert "a.txt:2: the line has 56 characters, and is one document: put each" in capsys.readouterr().err
     list(read_rows(tmp_path / "a.jsonl"))
     assert not capsys.readouterr().err
+
+
+def test_the_share_that_is_read_of_a_file_grows_to_the_whole(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(BODY * 9999)
+    shares = [row.read for row in read_rows(tmp_path / "a.jsonl")]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-1] == 1.0

@@ -218,3 +218,15 @@ def test_prefix_tuning_is_told():
     assert torch.equal(found, tuned(ids, languages=codes).logits)
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
     assert torch.equal(tuned.generate(**options), tuned.generate(languages=codes, **options))
+
+
+@torch.no_grad()
+def test_compiled_rows_of_several_classes_share_a_graph_whichever_they_are():
+    model, graphs, counts = gated_model(expansions=TWO, exclusive=True), [], []
+    texts = sorted(clear_texts(model, 1, 9), key=lambda text: slow_class(slow_sums(model, text)))
+    torch.compiler.reset()
+    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for two in ([0, 1], [0, 2], [1, 2]):
+        model(torch.tensor([texts[number] for number in two]), use_cache=False)
+        counts.append(len(graphs))
+    assert counts[0] == counts[2]

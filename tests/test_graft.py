@@ -10,6 +10,7 @@ import torch
 from conftest import byte_tokenizer, invoke, move, refused, save_dense, tensors, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint, graft_delta
 from hf_moe_expand.baselines.branches import expand_branches
@@ -17,6 +18,7 @@ from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
+from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -360,3 +362,18 @@ def test_tied_heads_stay_tied(tmp_path):
         graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "base")
     with pytest.raises(InputError, match=r"tie_word_embeddings is True in .*, but False in"):
         graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "untied")
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers does not know it")
+def test_heads_may_have_another_size_in_each_layer(tmp_path):
+    dense = tiny_twin(CONFIG_MAPPING["gemma4_text"]())
+    for name in ("base", "tuned"):
+        dense.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        for parameter in dense.parameters():
+            parameter.data += 0.01
+    expand_checkpoint(tmp_path / "base", tmp_path / "model", Plan("moe-lpr", [2] * 4, old=["en"], new=["el"]))
+    graft_delta(tmp_path / "model", tmp_path / "grafted", tmp_path / "base", tmp_path / "tuned")
+    average_checkpoints([tmp_path / "grafted", tmp_path / "tuned"], tmp_path / "mean")
+    tuned, mean = tensors(tmp_path / "tuned"), tensors(tmp_path / "mean")
+    assert all(torch.equal(value, mean[name]) for name, value in tuned.items() if ".mlp." not in name)

@@ -312,3 +312,7 @@ def test_random_layers_are_as_many_as_those_that_deviate_most_and_follow_the_see
     assert (plans[3].settings["layers_by"], plans[3].settings["seed"]) == ("random", 3)
     by_threshold = dmoe(groups=2, threshold=0.5, layers_by="random")
     assert sorted(by_threshold.experts_per_layer) == [1, 1, 2, 2, 2]
+
+
+def test_a_ratio_is_not_lost_to_rounding():
+    assert len(select_layers([float(i) for i in range(100)], ratio=0.29)) == 29  # 0.29 * 100 < 29 in floating point

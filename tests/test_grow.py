@@ -312,3 +312,17 @@ def test_a_layer_that_gets_its_first_classifier_late_has_a_class_for_each_expans
     grow_checkpoint(tmp_path / "second", tmp_path / "third", THIRD, seed=SEED)
     found = {name: value for name, value in weights(tmp_path / "third").items() if "classifier" in name}
     check_equal(found, {LAYER.format(2) + "classifier.weight": torch.zeros(4, 32)})
+
+
+def test_the_base_and_the_old_languages_are_the_historys(made, tmp_path):
+    """Not the plan's, which may leave languages out, and not the last expansion's."""
+    config = json.loads((made() / "config.json").read_text())
+    config["expansions"][0] |= {"base_model": "Qwen/Qwen2.5-0.5B", "base_revision": "0123abc"}
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to(made() / "model.safetensors")
+    grow_checkpoint(folder, tmp_path / "second", changed(SECOND_OF, old=["en"]))
+    (_, entry) = json.loads((tmp_path / "second" / "config.json").read_text())["expansions"]
+    assert (entry["base_model"], entry["base_revision"]) == ("Qwen/Qwen2.5-0.5B", "0123abc")
+    assert entry["old_languages"] == ["en", "el"]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import invoke, refused, save_dense, tiny_dense, write_texts
-from gated_models import TWO, clear_texts, gated_model, padded, slow_class, slow_sums, tokens
+from gated_models import CODES, TWO, clear_texts, gated_model, padded, slow_class, slow_sums, tokens
+from peft import PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_gates import ANCHORS, SETTINGS, TEXTS
@@ -323,3 +324,15 @@ def test_the_command_line(base, tmp_path):
 def test_text_that_cannot_make_a_gate_is_refused_before_anything_is_written(base, tmp_path, texts, new, said):
     refused(fit_base_gate, base, tmp_path / "gate.safetensors", texts, new, ANCHORS, SETTINGS, says=said)
     assert not list(tmp_path.iterdir())
+
+
+def test_virtual_tokens_of_prompt_tuning_are_no_text():
+    model = gated_model(expansions=TWO)
+    texts = clear_texts(model, 2, 9, 5)
+    ids, mask = padded(texts)
+    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    codes = [CODES[number] for number in model.judge(ids, mask)]
+    with torch.no_grad():
+        assert torch.equal(
+            tuned(ids, attention_mask=mask).logits, tuned(ids, attention_mask=mask, languages=codes).logits
+        )

@@ -224,3 +224,10 @@ def test_a_training_on_lost_text_is_refused_unless_allowed(home, capsys):
     said = capsys.readouterr().out
     assert "bytes that the tokenizer loses: el 63." in said
     assert "warning: el: the tokenizer loses" in said
+
+
+def test_the_first_file_of_a_folder_does_not_stand_for_the_others(home, tmp_path):
+    write_texts(tmp_path / "a.jsonl", [ENGLISH] * 12_000)
+    write_texts(tmp_path / "b.jsonl", [GREEK] * 3_000)
+    mixed = Recipe.of_text(recipe(home, False).text.replace(f"{home}/el.jsonl", str(tmp_path)), "recipe.yaml")
+    refused(validate_recipe, mixed, says=r"new\.el: the tokenizer loses")

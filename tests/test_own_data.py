@@ -34,6 +34,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.trainers import GroupLoss
 from hf_moe_expand.trainers.losses import BalanceLoss
 
 ROUTED = Plan("moe-lpr", [3, 1, 3], [2], old=["en"], new=["el"])
@@ -401,3 +402,19 @@ def test_a_data_set_is_scored_as_its_texts_are():
     given = (texts, Dataset.from_dict({"text": texts, "more": [1, 2]}))
     found = [evaluate_model(model, byte_tokenizer(), {"el": one}, 16) for one in given]
     assert found[0] == found[1]
+
+
+def test_labels_that_no_loss_takes_are_refused(tmp_path):
+    rows = in_greek(2).remove_columns("labels")
+    for labels, message in (
+        ([[1] * 15] * 2, "not as many as their `input_ids`"),
+        ([[-1] * 16] * 2, "holds -1: must be"),
+    ):
+        refused(post, tmp_path, model_of("review"), rows.add_column("labels", labels), says=message)
+
+
+def test_a_class_is_a_group_where_a_loss_is_of_groups(tmp_path):
+    three, options = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el"]), {"router_losses": [GroupLoss(0.1)]}
+    sft(tmp_path, as_rows("en", "el"), three, language_classes=[0, 2], **options)
+    with pytest.raises(InputError, match=r"has the class 3, but the model has 0 to 2: .* of language group g"):
+        sft(tmp_path, as_rows("en", "el"), three, language_classes=[0, 3], **options)

@@ -278,3 +278,12 @@ def test_what_has_no_page(made, run, tmp_path):
         refused(make_page, *(tmp_path / folder for folder in folders), says=says)
     (run / "recipe.yaml").write_text(f"base: org/tiny  # hf_{'a' * 30}\n")
     refused(make_page, run, says="holds an access token")
+
+
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
+    shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
+    first = make_page(run)
+    assert "<h3>review</h3>" in first  # where the second routing analysis lies
+    other = shutil.copytree(run, tmp_path / "elsewhere" / run.name)
+    assert make_page(other) == first
+    assert str(tmp_path) not in first

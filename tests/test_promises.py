@@ -262,3 +262,8 @@ def test_dropout_inside_an_ffn_of_separate_layers_is_drawn_for_each_expert():
     x = torch.randn(5, 32)
     torch.testing.assert_close(ffn.train()(x), ffn.experts[0].fc2.bias.expand(5, 32))
     assert not torch.allclose(ffn.eval()(x), ffn.experts[0].fc2.bias.expand(5, 32))
+
+
+def test_two_modules_that_map_the_hidden_states_the_larger_is_the_ffn():
+    twin = tiny_twin(CONFIG_MAPPING["gemma3n_text"]())
+    assert {ffn.place.rsplit(".", 1)[1] for ffn in decoder_ffns(twin)} == {"mlp"}
