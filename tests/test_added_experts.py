@@ -275,3 +275,13 @@ def test_dropout_of_the_updates_inputs():
     copies = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=LORA_COUNTS))
     with pytest.raises(InputError, match=r"masking\.lora_dropout is for LoRA experts, but the checkpoint has none"):
         mask_routing(copies, Masking(lora_dropout=0.5))
+
+
+def test_every_added_expert_is_drawn_by_itself(saved):
+    drawn = [
+        layer.weight
+        for ffn in load(saved("olmoe") / "new").expanded_ffns().values()
+        for added in list(ffn.experts)[1:]
+        for layer in (added.gate_proj, added.up_proj)
+    ]
+    assert not any(torch.equal(a, b) for number, a in enumerate(drawn) for b in drawn[:number])

@@ -15,7 +15,7 @@ from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation import chat, report
-from hf_moe_expand.evaluation.chat import QUESTIONS, check_chat
+from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
 from hf_moe_expand.hub.card import make_card
@@ -430,3 +430,14 @@ def test_words_that_fill_a_models_positions_are_not_continued(tmp_path):
     samples = begin_samples({"zh": ["字" * 90]}, (["zh"], []))  # 120 bytes, each a token; the model takes 64
     continue_samples(samples, model)
     assert samples[0].continued == {}
+
+
+def test_the_page_shows_the_answers_side_by_side(tmp_path):
+    (tmp_path / "run").mkdir()
+    check = ChatCheck("en", ["Who?", "What?"], ["I.", "<b>it</b>"], ["I.", "that"], ["I.", "<b>it</b>"])
+    Evaluation(["en"], ["el"], chats=[check]).to_json(tmp_path / "run" / "evaluation.json")
+    page = make_page(tmp_path / "run")
+    assert "In en, 50 % of the result’s answers are the base’s own" in page
+    assert '<th scope="col">told en</th>' in page
+    assert "<td>&lt;b&gt;it&lt;/b&gt;</td>" in page
+    assert "<b>it</b>" not in page

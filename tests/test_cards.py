@@ -259,3 +259,9 @@ def test_the_name_in_the_evaluation(checkpoint, evaluation):
     assert "1.010" in str(make_card(renamed, "tiny-el", evaluation))
     alone = Evaluation.from_json(evaluation).of_this(["tiny"], evaluation)
     assert list(alone.models) == ["this model"]
+
+
+@pytest.mark.parametrize(("code", "wanted"), [("zh-Hant", "zh"), ("yue", "yue"), ("ell", "el"), ("iw", "he")])
+def test_language_tags_become_the_codes_that_the_hub_knows(checkpoint, code, wanted):
+    edit(checkpoint, old_languages=[], new_languages=[code])
+    assert make_card(checkpoint).data.language == [wanted]

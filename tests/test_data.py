@@ -342,3 +342,11 @@ def test_the_hubs_error_comes_after_the_name(monkeypatch):
     refused(load, "hub:no/such", says=rf"^hub:no/such: the dataset .*: {said}\.$", raises=UnreachableError)
     refused(resolve_checkpoint, "no/such", says=f"^no/such: no such folder, and the hub .*: {said}")
     refused(resolve_checkpoint, "no/such/folder", says="not a hub id")
+
+
+def test_copies_of_editors_and_hidden_files_are_no_text(tmp_path):
+    write_texts(tmp_path / "a.jsonl", ["ένα"])
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("a.jsonl~", ".a.jsonl.swp", ".#a.jsonl", "._a.jsonl", "#a.jsonl#", ".ipynb_checkpoints/a.jsonl"):
+        write_texts(tmp_path / name, ["copy"])
+    assert load(tmp_path) == ["ένα"]

@@ -324,3 +324,12 @@ def test_a_base_that_was_saved_in_shards_will_do(folder):
     loaded = AutoModelForCausalLM.from_pretrained(folder / "small", base_model=folder / "shards").state_dict()
     whole = load_file(folder / "whole" / "model.safetensors")
     assert all(torch.equal(loaded[name], value) for name, value in whole.items())
+
+
+def test_training_it_leaves_the_base_s_files_alone(folder):
+    before = {**contents(folder / "base"), **contents(folder / "added")}
+    model = AutoModelForCausalLM.from_pretrained(folder / "added", base_model=folder / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert {**contents(folder / "base"), **contents(folder / "added")} == before

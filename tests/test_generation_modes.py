@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ from gated_models import (
     CODES,
     GREEDY,
     KINDS,
+    MAPS,
     TWO,
     all_go_to,
     clear_texts,
@@ -23,7 +24,7 @@ from gated_models import (
     slow_sums,
     tokens,
 )
-from transformers import DynamicCache, GenerationConfig
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 
@@ -355,3 +356,50 @@ def test_in_training_a_text_is_not_judged_which_is_said():
     with pytest.warns(UserWarning, match=r"the language gate judges nothing.*call model.eval\(\) first"):
         found = model.generate(ids, **GREEDY)
     assert torch.equal(found, model.generate(ids, languages="hu", **GREEDY))
+
+
+def test_a_compiled_model_reads_the_threads_own():
+    model, batch = expanded(), text()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return compiled(**batch).logits
+
+    plain = model(**batch).logits
+    before = call()
+    found: list[torch.Tensor] = []
+    with model.use_expert(0):
+        base = model(**batch).logits
+        thread = threading.Thread(target=lambda: found.append(call()))
+        thread.start()
+        thread.join()
+        forced = call()
+    for one, other in ((before, plain), (found[0], plain), (forced, base), (call(), plain)):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["copies", "adapters"])
+def test_compiled_there_is_one_graph_for_each_class_and_one_for_several(kind):
+    fields = {"expert_kind": "adapter", "adapters": [{"maps": MAPS}]} if kind == "adapters" else {}
+    model = gated_model(
+        expansions=[(2, 2)], exclusive=kind == "adapters", fields=fields, num_hidden_layers=2, **SWAYING
+    )
+    texts, graphs = clear_texts(model, 2, 9), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiling = CompileConfig(backend=backend, mode=None)
+    compiling._compile_all_devices = True
+    torch.compiler.reset()
+    cache, both = StaticCache(config=model.config, max_cache_len=60), sorted(texts, key=partial(slow_sums, model))
+    for pair in (both[:2], both[2:], both[1:3], texts[:2]):
+        ids = torch.tensor(pair)
+        options = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": 40}
+        cache.reset()
+        found = model.generate(ids, past_key_values=cache, compile_config=compiling, **options)
+        assert torch.equal(found, model.generate(ids, **options))
+    assert 2 <= len(graphs) <= 3

@@ -289,3 +289,14 @@ def test_norwegian_is_a_language(tmp_path):
         "new": {"no": "no.jsonl", "on": "x"},
         "bf16": True,
     }
+
+
+def test_null_leaves_a_stage_out_as_in_every_recipe(load):
+    parent = f"{GOOD}review: {{block_size: 12}}\n"
+    assert load("inherits: p.yaml\nreview: null\n", p=parent).review is None
+    assert load("inherits: p.yaml\nreview: null\n", p=GOOD).review is None
+    again = load("inherits: m.yaml\nreview: {old_documents: 3}\n", m="inherits: p.yaml\nreview: null\n", p=parent)
+    assert again.review.changes() == {"old_documents": 3}
+    assert whole(load, "inherits: p.yaml\nreview: null\n", p=parent)["review"] is None
+    invoke("recipes", "show", "child.yaml")
+    assert "review: null" in invoke("recipes", "show", "child.yaml")

@@ -4,6 +4,7 @@ import json
 import unicodedata
 from collections import Counter
 
+import langcodes
 import pytest
 import torch
 from conftest import byte_tokenizer, refused
@@ -218,3 +219,11 @@ def test_many_kinds_of_tags_are_not_all_listed(tmp_path, capsys):
     LanguageText("el", str(tmp_path / "a.jsonl")).load()
     assert "12 rows left out: 1 tagged 'af'" in (said := capsys.readouterr().err)
     assert "4 for other reasons" in said
+
+
+def test_there_are_many_languages_of_many_scripts():
+    assert list(ANCHORS) == sorted(ANCHORS)
+    assert len(ANCHORS) >= 40
+    assert set(ANCHORS) == LATIN | set(SCRIPTS)
+    assert all(langcodes.tag_is_valid(code) for code in ANCHORS)
+    assert len(set().union(*SCRIPTS.values())) >= 15

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers.trainer
-from conftest import byte_tokenizer, refused, save_dense, tiny_config, write_texts
+from conftest import byte_tokenizer, invoke, refused, save_dense, tiny_config, write_texts
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer
@@ -35,6 +35,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.data.tokens import tokens_at_hand
 from hf_moe_expand.inference.memory import least_memory, training_disk
 from hf_moe_expand.inference.models import load_config
+from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs import pipeline, recommended
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.steps import stage as stage_steps
@@ -292,3 +293,17 @@ def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
     for able in (True, False):
         monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
         assert recommended._on_the_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1, None)["half"] == able
+
+
+def test_inspect_shows_what_a_plan_makes_without_weights(root, tmp_path):
+    (tmp_path / "bare").mkdir()
+    shutil.copy(root / "base" / "config.json", tmp_path / "bare")
+    plan, said = tmp_path / "plan.json", inspect_checkpoint(root / "expanded").lines()
+    PLAN.save(plan)
+    assert invoke("inspect", tmp_path / "bare", "--plan", plan).splitlines() == [
+        line for line in said if not line.startswith(("expansion", "base inside"))
+    ]
+    refused(invoke, "inspect", root / "expanded", "--plan", plan, says="is an expanded checkpoint already")
+    for counts, before, why in (([2, 2], [], "is for 2 layers"), ([3] * 3, [2] * 3, "dense base and its first plan")):
+        Plan("moe-lpr", counts, old=["en"], new=["el"], grows_from=before).save(plan)
+        refused(invoke, "inspect", root / "base", "--plan", plan, says=why)

@@ -9,6 +9,7 @@ from conftest import TABLES, invoke, keywords, refused, save_dense, write_texts
 from jsonschema import Draft202012Validator
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
+from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import changed, keys_of, settings_in
 from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import METHODS, PlanSettings, plan_settings
@@ -328,3 +329,15 @@ def test_later_experts_are_exclusive_as_earlier_ones_unless_the_plan_says(tmp_pa
     found = Recipe.of_text(f"base: b\noutput: o\nold: {{en: x}}\nexpansions:\n{rounds}", "r").all_expansions
     assert [expansion.plan.exclusive for expansion in found] == [True] * 3
     assert not any(expansion.has("review") for expansion in found)
+
+
+def test_of_several_expansions_each_ones_text_is_counted(root):
+    (root / "recipe.yaml").write_text(LIFELONG.format(root=root).replace("graft:", LAYER_MOE + "# "))
+    loaded = Recipe.load(root / "recipe.yaml")
+    found = validate_recipe(loaded)
+    assert f"expansions[1].new.tr: {root}/el.jsonl, 1 file(s)" in found
+    assert "analysis: en el tr have enough text" in found
+    write_texts(root / "tr.jsonl", ["kısa"])
+    (root / "recipe.yaml").write_text((root / "recipe.yaml").read_text().replace(f"tr: {root}/el", f"tr: {root}/tr"))
+    with pytest.raises(InputError, match="Language 'tr' has 5 tokens"):
+        validate_recipe(Recipe.load(root / "recipe.yaml"))

@@ -332,3 +332,10 @@ def test_gpu_without_a_gpu_says_so_in_one_line(gpu, capsys, tmp_path):
         gpu.main(["--out", str(tmp_path / "page.md")])
     assert not capsys.readouterr().out
     assert not (tmp_path / "page.md").exists()
+
+
+def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
+    gpu = script("gpu")
+    for module, lines in ((gpu.expert_speed, [gpu.FFN]), (gpu.train_step, gpu.TRAIN), (gpu.generate, gpu.DECODE)):
+        for line in lines:
+            module.options_parser().parse_args([*line.split(), "--device", "cuda"])

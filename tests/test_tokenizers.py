@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.analysis.deviation import _blocks
+from hf_moe_expand.analysis.gate_text import gate_examples
 from hf_moe_expand.analysis.reading import token_blocks
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.average import average_checkpoints
@@ -317,3 +318,18 @@ def test_nothing_is_said_of_what_the_tokenizer_puts_around_texts(template, befor
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)
     text_stream(texts, tokenizer)
     assert "special tokens" not in capfd.readouterr().err
+
+
+def test_files_that_load_alike_stay_byte_for_byte(tmp_path):
+    base = save(tmp_path / "base", "llama")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_the_gates_texts_have_no_end():
+    tokenizer = framed("<s> <s> $A [SEP]")
+    for example in gate_examples({"en": ["a text of a few words"] * 40}, tokenizer, 200, 64)["en"]:
+        assert example.ids[0] == BOS != example.ids[1]  # the other one stands before every text
+        assert (example.start, example.end) == (1, len(example.ids))
+        assert SEP not in example.ids

@@ -393,3 +393,11 @@ def test_restored_callbacks_count_on(tmp_path):
     record_of(tmp_path, tagged("el", "tr"), **options)
     record = record_of(tmp_path, tagged("el", "tr"), resume=str(tmp_path / "checkpoint-4"), **options)
     assert (record.blocks_seen, record.tokens_seen) == (24, 24 * 32)
+
+
+def test_rows_without_languages_train_where_no_loss_needs_them(root, tmp_path):
+    rows = Dataset.from_dict({"input_ids": [list(range(16))] * 4})
+    options = {**QUICK, "max_steps": 1, "save_strategy": "no"}
+    model = AutoModelForCausalLM.from_pretrained(root / "one")
+    trainer = PostPretrainTrainer(model, PostPretrainConfig(str(tmp_path), **options), train_dataset=rows)
+    assert trainer.train().global_step == 1

@@ -378,3 +378,7 @@ def test_self_distillation_trains_beside_trls_loss_without_logits(tmp_path):
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(steps[2.0][0][name] - steps[0.0][0][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
     refused(sft, tmp_path, DistillationLoss(1.0), says="loss_type is 'dft': a loss that", loss_type="dft", **config)
+
+
+def test_the_check_above_can_fail(tmp_path, whole_step):
+    assert largest_difference(train(tmp_path, prior=1.1, classifier=1.0), whole_step) > 1e-3

@@ -32,7 +32,8 @@ from hf_moe_expand import (
     expand_model,
     freeze,
 )
-from hf_moe_expand.core.schema import checked
+from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.core.schema import MOST, checked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
@@ -306,3 +307,14 @@ SIMILARITY = ["analyze", "similarity", "HOME/base", "--old", "en=HOME/en.jsonl",
 def test_an_option_refuses_it(command, said, home, tmp_path):
     command = [str(word).replace("HOME", str(home)) for word in command]
     refused(invoke, *command, "--out", tmp_path / "out.json", says=said)
+
+
+def test_the_largest_count_and_the_smallest_share_overflow_nothing(home):
+    validate_recipe(recipe(home))
+    validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
+    for path in (("review", "new_per_old"), ("review", "old_documents")):
+        with pytest.raises(InputError, match=r"has 40 documents, but the mix asks for \d+: give more text"):
+            validate_recipe(recipe(home, *path, value=MOST))
+    both = recipe(home, "review", value={"old_documents": MOST, "new_per_old": MOST, "block_size": 16})
+    refused(validate_recipe, both, says="but the mix asks for")
+    validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
