@@ -9,8 +9,10 @@ from conftest import byte_tokenizer, load, refused, tiny_dense
 from gated_models import GREEDY, tokens
 from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import (
     Plan,
@@ -25,7 +27,9 @@ from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.inference.asking import ChatModel
 from hf_moe_expand.inference.models import load_for_inference
+from hf_moe_expand.modeling.language_modules import _Sum
 from hf_moe_expand.modeling.routing import TokenClasses
+from hf_moe_expand.modeling.updates import LoraUpdate
 
 IDS = tokens(2, 12)
 # Tied; tied with positions, biases and Conv1D; untied; positions that are no token's; scaled embeddings; buffers that
@@ -117,6 +121,30 @@ def test_a_text_that_nobody_tells_is_the_bases_and_that_is_said_once(home, caplo
         assert torch.equal(logits(model), logits(load(home / "hu")))
     with model.use_expansion(1), pytest.raises(ValueError, match="no expert"), model.use_expert(9):
         logits(model)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 7), Conv1D(7, 5)], ids=["linear", "conv1d"])
+def test_the_weight_and_bias_that_a_library_reads_are_those_of_the_sum(layer):
+    update = LoraUpdate(layer, "map", 3, 2.5, bias=True)
+    for weight in (*layer.parameters(), *update.parameters()):
+        nn.init.normal_(weight)
+    both, x = _Sum(layer, update), torch.randn(4, 5)
+    weight = both.weight.T if isinstance(layer, Conv1D) else both.weight
+    torch.testing.assert_close(nn.functional.linear(x, weight, both.bias), both(x))
+
+
+def test_tokens_that_no_batch_holds_have_the_class_beside_them(home):
+    """Virtual ones stand before a row in training, and in inference a pass reads the last of what a cache holds."""
+    model, classes = load(home / "both"), TokenClasses(torch.tensor([0, 1, 2, 0]), [0, 1, 2])
+    outer = model.model.adapters
+    for training, there, found in (
+        (True, 3, [[0, 0, 1], [2, 2, 0]]),
+        (False, 3, [[0, 1, 1], [2, 0, 0]]),
+        (False, 1, [[1], [0]]),
+    ):
+        model.train(training)
+        with model.routing_control.asking(token_classes=classes):
+            assert outer.classes_at(torch.zeros(2, there, 8)).squeeze(-1).tolist() == found
 
 
 def test_an_earlier_expansion_has_no_later_language(home):
