@@ -100,16 +100,14 @@ def _compare(
     left, changed = set(), []
     ordered = sorted(expanded.tensors, key=dot_natural_key)
     for key in Bar(ordered, desc="compare with the base", unit="tensor", leave=False):
-        place = expanded.places[key]
-        own = expanded.in_files(key)
+        place, own = expanded.places[key], expanded.in_files(key)
         homes = dense.in_files(place.dense) if place.dense and place.dense in dense and not place.expert else []
         if not own or len(own) != len(homes):
             continue
-        hashes = [sha256_of(original) for original in homes]
-        if all(a.same_type(b) and sha256_of(a) == one for a, b, one in zip(own, homes, hashes, strict=True)):
+        pairs = list(zip(own, homes, strict=True))
+        if all(stored.same_bytes(original) for stored, original in pairs):
             left.add(key)
-            for stored, original, hashed in zip(own, homes, hashes, strict=True):
-                record[stored.name] = {"name": original.name, "sha256": hashed}
+            record |= {stored.name: {"name": home.name, "sha256": sha256_of(home)} for stored, home in pairs}
         else:
             changed += own
     return record, left, changed

@@ -115,13 +115,9 @@ class StoredTensor(Sized):
             for piece in whole.split(_CHUNK // whole.element_size()):
                 yield tensor_bytes(piece)
 
-    def same_type(self, other: "StoredTensor") -> bool:
-        """Whether another tensor has the same type and shape."""
-        return (self.dtype, self.shape) == (other.dtype, other.shape)
-
     def same_bytes(self, other: "StoredTensor") -> bool:
         """Whether another tensor has the same type, shape and bytes."""
-        if not self.same_type(other):
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         if (self.file, self.start) == (other.file, other.start) and self.compute is None and other.compute is None:
             return True
