@@ -160,7 +160,7 @@ def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[
     rows = []
     for (tokens, name), some in gated.groupby(["tokens", "name"], sort=False):
         whole = lines[(lines["name"] == WHOLE) & (lines["tokens"] == tokens) & lines["seed"].isin(some["seed"])]
-        cells = []
+        some, cells = some[some["seed"].isin(whole["seed"])], []
         for kind in KINDS:
             of = gain(whole, "read", kind, new)
             gains = [gain(some, way, kind, new) for way in WAYS]
@@ -302,6 +302,7 @@ def draw(panels: Mapping[str, pandas.DataFrame], file: Path) -> None:
     colours: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     for (title, lines), ax in zip(panels.items(), axes[0], strict=True):
+        lines = lines[(lines["name"] == lines["row"]) | (lines["weight"] != 1)]  # a best weight of 1 is no average
         means = lines.assign(gain=-lines[[f"new: {kind}" for kind in GENERAL]].mean(axis=1))
         means = means.groupby(["row", "name"], sort=False)[["gain", "all others"]].mean()
         for row, some in means.groupby("row", sort=False):
