@@ -323,7 +323,8 @@ def _perplexity(
     """Perplexity over the batches' targets; `receive` gets each pass's routing; `bar` counts the measured tokens."""
     nats, count = 0.0, 0
     for batch in batches:
-        with model.capture_routing() if receive else nullcontext() as routing:
+        capture: Any = model.capture_routing() if receive else nullcontext()
+        with capture as routing:
             nats += batch_nats(model, batch.targets, **batch.inputs).sum().item()
         if receive:
             receive(routing, batch)
