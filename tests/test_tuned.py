@@ -112,6 +112,8 @@ def test_a_text_that_nobody_tells_is_the_bases_and_that_is_said_once(home, caplo
     routing_control.logger.propagate = True
     byte_tokenizer().save_pretrained(home / "both")
     load_for_inference(home / "both")
+    with model.use_expert(0):
+        logits(model)
     assert not caplog.records
     for _ in range(2):
         assert torch.equal(logits(model), logits(load(home / "base")))
@@ -469,6 +471,9 @@ def test_a_plan_says_what_a_language_has_of_its_own(given, own, home, tmp_path):
     assert torch.equal(logits(model, languages="el"), logits(load(home / "base")))
     in_memory = expand_model(load(home / "base"), plan)
     assert list(in_memory.state_dict()) == list(model.state_dict())
+    if plan.rank:
+        (entry,) = expand_model(load(home / "base"), plan, lora_alpha=6).config.parts["languages"]
+        assert {tuple(update) for update in entry["maps"].values()} == {(2, 3.0)}
 
 
 def test_a_whole_fine_tune_and_an_adapter_of_peft_are_languages_of_one_model(home, tmp_path):

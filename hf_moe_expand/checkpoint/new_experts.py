@@ -142,7 +142,8 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     name = experts.expert_kind
     for setting, kinds in _READ_BY.items():
         value = getattr(experts, setting)
-        if name not in kinds and value != NewExperts.model_fields[setting].default:
+        is_read = name in kinds or (setting == "lora_alpha" and plan.rank is not None)
+        if not is_read and value != NewExperts.model_fields[setting].default:
             raise InputError(
                 f"{setting} is {value!r}, but expert_kind is {name!r}: leave it out, or set expert_kind to "
                 f"{' or '.join(map(repr, kinds))}."
