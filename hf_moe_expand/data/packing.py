@@ -228,11 +228,7 @@ def pack_texts(
     mixed = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]
-        if (found := sum(tokens[code] for code in members)) < block_size:
-            raise InputError(
-                f"All text of {', '.join(members)} together is {found:,} tokens, less than one block of {block_size}: "
-                "give more text or a smaller block_size."
-            )
+        _check_block(sum(tokens[code] for code in members), block_size, members)
         mixed.append(concatenate_datasets([encoded[code] for code in members]).shuffle(seed=seed))
     blocks = Blocks(mixed, block_size, begin_tokens(tokenizer))
     return PackedText(blocks, order, tokens, {code: len(of) for code, of in encoded.items()}, blocks.of_each, lost)
@@ -251,6 +247,14 @@ def _encoded(dataset: Dataset, tokenizer: Any, number: int, language: str, num_p
         f"language {language!r}", {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names}
     )
     return encoded
+
+
+def _check_block(found: int, block_size: int, languages: Sequence[str]) -> None:
+    if found < block_size:
+        raise InputError(
+            f"All text of {', '.join(languages)} together is {found:,} tokens, less than one block of {block_size}: "
+            "give more text or a smaller block_size."
+        )
 
 
 def _replayed_tokens(tokens: Mapping[str, int], replayed: Sequence[str], share: float) -> int:

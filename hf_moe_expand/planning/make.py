@@ -43,12 +43,7 @@ def make_plan(
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
     if num_layers > MOST_EXPERTS:
         raise InputError(f"{num_layers} layers are too many: a model may have at most {MOST_EXPERTS:,} experts in all.")
-    analyses = {} if analysis is None else {analysis.by_layer[0]: analysis}
-    for name in analyses:
-        if (layers_of := len(getattr(analysis, name))) != num_layers:
-            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
-        if (of_encoder := getattr(analysis, "encoder_layers", encoder_layers)) != encoder_layers:
-            raise InputError(f"The analysis has {of_encoder} layers of an encoder, but the model has {encoder_layers}.")
+    analyses = {} if analysis is None else _named(analysis, num_layers, encoder_layers)
     by_layer = settings if isinstance(settings, LayerPlan) else LayerPlan.model_construct()
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
     target = Target(num_layers, seed, grows_from, analyses, [*old, *new])
@@ -72,6 +67,16 @@ def make_plan(
         exclusive=by_layer.exclusive or exclusive, encoder_layers=encoder_layers,
         modules=getattr(settings, "modules", None), rank=getattr(settings, "rank", None),
     )  # fmt: skip
+
+
+def _named(analysis: Result, num_layers: int, encoder_layers: int) -> dict[str, Result]:
+    """An analysis by its name; refuses one of a model with other layers."""
+    name = analysis.by_layer[0]
+    if (layers_of := len(getattr(analysis, name))) != num_layers:
+        raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
+    if (of_encoder := getattr(analysis, "encoder_layers", encoder_layers)) != encoder_layers:
+        raise InputError(f"The analysis has {of_encoder} layers of an encoder, but the model has {encoder_layers}.")
+    return {name: analysis}
 
 
 def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:
