@@ -26,6 +26,8 @@ from hf_moe_expand.modeling.language_gate import (
     text_ends,
     token_evidence,
 )
+from hf_moe_expand.modeling.part_gate import Answers
+from hf_moe_expand.modeling.routing_control import RowClasses
 
 RULE = {"layer": 1, "languages": [["en"], ["el"]], "bound": 2.0, "window": 5}
 # Kinds of FFN calls, learned positions, scaled embeddings, a window of attention; convolutions, and a recurrence.
@@ -336,3 +338,12 @@ def test_virtual_tokens_of_prompt_tuning_are_no_text():
         assert torch.equal(
             tuned(ids, attention_mask=mask).logits, tuned(ids, attention_mask=mask, languages=codes).logits
         )
+
+
+@pytest.mark.parametrize(("before", "nats", "after"), [(0, 4, 0), (0, 6, 1), (1, 4, 1), (1, -3, 1), (1, -41, 0)])
+def test_an_answer_leaves_home_above_a_number_and_goes_home_below_another(before, nats, after):
+    rule = GateRule(0, [["en"], ["el"]], leave=5.0)
+    sums = torch.tensor([[nats * 1024]])
+    answers = Answers(rule, lambda _: sums, RowClasses.of([before], "cpu"), [False], start=2, moves=False)
+    assert answers.rows(torch.zeros(1, 17, dtype=torch.long)) is None  # 15 tokens of its own
+    assert answers.rows(torch.zeros(1, 18, dtype=torch.long)).numbers == (after,)
