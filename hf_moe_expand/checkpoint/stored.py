@@ -394,9 +394,8 @@ def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
     found = {key: Place(key, key, tuple(value.shape)) for key, value in network.state_dict().items()}
     ffns = decoder_ffns(network) if isinstance(network.config, ExpandedConfig) else []
-    for name, block in network.named_modules():
-        if not isinstance(block, ExpandedLayer | Choosing):
-            continue
+    owners: dict[str, Any] = {n: m for n, m in network.named_modules() if isinstance(m, ExpandedLayer | Choosing)}
+    for name, block in owners.items():
         layer = getattr(block, "layer_index", -1)
         for inner in block.state_dict():
             key, expert, home = f"{name}.{inner}", None, {}
