@@ -364,7 +364,7 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "vectors.json").write_text(json.dumps(vectors))
     # The tasks' data are on the hub.
     no_tasks = SimpleNamespace(evaluate=lambda *_: {}, benchmarks={}, unnamed=[])
-    monkeypatch.setattr(harness, "HarnessTasks", lambda *given: no_tasks)
+    monkeypatch.setattr(harness, "HarnessTasks", lambda *_, **__: no_tasks)
 
 
 def test_the_commands_have_the_papers_numbers():
