@@ -98,6 +98,8 @@ def test_an_extension_that_is_gone_and_a_stage_that_does_not_train(installed, pl
     assert re.search(r"idle +Idles", in_a_process(installed, ["train", "--help"]))
     with pytest.raises(AssertionError, match="adds 'gone' to hf-moe-expand, but cannot be imported"):
         in_a_process(installed, ["recipes", "settings"])
+    points.write_text("[hf_moe_expand.plan_methods]\ngone = no_such_package.deep:Gone\n")
+    assert re.search(r"inspect +Show", said := in_a_process(installed, ["--help"])), said
 
 
 def test_the_guides_loss_trains(place, installed, monkeypatch):

@@ -323,6 +323,7 @@ def test_answers_leave_home_above_other_text_and_below_new_text():
     assert leave_of(near + 9 * 1024, new) == 0.0  # text that nothing tells apart
     assert leave_of(new, new + 9999 * 1024) == 20.0  # most new answers are to arrive
     none = torch.ones(0)
+    assert leave_of(new, 1024 * torch.full((9,), -10), none) == (20 - 10) / 2
     assert leave_of(new, none, none) == 10.0
     assert leave_of(none, none) == 0.0
 

@@ -357,6 +357,10 @@ def test_no_token_and_no_password_reaches_a_message(monkeypatch):
     with pytest.raises(InputError) as error, library_errors_at("me/x"):
         raise OSError(words)
     assert str(error.value) == "me/x: *** ***: https://me:***@example.org/x."
+    with pytest.raises(InputError) as error, library_errors_at("me/x", secrets=["the one given ", None]):
+        raise ValueError("Illegal header value b'Bearer the one given '")
+    assert str(error.value) == "me/x: Illegal header value b'Bearer ***'."
+    assert error.value.__cause__ is None
 
 
 @pytest.mark.parametrize(

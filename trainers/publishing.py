@@ -34,7 +34,7 @@ class PublishingMixin(TrainerBase):
                 f"hub_strategy is {self.args.hub_strategy.value!r}: the model is published, and not what resumes its "
                 "training: take 'end' or 'every_save'."
             )
-        with library_errors_at(self._repository):
+        with library_errors_at(self._repository, secrets=[self.args.hub_token]):
             super().init_hf_repo(*args, **kwargs)
 
     def push_to_hub(

@@ -399,7 +399,7 @@ def leave_of(new_N: torch.Tensor, *other_N: torch.Tensor) -> float:
         new_N: the evidence of each text of new languages at 16 tokens.
         other_N: that of texts of other languages, in groups, of which the one with the most counts.
     """
-    weakest, most = _quantile(new_N, 0.1), max(_quantile(of, 0.99) for of in other_N)
+    weakest, most = _quantile(new_N, 0.1), max((_quantile(of, 0.99) for of in other_N if len(of)), default=0.0)
     return max(0.0, min(weakest, (weakest + most) / 2))
 
 

@@ -208,7 +208,7 @@ def resolve_adapter(name: str | os.PathLike) -> Path:
 
 def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot of a repository on the hub, of which some files are fetched."""
-    with library_errors_at(f"{name}: no such folder, and the hub does not give it"):
+    with library_errors_at(f"{name}: no such folder, and the hub does not give it", secrets=()):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
-from ..core.errors import InputError, in_one_line, is_full_disk, is_unicode
+from ..core.errors import InputError, file_of, in_one_line, is_full_disk, is_unicode
 from ..core.progress import all_in_lines, shows_bars
 from .groups import app, version_line
 
@@ -137,7 +137,7 @@ def tell_interrupted(came: list[int], stop: BaseException) -> int:
 
 def tell_full_disk(error: BaseException) -> int:
     """Prints that the disk is full; returns the exit code."""
-    said = f"error: the disk is full ({in_one_line(error)}). Make room, and run the same command again."
+    said = f"error: the disk is full ({in_one_line(error)}{file_of(error)}). Make room, and run the same command again."
     print(said, file=sys.stderr)
     return 2
 
@@ -154,7 +154,7 @@ def tell_unforeseen(error: BaseException) -> int:
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
             where = f" The traceback is in {file}."
             break
-    kind, message = type(error).__name__, in_one_line(error)
+    kind, message = type(error).__name__, in_one_line(error) + file_of(error)
     message = message if message.startswith(kind) else f"{kind}: {message}"
     print(f"error: {message}. This error was not expected.{where}", file=sys.stderr)
     return UNFORESEEN

@@ -72,7 +72,13 @@ class _AllVerbs(Verbs):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, verbs in _VERBS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(300)) for name in verbs])
+                formatter.write_dl([(name, self._summary(ctx, name)) for name in verbs])
+
+    def _summary(self, ctx: Any, name: str) -> str:
+        try:
+            return self.get_command(ctx, name).get_short_help_str(300)
+        except InputError as error:  # another package's part of the verb cannot be imported
+            return str(error)
 
 
 def _imported(name: str) -> Any:

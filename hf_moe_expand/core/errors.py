@@ -3,7 +3,7 @@ see beside the results."""
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +39,14 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def library_errors_at(where: Any, *kinds: type[Exception]) -> Iterator[None]:
-    """Inside, a library's error of these kinds, or of any, becomes an InputError: `where`, and the library's words."""
+def library_errors_at(
+    where: Any, *kinds: type[Exception], secrets: Sequence[str | None] | None = None
+) -> Iterator[None]:
+    """Inside, a library's error of these kinds, or of any, becomes an InputError: `where`, and the library's words.
+
+    Args:
+        secrets: what must not be shown, as the token of a call may be; with any, not even behind the error.
+    """
     try:
         yield
     except InputError:
@@ -48,7 +54,8 @@ def library_errors_at(where: Any, *kinds: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if kinds and not isinstance(error, kinds):
             raise
-        raise InputError(f"{where}: {in_one_line(error)}.") from None
+        said = in_one_line(error, *(secrets or ())) + file_of(error, where)
+        raise InputError(f"{where}: {said}.") from (error if secrets is None else None)
 
 
 @contextmanager
@@ -104,15 +111,17 @@ def full_disk_as(refusal: InputError) -> Iterator[None]:
         raise refusal from error
 
 
-def in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException, *secrets: str | None) -> str:
     """A library's error and those behind it in one line, without access tokens and passwords."""
     from huggingface_hub import get_token  # slow to import, and seldom needed
 
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    text = " ".join(dict.fromkeys(filter(None, map(_words, causes))))[:500].rstrip(".") or type(error).__name__
-    for secret in (get_token(), *TOKEN.findall(text), *PASSWORD.findall(text)):
+    text, cause = "", error
+    while cause is not None:
+        words = _words(cause)
+        text += f" {words}" if words not in text else ""  # an error may say what it was raised from
+        cause = cause.__cause__  # type: ignore[assignment]
+    text = text.strip()[:500].rstrip(".") or type(error).__name__
+    for secret in (*secrets, get_token(), *TOKEN.findall(text), *PASSWORD.findall(text)):
         text = text.replace(secret, "***") if secret else text
     return text
 
@@ -121,3 +130,9 @@ def _words(error: BaseException) -> str:
     words = " ".join(str(getattr(error, "strerror", None) or error).split())
     # The messages of these classes make no sense without the class's name.
     return f"{type(error).__name__}: {words}" if isinstance(error, LookupError | TypeError | AttributeError) else words
+
+
+def file_of(error: BaseException, where: Any = "") -> str:
+    """The file that an error is about, behind a colon, if `where` does not name it."""
+    file = getattr(error, "filename", None)
+    return f": {file}" if file is not None and str(file) not in str(where) else ""

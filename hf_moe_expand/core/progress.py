@@ -54,8 +54,12 @@ class Bar(auto.tqdm):  # type: ignore[misc,valid-type]
 
 def _beat(bar_of: Any, ended: threading.Event) -> None:
     """Moves a bar of which nothing was said for long, until it ends or is gone."""
-    while not ended.wait(EVERY) and (bar := bar_of()) is not None:
-        bar.refresh()
+    wait = EVERY
+    while not ended.wait(wait) and (bar := bar_of()) is not None:
+        wait = bar.told + EVERY - time.monotonic() if bar.has_lines else 0.0  # since its last line
+        if wait <= 0:
+            bar.refresh()
+            wait = EVERY
         del bar  # else it would stay
 
 

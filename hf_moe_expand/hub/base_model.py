@@ -42,7 +42,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
     where = f"--base {hub_id}"
     if Path(hub_id).is_dir():
         raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
-    with library_errors_at(where):
+    with library_errors_at(where, secrets=[token]):
         try:
             folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))
         except (GatedRepoError, LocalEntryNotFoundError):

@@ -110,9 +110,14 @@ def push_to_hub(
     return Push(repo_id, revision or "main", commit, commit != before, sizes, card)
 
 
+def _secrets(api: HfApi) -> list[str]:
+    """The token that was given; no message shows the machine's own."""
+    return [api.token] if isinstance(api.token, str) else []
+
+
 def _full_name(api: HfApi, repo_id: str, dry_run: bool) -> str:
     """The repository's name with its namespace; refused before all work where the name or the token is wrong."""
-    with library_errors_at(repo_id):
+    with library_errors_at(repo_id, secrets=_secrets(api)):
         validate_repo_id(repo_id)
         if dry_run:
             return repo_id
@@ -155,7 +160,10 @@ def _upload(
     # Weights of an earlier push under other names would be loaded instead of these.
     stale = [RECORD, *(f"*{end}" for end in (*_WEIGHTS, ".bin", ".bin.index.json"))]
     message = message or f"Push with hf-moe-expand {__version__}"
-    with library_errors_at(repo_id), goes_on(lambda: "with the files that have not arrived"):
+    with (
+        library_errors_at(repo_id, secrets=_secrets(api)),
+        goes_on(lambda: "with the files that have not arrived"),
+    ):
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -15,6 +15,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import CODE, TOKENIZER_FILES, lies_inside, load_expanded_config, run_of
 from ..core.errors import InputError
 from ..core.jsonfile import read_json
+from ..core.progress import Bar
 from ..core.recipe_paths import RECIPE, SETTINGS
 from ..modeling import MODEL_CLASSES
 from ..modeling.part import parts_text
@@ -91,9 +92,11 @@ def check_loads_alone(folder: Path) -> None:
             "HF_TOKEN_PATH": str(Path(empty) / "token"),  # this file does not exist
         }
         command = [sys.executable, "-c", _PROGRAM, str(folder.resolve())]
-        done = subprocess.run(
-            command, env=environment, cwd=empty, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
+        with Bar(desc="load in a fresh process", bar_format="{desc}: {elapsed}", leave=False):
+            done = subprocess.run(
+                command, env=environment, cwd=empty, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
     if done.returncode:
         lines = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()
         reason = lines[0] if done.stdout.strip() else lines[-1]

@@ -8,17 +8,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InputError
+from ..core.errors import InputError, errors_at
 from ..core.extensions import extension_points
 from ..core.schema import unknown_key
+from ..planning.methods import read_plan_settings
 from .recipes import WholeRecipe
 
 KEYS = Path(__file__).parent / "recipes" / "keys.json"
 
 
 def check_keys_of(recipe: str | Path) -> None:
-    """Checks the keys of a recipe's file, and of those that it inherits; those inside a plan or a stage's own mappings
-    wait for the classes."""
+    """Checks the keys of a recipe's file, and of those that it inherits; those inside a stage's own mappings wait for
+    the classes."""
     if extension_points("stages"):  # which may add keys
         return
     known = json.loads(KEYS.read_text("utf-8"))
@@ -26,6 +27,9 @@ def check_keys_of(recipe: str | Path) -> None:
     def check(mapping: Mapping[str, Any], keys: Iterable[str], where: str, glue: str) -> None:
         _refuse(mapping, keys, f"{where}: ")
         for key, inner in mapping.items():
+            if key == "plan" and isinstance(inner, Mapping):
+                with errors_at(f"{where}{glue}{key}"):
+                    read_plan_settings(inner)
             if isinstance(inner, Mapping) and (fields := known["inside"].get(key)) is not None:
                 library = _library() if key in known["train"] else ()
                 is_known = [*fields, *library, *(name for name in inner if "checkpointing" in str(name))]
