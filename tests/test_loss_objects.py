@@ -159,6 +159,23 @@ def test_the_shares_of_micro_batches_add_up_to_the_step(loss):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("coef", [0.01, 0.1, 0.3])
+def test_the_order_of_the_factors_is_kept_to_the_bit(coef):
+    """It decides how gradients are rounded, and so every bit of a trained checkpoint."""
+    routing, again, tokens, total = layers(), layers(), masks(), 0.0
+    step = 1.7 * tokens.counts().float()
+    batch = batch_of(routing, tokens, step)
+    (BalanceLoss(coef).weighted(batch) * 2.0).backward()
+    count = batch.micro_batch.counted
+    for r in again:
+        selections = expert_selections(r.router_logits, 2, tokens.counted_T)
+        loss = load_balance_loss(r.router_logits, 2, tokens.counted_T, selections, count)
+        total = total + coef * loss * (count / step[0]) / 3
+    (total * 2.0).backward()
+    for one, other in zip(routing, again, strict=True):
+        assert torch.equal(one.router_logits.grad, other.router_logits.grad)
+
+
 def test_accuracies_are_shares_of_the_tokens_of_known_language():
     routing, tokens, sums = layers(), masks(), defaultdict(lambda: torch.zeros(2))
     for loss in (ClassifierLoss(), GroupLoss()):

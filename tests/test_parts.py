@@ -1,13 +1,14 @@
 """The core and its optional parts: which code a checkpoint has, and what a part can do."""
 
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused, run_fresh, tiny_config
+from conftest import refused, run_fresh, run_python, tiny_config
 from transformers import CONFIG_MAPPING
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, modeling
@@ -234,6 +235,20 @@ def test_a_mixture_is_a_part_where_the_backbone_has_one(backbone, fields, is_mix
     with torch.device("meta"):
         model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1, 1]))
     assert ("mixture" in model.config.parts) == is_mixture
+
+
+def test_a_pickled_mixtures_loss_is_off_in_another_process(tmp_path):
+    dense = CONFIG_MAPPING["qwen2_moe"](num_hidden_layers=2, num_experts=4)
+    config = LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1])
+    assert vars(config)["router_aux_loss_coef"] > 0
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
+    code = """
+import pickle, hf_moe_expand
+config = pickle.load(open(sys.argv[1], "rb"))
+config.output_router_logits = True
+print(config.output_router_logits, config.router_aux_loss_coef)
+    """
+    assert run_python(code, str(tmp_path / "config.pickle")) == "False 0.0\n"
 
 
 @pytest.mark.parametrize(
