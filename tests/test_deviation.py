@@ -221,12 +221,17 @@ def test_an_interrupted_analysis_goes_on(tmp_path, trained):
 def test_a_work_folder_of_other_work_is_refused(tmp_path):
     model, work = tiny_dense("qwen2"), tmp_path / "work"
     measure(model, work, {"en": TEXTS["en"]}, steps=2)
-    for changes in (
-        {"steps": 3}, {"learning_rate": 1e-4}, {"seed": 1}, {"layers": [0]}, {"batch_size": 2, "block_size": 8},
-        {"texts": {"en": TEXTS["hu"]}}, {"model": tiny_dense("qwen2", seed=1)}, {"at_steps": [1]},
+    for changes, said in (
+        ({"steps": 3}, "steps was 2, is 3; it was another text"), ({"seed": 1}, "seed was 0, is 1"),
+        ({"learning_rate": 1e-4}, r"learning_rate was 0\.001, is 0\.0001\."),
+        ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]\."), ({"at_steps": [1]}, r"at_steps was \[\], is \[1\]\."),
+        ({"batch_size": 2, "block_size": 8}, "batch_size was 3, is 2; block_size was 12, is 8; it was another text"),
+        ({"texts": {"en": TEXTS["hu"]}}, r"it was another text or tokenizer\."),
+        ({"model": tiny_dense("qwen2", seed=1)}, r"it was another model\."),
     ):  # fmt: skip
         arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
-        refused(measure, arguments.pop("model"), work, says="language-en: was made with other settings", **arguments)
+        says = f"language-en: was made with other settings: {said}"
+        refused(measure, arguments.pop("model"), work, says=says, **arguments)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_text("")
     refused(measure, model, tmp_path / "photos", says="photos: exists and is not a work folder")

@@ -22,6 +22,7 @@ from hf_moe_expand import (
 from hf_moe_expand.analysis import routers
 from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routers import (
+    experts_for_half,
     has_choice,
     language_classes,
     measure_routing,
@@ -160,6 +161,19 @@ def test_a_model_forced_to_an_expert_has_share_one_there():
     assert result.classifier_accuracy == {"en": [None, None, 0], "el": [None, None, 1], "hu": [None, None, 1]}
 
 
+def test_blocks_of_unlike_length_share_no_batch_and_logits_are_bounded(monkeypatch):
+    model, tokenizer, texts = build("qwen2"), byte_tokenizer(), {"el": ["a" * 15, *["bc"] * 7, "d" * 16]}
+    whole = measure_routing(model, tokenizer, texts, tokens=45, block_size=16, batch_size=4, new=["el"])
+    shapes = []
+    model.register_forward_pre_hook(lambda *given: shapes.append((*given[-1]["input_ids"].shape,)), with_kwargs=True)
+    for most, expected in ((45, [(2, 16), (4, 2), (3, 2)]), (18, [(1, 16), (1, 15), (4, 2), (3, 2)])):
+        monkeypatch.setattr(routers, "_MOST_LOGITS", (0, most * tokenizer.vocab_size))
+        shapes.clear()
+        found = measure_routing(model, tokenizer, texts, tokens=45, block_size=16, batch_size=4, new=["el"])
+        assert shapes[: len(expected)] == expected
+        assert found.perplexity == pytest.approx(whole.perplexity, rel=1e-4)
+
+
 def test_a_dmoe_models_experts_are_its_groups():
     model = build("qwen2", DMoEConfig, (2, 1, 1, 2), language_groups=[["en"], ["el", "hu"]])
     model.config.expansions = [{"method": "dmoe", "old_languages": [], "new_languages": ["en", "el", "hu"]}]
@@ -199,6 +213,11 @@ def test_random_experts_are_uniform_seeded_and_keep_the_routers_weights():
     assert all(abs(count - 2000) < 5 * math.sqrt(4000) / 2 for count in kept.sum(0).tolist())
     assert torch.equal(drawn, again)
     assert not torch.equal(drawn, other)
+
+
+def test_e_50_by_hand():
+    counts = ([10, 0, 0], [5, 3, 2], [2, 3, 4], [1, 1, 1, 1, 1])  # of the second, one expert has exactly half
+    assert [*map(experts_for_half, counts)] == [1, 1, 2, 3]
 
 
 def test_perplexity_under_random_routing():

@@ -65,14 +65,15 @@ def measure_deviation(
     Args:
         texts: documents of each language.
         work_dir: folder for the results of each language; the caller deletes it. A second run with it does not train
-            finished languages again, and may add languages.
+            finished languages again, and may add languages. Of `settings`, `micro_batch_size` may differ then.
         layers: the layers over whose FFNs languages are compared, instead of the last ones.
         seed: random seed of the order of documents, and of dropout.
         settings: keys of `DeviationSettings`.
 
     Raises:
-        InputError: a language has too little text; `work_dir` was made with another model, text or other settings; a
-            setting is out of range; or training left an FFN unchanged or not finite.
+        InputError: a language has too little text; one of `texts` that is finished in `work_dir` was trained with
+            another model, text or other settings; a setting is out of range; or training left an FFN unchanged or not
+            finite.
     """
     check_decoder(model.config, model_name(model), "deviation and DMoE")
     how = DeviationSettings(**settings)  # refuses numbers out of range
@@ -107,8 +108,9 @@ def _train_languages(
     ffns, at_steps = decoder_ffns(model), settings.at_steps
     work_folder(next(iter(folders.values())).parent)
     with _in_float32(model) as start, ExitStack() as stack:
-        of_all = [settings.model_dump(exclude={"micro_batch_size", "last_layers"}), list(chosen), seed, _digest(start)]
-        made_of = {language: [*of_all, _digest({"tokens": rows})] for language, rows in blocks.items()}
+        of_all = settings.model_dump(exclude={"micro_batch_size", "last_layers"})
+        of_all |= {"layers": list(chosen), "seed": seed, "model": _digest(start)}
+        made_of = {language: {**of_all, "text": _digest({"tokens": rows})} for language, rows in blocks.items()}
         unfinished = [language for language in blocks if not _finished(folders[language], made_of[language])]
         bar = stack.enter_context(Bar(total=len(unfinished) * settings.steps, desc="deviation", unit="step"))
         for language in unfinished:
@@ -240,7 +242,7 @@ def _write_change(
     ffns: Sequence[Any],
     chosen: Sequence[int],
     start: Mapping[str, torch.Tensor],
-    made_of: Sequence[Any],
+    made_of: Mapping[str, Any],
 ) -> None:
     """Writes each layer's deviation and the changes of the chosen layers into `folder`, whole or not at all."""
     deviation = []
@@ -269,14 +271,23 @@ def _layer_file(folder: Path, layer: int) -> Path:
     return folder / f"layer-{layer}.safetensors"
 
 
-def _finished(folder: Path, made_of: Sequence[Any]) -> bool:
+def _finished(folder: Path, made_of: Mapping[str, Any]) -> bool:
     """Whether a language is done; refuses a folder of other settings, another model or other text."""
-    if folder.is_dir() and read_json(folder / _FOUND, "a deviation").get("made_of") != made_of:
+    if not folder.is_dir():
+        return False
+    before = read_json(folder / _FOUND, "a deviation").get("made_of")
+    before = before if isinstance(before, dict) else {}
+    hashed = {"model": "it was another model", "text": "it was another text or tokenizer"}
+    if differing := [
+        hashed.get(name, f"{name} was {before.get(name)}, is {value}")
+        for name, value in made_of.items()
+        if before.get(name) != value
+    ]:
         raise InputError(
-            f"{folder}: was made with other settings, or from another model, tokenizer or text. Give another work "
-            "folder, or delete this one."
+            f"{folder}: was made with other settings: {'; '.join(differing)}. Give another work folder, or delete "
+            "this one."
         )
-    return folder.is_dir()
+    return True
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -102,12 +102,14 @@ def language_batches(
     block_size: int,
     batch_size: int,
     sides: Mapping[str, Pair] | None = None,
+    most: int | None = None,
 ) -> dict[str, list[TextBatch]]:
     """Batches with `tokens` tokens of each text, of an encoder-decoder on each side. All are made before the first is
     read, so that a lack of text is reported at once.
 
     Args:
         sides: for an encoder-decoder, the languages of each text's sources and targets, where it has two.
+        most: for a decoder, the most tokens of a batch, padding too; a block of more is a batch by itself.
     """
     if model.config.is_encoder_decoder:
         return {
@@ -116,8 +118,14 @@ def language_batches(
         }
     block_size = min(block_size, longest_block(model.config) or block_size)
     blocks = {name: token_blocks(name, of, tokenizer, tokens, block_size) for name, of in texts.items()}
-    # Blocks of similar length together, so that hardly any is padding.
-    return {name: padded_batches(sorted(of, key=len, reverse=True), batch_size) for name, of in blocks.items()}
+
+    def fits(rows: list[list[int]], block: list[int]) -> bool:
+        # Blocks of similar length together, so that hardly any is padding.
+        is_bounded = most is None or (len(rows) + 1) * len(rows[0]) <= most
+        return len(rows) < batch_size and is_bounded and 2 * len(block) >= len(rows[0])
+
+    groups = {name: grouped(sorted(of, key=len, reverse=True), fits) for name, of in blocks.items()}
+    return {name: [batch for rows in of for batch in padded_batches(rows, batch_size)] for name, of in groups.items()}
 
 
 def grouped(rows: Iterable[list[int]], fits: Callable[[list[list[int]], list[int]], bool]) -> list[list[list[int]]]:

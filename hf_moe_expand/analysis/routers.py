@@ -34,12 +34,15 @@ from ..core.progress import Bar
 from ..core.schema import checked
 from ..data.pairs import IGNORED, SentencePair
 from ..data.rows import Pair
-from ..evaluation.perplexity import batch_nats, bounded_rows
+from ..evaluation.perplexity import batch_nats
 from ..inference.models import model_name
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..planning.results import RoutingResult
 from .reading import TextBatch, language_batches, token_bar
 from .settings import AnalysisSettings
+
+# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
+_MOST_LOGITS = (2**29, 2**26)
 
 
 class ExpertUse:
@@ -225,8 +228,8 @@ def measure_routing(
     classes = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
     model.eval()
     sums = _Sums(ffns, classes, encoder_layers)
-    batch_size = bounded_rows(model, block_size, batch_size)
-    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides)
+    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
+    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, most)
     for name, of in batches.items():
         if not any((batch.targets != IGNORED).any() for batch in of):
             raise InputError(f"Language {name!r}: no token follows another within a document and block.")
