@@ -332,13 +332,14 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
     own, other = {"text": "a", "written_by": "base"}, {"text": "a", "written_by": "another"}
     files = {
         "own": [own, own], "two": [own, other], "mixed": [own, {"text": "b"}], "plain": [{"text": "b"}, own],
-        "odd": [{"text": "a", "written_by": ["base"]}],
+        "odd": [{"text": "a", "written_by": ["base"]}], "no-rows": [own, [1]],
     }  # fmt: skip
     for name, found in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), "utf-8")
     (tmp_path / "lines.txt").write_text("a\n", "utf-8")
-    names = [*(f"{name}.jsonl" for name in files), "lines.txt"]
-    assert [writer_of(LanguageText("en", str(tmp_path / name))) for name in names] == ["base", *[None] * 5]
+    (tmp_path / "torn.jsonl").write_text(json.dumps(own) + "\n{", "utf-8")
+    names = [*(f"{name}.jsonl" for name in files), "lines.txt", "torn.jsonl", "missing.jsonl"]
+    assert [writer_of(LanguageText("en", str(tmp_path / name))) for name in names] == ["base", *[None] * 8]
     assert writer_of(LanguageText("en", "hub:some/dataset")) is None
 
 

@@ -158,6 +158,13 @@ def test_a_base_in_another_type_is_the_same_base(family, tmp_path, of_model, of_
     refused(graft_delta, *swapped, says="is not the model from which")
 
 
+def test_base_and_instruct_swapped_are_refused(family, tmp_path):
+    first = next(iter(AutoModelForCausalLM.from_pretrained(family / "base").state_dict()))
+    says = rf"instruct: is not the model from which .*trained was expanded: tensor '{first}' differs .*as base\.$"
+    refused(graft_delta, family / "trained", tmp_path / "out", family / "instruct", family / "base", says=says)
+    assert not (tmp_path / "out").exists()
+
+
 def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
     def refused(message, model=family / "trained", base=family / "base", instruct=family / "instruct", **options):
         with pytest.raises(InputError, match=message):
@@ -165,7 +172,6 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused("scale is nan: must be a finite number", scale=float("nan"))
-    refused("instruct: is not the model from which .*trained was", base=family / "instruct", instruct=family / "base")
     refused("is an expanded checkpoint; base and instruct must be dense ones", instruct=family / "trained")
     refused("model_type is 'qwen2' in .*, but 'llama' in", instruct=save_dense(tmp_path / "llama", "llama"))
     refused("model_type is 'qwen2' in .*, but 'llama' in", base=tmp_path / "llama", instruct=tmp_path / "llama")
@@ -181,6 +187,19 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
     refused("has no tokenizer; pass --keep-tokenizer", instruct=tmp_path / "torn")
     refused("exists already", out=wide)
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("verb", "model", "says"),
+    [
+        ("graft", "base", "base: is a dense checkpoint; use `merge delta`."),
+        ("merge delta", "trained", "trained: is an expanded checkpoint; use `graft`."),
+    ],
+)
+def test_each_verb_names_the_other_for_a_model_of_the_other_kind(family, tmp_path, verb, model, says):
+    words = [*verb.split(), family / model, tmp_path / "out", "--base", family / "base"]
+    refused(invoke, *words, "--instruct", family / "instruct", says=says)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_result_that_does_not_fit_its_type(tmp_path):

@@ -150,6 +150,9 @@ def test_vectors_from_json_and_csv(tmp_path):
     # No header: the first line counts.
     (tmp_path / "v.csv").write_text("el,1,0\nhu,1,0\n")
     assert vector_similarity(tmp_path / "v.csv", ["el", "hu"]) == [[1, 1], [1, 1]]
+    # A name may hold what ends a line elsewhere.
+    (tmp_path / "v.csv").write_text('el,1,0\r\n"a\u2028b",1,0\r\nc\x0cd,1,0\r\n', "utf-8", newline="")
+    assert vector_similarity(tmp_path / "v.csv", ["el", "a\u2028b", "c\x0cd"]) == [[1] * 3] * 3
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,7 @@ def test_vectors_from_json_and_csv(tmp_path):
         ("v.csv", "el,1,2\nhu,--,1\n", r"v.csv: vectors.hu\[0\]: Input should be a valid number.*, found '--'"),
         ("v.csv", "el,1,2\nhu,1,2\nel,3,4\n", "el has two vectors"),
         ("v.csv", None, "no such file"),
+        ("v.csv", f"el,{'1' * 131_073}\n", r"v.csv: field larger than field limit \(131072\)"),
         ("v.txt", "", "unknown kind of file for linguistic vectors; known: .json, .csv"),
     ],
 )

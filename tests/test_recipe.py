@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.core.schema import changed, keys_of, settings_in
+from hf_moe_expand.core.schema import changed, settings_in
 from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import METHODS, PlanSettings, plan_settings
 from hf_moe_expand.runs.misspelt import KEYS, check_keys_of
@@ -225,7 +225,10 @@ def options(node, schema):
 def compare(cls, node, schema, path=""):
     """Checks that every settings class below `cls` has its keys, and no others, in the schema."""
     (mapping,) = [part for part in options(node, schema) if "properties" in part]
-    keys = keys_of(cls)
+    if hasattr(cls, "keyword_types"):
+        keys = cls.keyword_types()
+    else:
+        keys = {name: field.annotation for name, field in cls.model_fields.items()}
     assert set(mapping["properties"]) == set(keys), path
     assert mapping["additionalProperties"] is False, path
     compared = 1
@@ -312,7 +315,7 @@ def test_the_keys_beside_the_recipes_are_those_of_the_classes():
     inside = {key: own_fields(stages[key].settings) for key in train}
     for key in (key for key in fields if key not in (*train, "plan")):
         for settings in settings_in(fields[key].annotation):
-            inside[key] = keys_of(settings)
+            inside[key] = settings.model_fields
     declared = {
         "recipe": [key for key in fields if key not in Expansion.model_fields], "expansion": [*Expansion.model_fields],
         "inside": {key: [*names] for key, names in inside.items()}, "train": train,

@@ -34,7 +34,7 @@ def text_sources(arguments: Sequence[str], look: bool = False) -> dict[str, Any]
 def check_file(path: Path, overwrite: bool) -> None:
     """Refuses a file that exists (without `overwrite`), is a folder or cannot be written, before the work of hours that
     it is for."""
-    with library_errors_at(path, OSError):
+    with library_errors_at(f"{path}: cannot be written there", OSError):
         if path.is_dir():
             raise InputError(f"{path}: is a folder; give the name of a file in it.")
         if path.exists() and not overwrite:

@@ -1,6 +1,7 @@
 """What a configuration says of its model, dense or expanded: layers, experts, their kinds, languages and classes."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -72,11 +73,11 @@ class ExpertKind:
 def kind_of(config: Any, first: int = 0, end: int | None = None) -> ExpertKind:
     """The kind of the experts of the expansions from `first` to `end`, which are numbered from 0."""
     if "languages" in config.parts:
-        return ExpertKind("adapter", {"adapters": config.parts["languages"][first:end]})
+        return ExpertKind("adapter", {"adapters": deepcopy(config.parts["languages"][first:end])})
     for name in ("lora", "added"):
         settings = config.parts.get(name) or {}
         if one := settings["each"][first] if "each" in settings else settings:
-            return ExpertKind(name, one)
+            return ExpertKind(name, dict(one))
     return ExpertKind()
 
 

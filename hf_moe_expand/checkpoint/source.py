@@ -59,10 +59,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     if there and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     if not there:
-        try:
-            validate_repo_id(str(name))
-        except HFValidationError:
-            raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+        _check_id(name)
         return None
     folder = last_checkpoint(folder)
     if revision is not None:
@@ -74,6 +71,13 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
         if entry.name.endswith(_READ) and not entry.is_file():
             raise InputError(f"{folder}: {entry.name} is no file, but a file is read there; remove it.")
     return folder
+
+
+def _check_id(name: str | os.PathLike) -> None:
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
 
 
 def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
@@ -208,6 +212,7 @@ def resolve_adapter(name: str | os.PathLike) -> Path:
 
 def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot of a repository on the hub, of which some files are fetched."""
+    _check_id(name)
     with library_errors_at(f"{name}: no such folder, and the hub does not give it", secrets=()):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
 

@@ -308,14 +308,21 @@ def graft(
     Args:
         base: the dense model from which both were made.
     """
-    _add_delta(model, out, base, settings, written)
+    _add_delta(True, model, out, base, settings, written)
 
 
-def _add_delta(model: str, out: Path, base: str, settings: GraftSettings, written: WriteSettings) -> None:
+def _add_delta(
+    to_experts: bool, model: str, out: Path, base: str, settings: GraftSettings, written: WriteSettings
+) -> None:
     from ..checkpoint.graft import graft_delta
-    from ..checkpoint.source import local_checkpoint
+    from ..checkpoint.source import load_config, local_checkpoint, resolve_checkpoint
+    from ..modeling import ExpandedConfig
 
     local_checkpoint(settings.instruct)
+    folder = resolve_checkpoint(model, weights=False)
+    if to_experts != isinstance(load_config(folder), ExpandedConfig):
+        kind, other = ("a dense", "merge delta") if to_experts else ("an expanded", "graft")
+        raise InputError(f"{folder}: is {kind} checkpoint; use `{other}`.")
     print("\n".join(graft_delta(model, out, base, **dict(settings), **dict(written)).lines()))
 
 
@@ -338,7 +345,7 @@ def merge_delta_(
     Args:
         base: the dense model from which both were made.
     """
-    _add_delta(model, out, base, settings, written)
+    _add_delta(False, model, out, base, settings, written)
 
 
 @merge.verb("average")

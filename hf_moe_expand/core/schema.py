@@ -251,13 +251,6 @@ def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], shown: int | No
         raise InputError(unknown_key(str(unknown[0]), known, shown, others))
 
 
-def keys_of(cls: Any) -> dict[str, Any]:
-    """The keys of a settings class and their types."""
-    if hasattr(cls, "keyword_types"):
-        return cls.keyword_types()
-    return {name: field.annotation for name, field in cls.model_fields.items()}
-
-
 @cache
 def _adapter(cls: type) -> TypeAdapter:
     return TypeAdapter(cls)

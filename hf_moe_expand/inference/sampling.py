@@ -26,14 +26,18 @@ _TRIES = 4  # batches without a word, one after the other, before the model is g
 
 
 def writer_of(text: LanguageText) -> str | None:
-    """The model that wrote all of a local text, as each row says; None for text from elsewhere."""
+    """The model that wrote all of a local text, as each row says; None for text from elsewhere, and where a row or a
+    file, which a training may skip, cannot be read."""
     writers: set[str] = set()
-    for path in text.files():
-        for row in read_rows(path) if format_of(path) == ".jsonl" else [None]:
-            writer = None if row is None else row.content.get(WRITTEN_BY)
-            if not isinstance(writer, str) or writers - {writer}:
-                return None
-            writers.add(writer)
+    try:
+        for path in text.files():
+            for row in read_rows(path) if format_of(path) == ".jsonl" else [None]:
+                writer = row.content.get(WRITTEN_BY) if row and isinstance(row.content, dict) else None
+                if not isinstance(writer, str) or writers - {writer}:
+                    return None
+                writers.add(writer)
+    except InputError:
+        return None
     return writers.pop() if writers else None
 
 

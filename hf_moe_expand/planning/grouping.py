@@ -1,6 +1,7 @@
 """Groups languages that share an expert: balanced groups of similar ones (DMoE Algorithm 1), and its ablations."""
 
 import csv
+import io
 import random
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AllowInfNan
 
-from ..core.errors import InputError, errors_at
+from ..core.errors import InputError, errors_at, library_errors_at
 from ..core.jsonfile import read_json, read_text
 from ..core.languages import check_named_once
 from ..core.schema import Number, Schema, Text, checked, read
@@ -150,7 +151,8 @@ def _read_vectors(path: Path) -> dict[str, list[float]]:
 
 
 def _csv_rows(path: Path) -> dict[str, list[float | str]]:
-    lines = [line for line in csv.reader(read_text(path, "linguistic vectors").splitlines()) if line]
+    with io.StringIO(read_text(path, "linguistic vectors"), newline="") as text, library_errors_at(path, csv.Error):
+        lines = [line for line in csv.reader(text) if line]
     rows = [(name.strip(), [_cell(cell) for cell in cells]) for name, *cells in lines]
     if rows and not any(isinstance(cell, float) for cell in rows[0][1]):
         del rows[0]
