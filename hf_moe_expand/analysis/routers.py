@@ -228,8 +228,7 @@ def measure_routing(
     classes = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
     model.eval()
     sums = _Sums(ffns, classes, encoder_layers)
-    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
-    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, most)
+    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, _most_tokens(model))
     for name, of in batches.items():
         if not any((batch.targets != IGNORED).any() for batch in of):
             raise InputError(f"Language {name!r}: no token follows another within a document and block.")
@@ -239,6 +238,11 @@ def measure_routing(
         random_perplexity=random, random_seeds=list(random_seeds), has_choice=has_choice(model.config),
         **sums.fields(tokens),
     )  # fmt: skip
+
+
+def _most_tokens(model: Any) -> int:
+    """The most tokens of a forward pass, by their logits."""
+    return _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
 
 
 def _routing_ffns(model: Any) -> dict[int, ExpandedFFN]:
