@@ -185,9 +185,12 @@ def as_json(value: Any) -> Any:
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 # Arguments that the library replaces by objects.
 _LOOSE = (*LOOSE, "accelerator_config", "debug")
-_PLACES = {"output_dir": str | os.PathLike | None, "seed": int, "data_seed": int | None}
 # What a run sets itself, with the arguments on which the losses rely.
-_SET = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
+_SET: dict[str, Any] = {
+    "output_dir": str | os.PathLike | None, "seed": int, "data_seed": int | None, "remove_unused_columns": bool,
+    "label_names": list[str] | None,
+}  # fmt: skip
+_PLACES = ("output_dir", "seed", "data_seed")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 # Of a reading of fields that are at hand, in which no object is made.
 _FIELDS = {"unset_ok": True}
@@ -214,7 +217,7 @@ class CheckedArguments(TrainingArguments):
         for name in cls._VALID_DICT_FIELDS:
             if isinstance(value := from_json(getattr(self, name)), dict):
                 setattr(self, name, dict(value))  # the library adds keys to its own
-        check_types(vars(self), _PLACES)
+        check_types(vars(self), {**_SET, "parallelism_config": ParallelismConfig | None})  # which no YAML can hold
         others = [name for name in self._unlike("") if name in cls.keyword_types() and name not in _LOOSE]
         values = {name: plain(getattr(self, name)) for name in (*own, *BOUNDED, *others)}
         checked: Any = read(cls, values, context=_FIELDS)
@@ -349,7 +352,7 @@ class CheckedArguments(TrainingArguments):
     def recorded(self) -> dict[str, Any]:
         """The stage's settings for its history, JSON: its declared fields, and all others that are not as usual."""
         own = {name: getattr(self, name) for name in own_fields(type(self))}
-        left_out = (*_SET[:3], *_PUBLISHED)  # places and secrets, and the seed, which has its own place
+        left_out = (*_PLACES, *_PUBLISHED)  # places and secrets, and the seed, which has its own place
         return {name: as_json(value) for name, value in {**self.changes(), **own}.items() if name not in left_out}
 
     def to_dict(self) -> dict[str, Any]:
