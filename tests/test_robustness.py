@@ -112,6 +112,21 @@ def test_commands_without_effect_and_names_without_a_last_part(root, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("held_out", "says"),
+    [
+        ("{texts: }", "texts: Input should be a valid dictionary, found None"),
+        ("{texts: [1]}", "texts: Input should be a valid dictionary, found list"),
+        ("{every: 0, texts: {en: en.jsonl}}", "every: Input should be greater than or equal to 1, found 0"),
+        ("0", "must hold `key: value` lines, found 0"), ("false", "must hold `key: value` lines, found False"),
+    ],
+)  # fmt: skip
+def test_held_out_text_of_a_file_is_checked_before_that_of_an_option_joins_it(root, tmp_path, held_out, says):
+    (tmp_path / "stage.yaml").write_text(f"validation: {held_out}")
+    text = ["--data", f"el={root}/el.jsonl", "--validation", f"el={root}/el.jsonl", "--config", tmp_path / "stage.yaml"]
+    refused(invoke, "train", "post-pretrain", root / "expanded", tmp_path / "out", *text, says=rf"validation: {says}")
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         ("there.json", "exists already; choose another file or pass --overwrite"),

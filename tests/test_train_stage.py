@@ -320,6 +320,7 @@ def test_an_interrupted_run_ends_with_the_same_curves(scored, monkeypatch):
 
 def test_two_ranks_score_what_one_does_and_one_writes(scored):
     settings = {"block_size": 16, "temperature": 2, "max_steps": 3, "learning_rate": 1e-2}
+    settings["validation"] = {"texts": {"el": str(scored / "el.test.jsonl")}}  # with the option's
     text = [part for code in ("el", "tr") for part in ("--data", f"{code}={scored / code}.jsonl")]
     text += ["--validation", f"tr={scored}/tr.test.jsonl"]
     for batch in (4, 2):  # in a step four blocks either way
@@ -333,6 +334,7 @@ def test_two_ranks_score_what_one_does_and_one_writes(scored):
     )  # fmt: skip
     one, two = curves(scored / "one"), curves(scored / "two")
     assert one["steps"] == two["steps"] == [0, 3]
+    assert set(one["loss"]) == {"el", "tr"}
     assert two["loss"]["tr"] == pytest.approx(one["loss"]["tr"], rel=1e-3)
     weights = [load_file(scored / name / "model.safetensors") for name in ("one", "two")]
     for name, value in weights[0].items():

@@ -79,10 +79,15 @@ def _train(
         if mapping.get("method", "new-blocks") != "new-blocks":
             raise InputError(f"{config}: method is {mapping['method']!r}, but --only-new-blocks was given; drop one.")
         given["method"] = "new-blocks"
-    if validation and isinstance(before := mapping.get("validation") or {}, dict):
-        texts = {code: text.source for code, text in validation.items()}
-        given["validation"] = {**before, "texts": {**before.get("texts", {}), **texts}}
     settings = _settings(key, {**mapping, **given}, str(config or ""))
+    if validation:
+        from ..core.schema import changed
+        from ..stages.config import ValidationSettings
+
+        before = getattr(settings, "validation", None) or ValidationSettings()
+        texts = {**before.texts, **{code: text.source for code, text in validation.items()}}
+        given["validation"] = changed(before, texts=texts)
+        settings = _settings(key, {**mapping, **given}, str(config or ""))
     if key == "adapt":
         _adapt(model, out, data, settings, seed, overwrite, allow_lost_text, test or {})
         return
