@@ -326,6 +326,8 @@ def test_only_new_blocks_move(root, data, tmp_path):
     train_stage(root / "deep", tmp_path / "full", data, config())
     with pytest.raises(RuntimeError, match="stage dense new-blocks changed tensors that it had to leave alone"):
         check_frozen(root / "deep", tmp_path / "full", new_blocks)
+    without = AutoModelForCausalLM.from_pretrained(root / "base")
+    refused(DenseTrainer, without, new_blocks, says="The checkpoint has no new blocks: insert some")
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

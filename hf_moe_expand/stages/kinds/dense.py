@@ -115,6 +115,7 @@ class DenseConfig(StageConfig):
 
     def freeze(self, network: Any) -> None:
         if self.method == "new-blocks":
+            self.check_settings(network.config)
             network.requires_grad_(False)
             blocks = network.get_submodule(layer_list(network))
             for layer in network.config.new_layers:
