@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, load, refused, tiny_dense
+from conftest import byte_tokenizer, invoke, load, refused, tiny_dense
 from gated_models import GREEDY, tokens
 from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from safetensors.torch import load_file
@@ -332,6 +332,11 @@ def test_the_history_names_each_source(home, tmp_path):
     assert stage["settings"] == {
         "model": "tuned", "revision": None, "license": "apache-2.0", "rank": None, "weight": 0.5
     }  # fmt: skip
+    assert "tuned, model tuned, weight 0.5\n" in invoke("inspect", tmp_path / "model")
+    average = {**record, "stages": [{"stage": "average-experts", "settings": {"weight": 0.6}}]}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "expansions": [average]}))
+    assert "average-experts\n" in invoke("inspect", tmp_path / "model")
 
 
 def test_each_language_ends_at_its_own_token_and_has_its_own_template(home, tmp_path):

@@ -16,6 +16,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import ExpansionRecord, StageRecord
 from ..checkpoint.source import check_expanded, load_base_config, load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_size, network_of
+from ..checkpoint.tuned import STAGE as TUNED
 from ..core.errors import InputError
 from ..core.languages import in_words
 from ..core.layer_names import counts_in_words, layers_in_words
@@ -157,7 +158,8 @@ def _in_words(stage: StageRecord) -> str:
     if stage.tokens_seen is not None:
         words += f", {stage.tokens_seen:,} tokens seen"
         words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
-    of_tuned = {name: (stage.settings or {}).get(name) for name in ("model", "rank", "weight")}
+    settings = (stage.settings or {}) if stage.stage == TUNED else {}
+    of_tuned = {name: settings.get(name) for name in ("model", "rank", "weight")}
     of_tuned["weight"] = None if of_tuned["weight"] == 1 else of_tuned["weight"]
     return ", ".join([words, *(f"{name} {value}" for name, value in of_tuned.items() if value), *stage.sampled])
 
