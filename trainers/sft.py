@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer, pack_dataset
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -87,11 +96,18 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         train_dataset: Dataset | IterableDataset = None,  # type: ignore[assignment]  # without one TRL refuses
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        *,
-        language_classes: Mapping[str, int] | Sequence[int] | None = None,
-        callbacks: Sequence | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
-        **others: Any,
+        formatting_func: Callable | None = None,
+        *,
+        router_losses: Any = None,
+        language_classes: Mapping[str, int] | Sequence[int] | None = None,
     ) -> None:
         # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
         if not isinstance(args, SFTConfig | None) and type(args) is not TrainingArguments:
@@ -110,8 +126,10 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self._class_of_code = {**class_of_code, None: UNKNOWN}
         self._classes_matter = classes_matter(config)
         super().__init__(
-            model, args, data_collator, train_dataset, eval_dataset, processing_class, language_classes=class_of_id,
-            callbacks=callbacks, peft_config=peft_config, **others,
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func,
+            compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
+            quantization_config, peft_config, formatting_func, router_losses=router_losses,
+            language_classes=class_of_id,
         )  # fmt: skip
         if self.args.bf16 and not has_bfloat16():
             warnings.warn(f"{NO_BFLOAT16}give SFTConfig bf16=False, since TRL's default is True.", stacklevel=2)
