@@ -324,6 +324,56 @@ def test_an_evaluation_before_any_training(capsys):
     assert capsys.readouterr().out == "eval_loss 3\n"
 
 
+def evaluated(lines, arguments, state, batches=3):
+    for _ in range(batches):
+        lines.on_prediction_step(arguments, state, None, eval_dataloader=range(batches))
+
+
+def test_an_evaluation_during_a_training_is_told_of_by_the_trainings_bar():
+    lines, state = LogLines(), SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
+    arguments = SimpleNamespace(disable_tqdm=False)
+    lines.on_train_begin(arguments, state, None)
+    for _ in range(2):
+        evaluated(lines, arguments, state)
+        assert lines.prediction_bar is None
+        assert lines.training_bar.postfix == "evaluation: 3 of 3"
+        lines.on_evaluate(arguments, state, None)
+        assert not lines.training_bar.postfix
+    lines.close()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_evaluation_where_there_is_no_terminal_is_lines(capsys, monkeypatch, trains):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines, state = LogLines(), SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
+    arguments = SimpleNamespace(disable_tqdm=False)
+    if trains:
+        lines.on_train_begin(arguments, state, None)
+    for batch in range(12):
+        lines.on_prediction_step(arguments, state, None, eval_dataloader=range(12))
+        bar = lines.training_bar if trains else lines.prediction_bar
+        assert isinstance(bar, progress.Bar)
+        bar.refresh()
+        assert len(capsys.readouterr().err.splitlines()) == (batch in (5, 10))
+        now[0] += 2
+    lines.on_evaluate(arguments, state, None)
+    lines.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_evaluation_that_fails_leaves_no_bar(scored):
+    def fails(_):
+        raise RuntimeError("no metrics")
+
+    trainer = scored(1, disable_tqdm=False)
+    trainer.compute_metrics = fails
+    with pytest.raises(RuntimeError, match="no metrics"):
+        trainer.evaluate()
+    assert trainer._shown.prediction_bar is None
+
+
 def test_a_training_that_fails_leaves_no_bar():
     lines, state = LogLines(), SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
     lines.on_train_begin(SimpleNamespace(disable_tqdm=False), state, None)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import has_length
 
 from ..core.progress import Bar, duration
 
@@ -24,19 +25,39 @@ class LogLines(ProgressCallback):
 
     not_shown: tuple[str, ...] = _NOT_SHOWN
     training_bar: Any
+    prediction_bar: Any
 
     def __init__(self, shows: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.shows, self.clock, self.begun, self.first = shows, clock, 0.0, 0
+        self.scored = 0  # batches of an evaluation
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun, self.first, self.current_step = self.clock(), state.global_step, state.global_step
-        no_bar = args.disable_tqdm or not (self.shows and state.is_world_process_zero)
-        self.training_bar = Bar(total=state.max_steps, initial=self.first, dynamic_ncols=True, disable=no_bar)
+        self.training_bar = self._bar(args, state, state.max_steps, self.first)
 
-    def on_prediction_step(self, args: Any, *rest: Any, **kwargs: Any) -> None:
-        if self.shows and not args.disable_tqdm:
-            super().on_prediction_step(args, *rest, **kwargs)
+    def _bar(self, args: Any, state: Any, total: int | None, done: int = 0) -> Bar:
+        no_bar = args.disable_tqdm or not (self.shows and state.is_world_process_zero)
+        return Bar(total=total, initial=done, dynamic_ncols=True, disable=no_bar)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        batches = len(eval_dataloader) if has_length(eval_dataloader) else None
+        self.scored += 1
+        if self.training_bar is not None:  # a second bar below it would jump
+            of = "" if batches is None else f" of {batches:,}"
+            self.training_bar.set_postfix_str(f"evaluation: {self.scored:,}{of}")
+            return
+        if self.prediction_bar is None:
+            self.prediction_bar = self._bar(args, state, batches)
+        self.prediction_bar.update()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end_evaluation()
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.end_evaluation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not (self.shows and state.is_world_process_zero):
@@ -56,6 +77,15 @@ class LogLines(ProgressCallback):
         if not done or state.global_step >= state.max_steps:
             return ""
         return f", {duration((state.max_steps - state.global_step) * (self.clock() - self.begun) / done)} left"
+
+    def end_evaluation(self) -> None:
+        """Takes away what shows an evaluation."""
+        self.scored = 0
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+        elif self.training_bar is not None and self.training_bar.postfix:
+            self.training_bar.set_postfix_str("")
 
     def close(self) -> None:
         """Takes away the bar of a training that ended with an error."""

@@ -237,6 +237,12 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         finally:
             self._shown.close()
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._shown.end_evaluation()
+
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # To the end of the backward pass, in which checkpointing runs the forward pass again.
         with self.asking(inputs, as_in_training=True):
