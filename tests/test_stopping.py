@@ -271,6 +271,7 @@ def said(capsys, seconds, disable_tqdm, begin=0, pairs=False, steps=1000, every=
 def test_where_there_is_no_terminal_a_bar_is_lines(capsys, monkeypatch, ours):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     now = [100.0]
+    monkeypatch.setattr(progress, "_said", [0.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.all_in_lines():
         bar = (progress.Bar if ours else tqdm)(total=1000, desc="work", miniters=1, mininterval=0)
@@ -281,6 +282,13 @@ def test_where_there_is_no_terminal_a_bar_is_lines(capsys, monkeypatch, ours):
         bar.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("work:  30% 300/1000 [00:12<")
+    if ours:  # a second work of as long, which says something sooner
+        bar = progress.Bar(total=100, desc="next", miniters=1, mininterval=0, delay=0)
+        bar._time, bar.start_t, bar.last_print_t = (lambda: now[0]), now[0], now[0]
+        now[0] += 7
+        bar.update(50)
+        bar.close()
+        assert capsys.readouterr().err.startswith("next:  50% 50/100")
 
 
 def test_a_long_step_is_told_of_before_it_ends(capsys, monkeypatch):

@@ -15,6 +15,7 @@ from tqdm import asyncio, auto, std
 
 EVERY = 15.0  # seconds
 EARLY = 10.0  # between two lines, at a step of the work: the next one may take long
+_said = [0.0]  # when the last line was
 
 
 def shows_bars() -> bool:
@@ -39,7 +40,8 @@ class Bar(auto.tqdm):  # type: ignore[misc,valid-type]
     seconds, also within a long step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.has_lines, self.told, self.ended = not shows_bars(), time.monotonic(), threading.Event()
+        self.has_lines, self.ended, now = not shows_bars(), threading.Event(), time.monotonic()
+        self.told = min(_said[0] or now, now)  # else short works, one after the other, would say nothing
         super().__init__(*args, **{"delay": 1.0, **kwargs})
         if not self.disable:
             threading.Thread(target=_beat, args=(ref(self), self.ended), daemon=True).start()
@@ -68,7 +70,7 @@ def _say_line(bar: Any, *args: Any, **kwargs: Any) -> bool:
     bar.fp = StringIO()  # for the line ends that the bar writes
     now = time.monotonic()
     if now - vars(bar).setdefault("told", now) >= EARLY and not bar.disable:
-        bar.told = now
+        bar.told = _said[0] = now
         print(std.tqdm.format_meter(**{**bar.format_dict, "ncols": 0}), file=sys.stderr, flush=True)
     return True
 
