@@ -20,6 +20,6 @@ logging.getLogger("DeepSpeed").addFilter(
 if Path("".join(sys.argv[:1])).name.removesuffix(".exe") not in ("hf-moe-expand", "-m"):
     from . import modeling  # noqa: F401  # registers
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
