@@ -7,17 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import (
-    COMMON_BACKBONES,
-    TABLES,
-    byte_tokenizer,
-    enable_checkpointing,
-    moved,
-    refused,
-    shaken,
-    tiny_config,
-    tiny_dense,
-)
+from conftest import TABLES, byte_tokenizer, enable_checkpointing, moved, refused, shaken, tiny_config, tiny_dense
 from gated_models import gated_model
 from transformers import AttentionInterface, AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
 
@@ -42,17 +32,11 @@ def text(rows: int, length: int = 9) -> dict[str, torch.Tensor]:
 
 
 def test_pipelines_take_a_language():
-    dense, model = expanded()
-    tokenizer = byte_tokenizer()
-    texts = ["the cat", "sat on the mat"]
-    options = {"max_new_tokens": 5, "do_sample": False}
-    of_base = pipeline("text-generation", dense, tokenizer=tokenizer)(texts, **options)
-    talk = pipeline("text-generation", model, tokenizer=tokenizer)
-    assert talk(texts, languages="en", **options) == of_base
-    assert talk(texts, languages="en", batch_size=2, **options) == pipeline(
-        "text-generation", dense, tokenizer=tokenizer
-    )(texts, batch_size=2, **options)
-    assert talk(texts, languages="el", **options) != of_base
+    of_base, talk = (pipeline("text-generation", one, tokenizer=byte_tokenizer()) for one in expanded())
+    texts, options = ["the cat", "sat on the mat"], {"max_new_tokens": 5, "do_sample": False}
+    for size in (1, 2):
+        assert talk(texts, languages="en", batch_size=size, **options) == of_base(texts, batch_size=size, **options)
+    assert talk(texts, languages="el", **options) != of_base(texts, **options)
 
 
 def test_the_word_holds_inside_the_call_alone():
@@ -91,13 +75,10 @@ def test_accelerate_leaves_the_argument_in_place():
 
 def test_the_forward_pass_keeps_its_signature_for_the_library(tmp_path):
     _, model = expanded()
-    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    trainer = Trainer(model, arguments)
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True))
     trainer._set_signature_columns_if_needed()
     assert {"input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)
     assert trainer.model_accepts_loss_kwargs
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(**text(2), languages="en").logits, model(**text(2), languages="en").logits)
     refused(model.generate, **text(1), language="en", **OPTIONS, says="not used by the model", raises=ValueError)
 
 
@@ -130,7 +111,7 @@ def test_a_captured_pass_whose_tokens_all_go_home_is_recomputed_as_it_was():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("languages", ["en", "el", ["en", "el"]])
+@pytest.mark.parametrize("languages", ["el", ["en", "el"]])
 @pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
 def test_a_told_language_holds_for_the_recomputation_of_gradient_checkpointing(exclusive, languages, reentrant):
     """Also where the block is left before the backward pass."""
@@ -146,12 +127,11 @@ def test_a_told_language_holds_for_the_recomputation_of_gradient_checkpointing(e
         else:
             loss = model(ids, labels=ids, use_cache=False, languages=languages).loss
         loss.backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    plain = {name: grad for name, grad in grads[0].items() if grad.any()}
-    assert plain
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()})
+    assert grads[0]
     for found in grads[1:]:
-        assert {name for name, grad in found.items() if grad.any()} == plain.keys()
-        assert all(torch.equal(found[name], grad) for name, grad in plain.items())
+        assert found.keys() == grads[0].keys()
+        assert all(torch.equal(found[name], grad) for name, grad in grads[0].items())
 
 
 def build(backbone, counts=(3, 1, 2), classifiers=(2,), kind=(), **changes):
@@ -169,24 +149,21 @@ def model(backbone):
     return build(backbone)
 
 
-@pytest.fixture
-def ids():
-    torch.manual_seed(1)
-    return torch.randint(0, 256, (2, 9))
-
-
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_resized_embeddings_survive_saving(model, ids, tmp_path):
-    before = model(ids).logits
+IDS = text(2)["input_ids"]
+
+
+def test_resized_embeddings_survive_saving(model, tmp_path):
+    before = model(IDS).logits
     model.resize_token_embeddings(270)
     assert model.config.vocab_size == 270
-    close(model(ids).logits[..., :257], before)
+    close(model(IDS).logits[..., :257], before)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again(ids + 13).logits, model(ids + 13).logits)
+    assert torch.equal(again(IDS + 13).logits, model(IDS + 13).logits)
 
 
 def test_a_pickled_model_has_no_secret_of_the_hub():
@@ -196,30 +173,27 @@ def test_a_pickled_model_has_no_secret_of_the_hub():
     assert pickle.loads(pickle.dumps(model)).hub_options == {"revision": "main"}
 
 
-def test_the_attention_switch_reaches_every_part(model, ids):
+def test_the_attention_switch_reaches_every_part(model):
     if not model._supports_sdpa:
         pytest.skip("the backbone has one attention implementation")
-    expected = model(ids).logits
+    expected = model(IDS).logits
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         found = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
         assert found == {implementation}
-        close(model(ids).logits, expected)
+        close(model(IDS).logits, expected)
 
 
 KINDS = [{"expert_kind": "added", "expert_width": 16}, {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0}]
 
 
-@pytest.mark.parametrize(
-    ("backbone", "kind"), [*((name, {}) for name in COMMON_BACKBONES), *(("qwen2", kind) for kind in KINDS)]
-)
-def test_it_compiles_into_one_graph(backbone, kind, ids):
-    model = build(backbone, counts=[3], classifiers=[0], num_hidden_layers=1, kind=kind)
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
+def test_it_compiles_into_one_graph(backbone):
+    for kind in ({}, *KINDS) if backbone == "qwen2" else ({},):
+        model = build(backbone, counts=[3], classifiers=[0], num_hidden_layers=1, kind=kind)
         torch.compiler.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        close(compiled(ids, use_cache=False).logits, expected)
+        with torch.no_grad():
+            close(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
 
 
 @pytest.mark.parametrize(("attention", "server"), [("vllm", "vLLM"), ("sglang", "SGLang")])

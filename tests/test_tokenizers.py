@@ -42,17 +42,12 @@ def same(one, other) -> None:
     assert one.decode(one(TEXT).input_ids) == other.decode(other(TEXT).input_ids)
 
 
-def without_configuration(folder: Path) -> None:
-    (folder / "tokenizer_config.json").unlink()
-
-
-def class_in_config(folder: Path) -> None:
-    without_configuration(folder)
-    change(folder / "config.json", tokenizer_class="GPT2Tokenizer")
+def change(file: Path, **fields) -> None:
+    fields = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
 
 def vocabulary_and_merges(folder: Path) -> None:
-    without_configuration(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = "".join(f"{' '.join(pair)}\n" for pair in model["merges"])
@@ -60,42 +55,36 @@ def vocabulary_and_merges(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
-def no_class(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", tokenizer_class=None)
+# What becomes of the files beside tokenizer.json, whose configuration goes, or has other fields.
+FILES = {
+    "without a configuration": lambda folder: None,
+    "a class in config.json": lambda folder: change(folder / "config.json", tokenizer_class="GPT2Tokenizer"),
+    "vocabulary and merges": vocabulary_and_merges,
+    "no class": {"tokenizer_class": None},
+    "another class": {"tokenizer_class": "LlamaTokenizerFast", "padding_side": "left"},
+    "an unknown class": {"tokenizer_class": "NoSuchTokenizer", "model_max_length": 77},
+}
 
 
-def other_class(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast", padding_side="left")
-
-
-def unknown_class(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", tokenizer_class="NoSuchTokenizer", model_max_length=77)
-
-
-def change(file: Path, **fields) -> None:
-    fields = json.loads(file.read_text()) | fields
-    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
-
-
-FILES = (without_configuration, class_in_config, vocabulary_and_merges, no_class, other_class, unknown_class)
-
-
-def save(folder: Path, backbone: str, edit=None, tokenizer=None) -> Path:
+def save(folder: Path, backbone: str, files: str | None = None) -> Path:
     """A base, whose tokenizer has the token that the library's classes give it where no file names one."""
-    tokenizer = tokenizer or bpe_tokenizer()
+    tokenizer, edit = bpe_tokenizer(), FILES.get(files)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|endoftext|>", "<|im_start|>"]})
     tokenizer.chat_template = TEMPLATE
     tiny_dense(backbone, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if edit is not None:
+    if isinstance(edit, dict):
+        change(folder / "tokenizer_config.json", **edit)
+    elif edit is not None:
+        (folder / "tokenizer_config.json").unlink()
         edit(folder)
     return folder
 
 
-@pytest.mark.parametrize("edit", FILES, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("backbone", ["gpt2", "llama", "qwen2"])
-def test_an_expanded_checkpoint_has_the_bases_tokenizer(tmp_path, backbone, edit):
-    base = save(tmp_path / "base", backbone, edit)
+def test_an_expanded_checkpoint_has_the_bases_tokenizer(tmp_path, backbone, files):
+    base = save(tmp_path / "base", backbone, files)
     try:
         wanted = AutoTokenizer.from_pretrained(base)
         assert wanted("a").input_ids
@@ -108,7 +97,7 @@ def test_an_expanded_checkpoint_has_the_bases_tokenizer(tmp_path, backbone, edit
 
 
 def test_it_is_the_same_for_who_has_transformers_alone_with_and_without_remote_code(tmp_path):
-    base = save(tmp_path / "base", "gpt2", without_configuration)
+    base = save(tmp_path / "base", "gpt2", "without a configuration")
     wanted = AutoTokenizer.from_pretrained(base)
     assert type(wanted).__name__ == "GPT2Tokenizer"
     expand_checkpoint(base, tmp_path / "out", PLAN)
@@ -120,9 +109,9 @@ def test_it_is_the_same_for_who_has_transformers_alone_with_and_without_remote_c
     assert said == [f"GPT2Tokenizer {wanted.eos_token_id} {ids}"] * 2
 
 
-@pytest.mark.parametrize("edit", [without_configuration, vocabulary_and_merges])
-def test_every_verb_keeps_it(tmp_path, edit):
-    base = save(tmp_path / "base", "qwen2", edit)
+@pytest.mark.parametrize("files", ["without a configuration", "vocabulary and merges"])
+def test_every_verb_keeps_it(tmp_path, files):
+    base = save(tmp_path / "base", "qwen2", files)
     wanted = AutoTokenizer.from_pretrained(base)
     expand_checkpoint(base, tmp_path / "out", PLAN)
     more = Plan("moe-lpr", [3, 1, 3], old=["en", "el"], new=["tr"], grows_from=[2, 1, 2])
@@ -137,6 +126,13 @@ def test_every_verb_keeps_it(tmp_path, edit):
     for name, make in made.items():
         make(tmp_path / name)
         same(AutoTokenizer.from_pretrained(tmp_path / name), wanted)
+
+
+def test_files_that_load_alike_stay_byte_for_byte(tmp_path):
+    base = save(tmp_path / "base", "llama")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
 def test_a_base_without_a_tokenizer_expands_and_a_broken_one_is_refused(tmp_path):
@@ -239,12 +235,7 @@ def test_documents_have_both_sides_and_an_end_and_prompts_the_beginning_alone(te
     assert _begin("ab", tokenizer) == [*(before or [BOS]), *plain("ab")]
     assert without_end(tokenizer)("ab").input_ids == [*before, *plain("ab")]
     assert tokenizer("ab").input_ids == [*before, *plain("ab"), *after]  # which stays as it was
-
-
-@CASES
-def test_a_text_that_a_template_has_begun_or_ended_is_not_begun_or_ended_again(template, before, after):
-    tokenizer = framed(template)
-    end = after if after[-1:] == [END] else [*after, END]
+    # What a template has begun or ended is not begun or ended again.
     text = f"{tokenizer.decode(before)}ab{tokenizer.decode(end)}"
     assert encode_documents([text], tokenizer) == [[*before, *plain("ab"), *end]]
     assert prompt_tokens(f"{tokenizer.decode(before)}ab", tokenizer) == [*before, *plain("ab")]
@@ -267,9 +258,8 @@ def test_blocks_and_windows_begin_as_the_tokenizer_begins_texts(template, before
 
 
 @CASES
-def test_what_generates_gets_no_end(template, before, after, monkeypatch):
-    tokenizer, asked = framed(template), tiny_dense("llama", vocab_size=260)
-    given = []
+def test_what_generates_gets_no_end_and_a_chat_begins_once(template, before, after, monkeypatch):
+    tokenizer, asked, given = framed(template), tiny_dense("llama", vocab_size=260), []
 
     def generate(input_ids=None, **options):
         given.append(input_ids.tolist())
@@ -278,17 +268,9 @@ def test_what_generates_gets_no_end(template, before, after, monkeypatch):
     monkeypatch.setattr(asked, "generate", generate)
     ChatModel(asked, tokenizer, "model").answer("ab", Answering())
     translate(asked, tokenizer, ["ab"], 8, 8)
-    assert given == [[[*before, *plain("ab")]]] * 2
-
-
-@CASES
-def test_a_chat_begins_once_and_is_ended_by_its_template_alone(template, before, after, monkeypatch):
-    tokenizer, asked = framed(template), tiny_dense("llama", vocab_size=260)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    given = []
-    monkeypatch.setattr(asked, "generate", lambda input_ids=None, **options: given.append(input_ids) or input_ids)
     ChatModel(asked, tokenizer, "model").reply([{"role": "user", "content": "ab"}], Answering())
-    assert given[0].tolist() == [[BOS, *plain("ab")]]
+    assert given == [[[*before, *plain("ab")]], [[*before, *plain("ab")]], [[BOS, *plain("ab")]]]
     text = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     (document,) = encode_documents([text], tokenizer)
     assert document.count(BOS) == max(1, before.count(BOS))
@@ -308,23 +290,10 @@ def test_special_tokens_that_a_text_names_are_counted_and_said(template, before,
     for _ in range(2):
         evaluate_model(tiny_dense("llama", vocab_size=260), tokenizer, {"tr": texts}, 16)
     assert capfd.readouterr().err.count(f"language 'tr': {SAID}<end> 8 times, [MASK] 4 times") == 1
-
-
-@CASES
-def test_nothing_is_said_of_what_the_tokenizer_puts_around_texts(template, before, after, capfd):
-    say_once.cache_clear()
-    tokenizer = framed(template)
-    texts = ["a text", "another one", ""] * 6
+    texts = ["a text", "another one", ""] * 6  # of what the tokenizer puts around them nothing is said
     pack_texts({"el": Dataset.from_dict({"text": texts})}, tokenizer, 8, 0)
     text_stream(texts, tokenizer)
     assert "special tokens" not in capfd.readouterr().err
-
-
-def test_files_that_load_alike_stay_byte_for_byte(tmp_path):
-    base = save(tmp_path / "base", "llama")
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
 def test_the_gates_texts_have_no_end():

@@ -38,12 +38,8 @@ pytest.importorskip("sacrebleu", reason="the extra `eval` is not installed")
 pytest.importorskip("language_data", reason="the extra `eval` is not installed")
 
 PROMPTS = ["one", "a longer prompt than the others\nof two lines", "two and three", "έξι", "7"]
-END = 256
-AMOUNTS = {"newline": 1.0, "end of text": 1.5}  # of an end's likelihood: some texts end within 12 tokens, some do not
-
-
-def newline_id() -> int:
-    return byte_tokenizer()("\n").input_ids[0]
+END, NEWLINE = 256, byte_tokenizer()("\n").input_ids[0]
+AMOUNTS = {NEWLINE: 1.0, END: 1.5}  # of an end's likelihood: some texts end within 12 tokens, some do not
 
 
 def slow_continuation(model, tokenizer, prompt, count):
@@ -60,34 +56,33 @@ def slow_continuation(model, tokenizer, prompt, count):
     return tokenizer.decode(new).split("\n")[0].strip(), len(new) == count and "\n" not in tokenizer.decode(new)
 
 
-def letters_until(token: int, amount: float):
-    """A tiny model that writes ASCII letters, and a token that ends the text the likelier the larger `amount` is."""
+def letters_until(token: int):
+    """A tiny model that writes ASCII letters, and a token that ends the text."""
     model = tiny_dense("qwen2", tie_word_embeddings=False, max_position_embeddings=256)
     head = torch.nn.Linear(32, 257)
     with torch.no_grad():
         head.weight.copy_(model.lm_head.weight)
         head.bias.fill_(-1e4)
         head.bias[byte_tokenizer()("abcdefghijklmnopqrstuvwxyz").input_ids] = 0
-        head.bias[token] = amount
+        head.bias[token] = AMOUNTS[token]
     model.lm_head = head
     return model
 
 
-@pytest.mark.parametrize("ending", ["newline", "end of text"])
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_batches_give_what_one_token_after_the_other_gives(ending, batch_size):
-    tokenizer = byte_tokenizer()
-    model = letters_until(newline_id() if ending == "newline" else END, AMOUNTS[ending])
+@pytest.mark.parametrize("ending", AMOUNTS, ids=["newline", "end of text"])
+def test_batches_give_what_one_token_after_the_other_gives(ending):
+    tokenizer, model = byte_tokenizer(), letters_until(ending)
     expected = [slow_continuation(model, tokenizer, prompt, 12) for prompt in PROMPTS]
     assert len({text for text, _ in expected}) > 2
     assert 0 < sum(cut for _, cut in expected) < len(PROMPTS)  # both kinds of end occur
-    found, cut = translate(model, tokenizer, PROMPTS, batch_size, max_new_tokens=12)
-    assert found == [text for text, _ in expected]
-    assert cut == sum(cut for _, cut in expected)
+    for batch_size in (1, 2, 5):
+        found, count = translate(model, tokenizer, PROMPTS, batch_size, max_new_tokens=12)
+        assert found == [text for text, _ in expected]
+        assert count == sum(cut for _, cut in expected)
 
 
 def test_the_checkpoints_own_generation_settings_do_not_count():
-    tokenizer, model = byte_tokenizer(), letters_until(END, AMOUNTS["end of text"])
+    tokenizer, model = byte_tokenizer(), letters_until(END)
     plain, _ = translate(model, tokenizer, PROMPTS, 2, 12)
     own = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=3.0, num_beams=2, eos_token_id=END)
     model.generation_config = own
@@ -127,14 +122,18 @@ def rigged(monkeypatch):
 def test_examples_are_in_the_prompt_and_not_scored(rigged):
     texts = {"en": ["zero", "one", "two", "three"], "el": ["μηδέν", "ένα", "δύο", "τρία"]}
     rigged.answers = ["δύο", "τρία"]
-    score = evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=2))["en-el"]
+
+    def score(**given):
+        found = evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(**given))
+        return found["en-el"]
+
+    whole = score(shots=2)
     shown = "English: zero → Greek: μηδέν\nEnglish: one → Greek: ένα\n"
     assert rigged.prompts == [[shown + "English: two → Greek:", shown + "English: three → Greek:"]]
-    assert (score.chrf, score.sentences) == (pytest.approx(100), 2)
-    evaluate_translation(MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=1, limit=1))
+    assert (whole.chrf, whole.sentences) == (pytest.approx(100), 2)
+    score(shots=1, limit=1)
     assert rigged.prompts[-1] == ["English: zero → Greek: μηδέν\nEnglish: one → Greek:"]
-    given = (MODEL, byte_tokenizer(), texts, [("en", "el")], TranslationSettings(shots=4))
-    refused(evaluate_translation, *given, says="4 of 4 sentences are examples")
+    refused(score, shots=4, says="4 of 4 sentences are examples")
     for wrong in ({"shots": -1}, {"limit": 0}):
         refused(TranslationSettings, **wrong, says="greater than or equal to")
 
@@ -217,23 +216,19 @@ def test_the_command(tmp_path):
     assert written["models"]["el"] == written["models"]["base"]
 
 
-def words(tokenizer, ids):
-    return tokenizer.convert_ids_to_tokens(ids)
+PAIR = SentencePair("the sea", "η θάλασσα", "en", "el")
 
 
 def test_the_tokenizer_s_own_codes_stand_where_it_puts_them():
-    pair = SentencePair("the sea", "η θάλασσα", "en", "el")
     tokenizer = nllb_tokenizer()
     encoder = PairEncoder(tokenizer)
-    ((source,), (target,)) = encoder.encode([pair])
-    assert words(tokenizer, source)[0] == "eng_Latn"
-    assert words(tokenizer, target)[0] == "ell_Grek"
-    assert words(tokenizer, target)[-1] == "</s>"
+    ((source,), (target,)) = encoder.encode([PAIR])
+    assert tokenizer.convert_ids_to_tokens([source[0], target[0], target[-1]]) == ["eng_Latn", "ell_Grek", "</s>"]
     assert encoder.start(("en", "el")) == {"forced_bos_token_id": tokenizer.convert_tokens_to_ids("ell_Grek")}
     assert encoder.start(("el", "en")) == {"forced_bos_token_id": tokenizer.convert_tokens_to_ids("eng_Latn")}
     tokenizer = mbart50_tokenizer()
     ((source,), (target,)) = PairEncoder(tokenizer).encode([SentencePair("the sea", "el mar", "en", "es")])
-    assert [words(tokenizer, source)[0], words(tokenizer, target)[0]] == ["en_XX", "es_XX"]
+    assert tokenizer.convert_ids_to_tokens([source[0], target[0]]) == ["en_XX", "es_XX"]
 
 
 @pytest.mark.parametrize("made", [nllb_tokenizer, mbart_tokenizer, mbart50_tokenizer])
@@ -254,20 +249,18 @@ def test_the_tokenizer_keeps_its_own_languages(made, tmp_path):
 def test_without_codes_the_task_stands_in_the_text():
     for tokenizer in (t5_tokenizer(), byt5_tokenizer()):
         encoder = PairEncoder(tokenizer)
-        ((source,), (target,)) = encoder.encode([SentencePair("good night", "καληνύχτα", "en", "el")])
-        same = tokenizer("translate English to Greek: good night").input_ids
-        assert source == same
-        assert target == tokenizer("καληνύχτα").input_ids
+        ((source,), (target,)) = encoder.encode([PAIR])
+        assert source == tokenizer("translate English to Greek: the sea").input_ids
+        assert target == tokenizer("η θάλασσα").input_ids
         assert encoder.start(("en", "el")) == {}
 
 
 def test_marian_takes_the_target_s_code_or_none():
     tokenizer = plain_tokenizer()
     tokenizer.supported_language_codes = []
-    pair = SentencePair("the sea", "η θάλασσα", "en", "el")
-    assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer("the sea").input_ids]
+    assert PairEncoder(tokenizer).encode([PAIR])[0] == [tokenizer("the sea").input_ids]
     tokenizer.supported_language_codes = [">>el<<", ">>ell<<"]
-    assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer(">>el<< the sea").input_ids]
+    assert PairEncoder(tokenizer).encode([PAIR])[0] == [tokenizer(">>el<< the sea").input_ids]
     PairEncoder(tokenizer).check([("hi", "el")])  # a source needs no code
     refused(PairEncoder(tokenizer).check, [("hi", "el"), ("el", "hi")], says="has no code for 'hi'")
 
@@ -312,7 +305,7 @@ def test_codes_in_front_of_the_source_name_the_target():
     tokenizer = plain_tokenizer()
     tokenizer.add_tokens(["<2el>", "<2zh_Latn>"])
     encoder = PairEncoder(tokenizer)
-    ((source,), (target,)) = encoder.encode([SentencePair("the sea", "η θάλασσα", "en", "el")])
+    ((source,), (target,)) = encoder.encode([PAIR])
     assert source == tokenizer("<2el> the sea").input_ids
     assert target == tokenizer("η θάλασσα").input_ids
     refused(encoder.check, [("el", "hi")], says="has no code for 'hi'")

@@ -10,41 +10,19 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-import hf_moe_expand
-from hf_moe_expand import (
-    AdaptConfig,
-    AdaptTrainer,
-    BalanceLoss,
-    DMoEForCausalLM,
-    GroupConfig,
-    GroupTrainer,
-    JointConfig,
-    JointTrainer,
-    LanguageText,
-    MoESFTTrainer,
-    PairCollator,
-    Plan,
-    PostPretrainConfig,
-    PostPretrainTrainer,
-    Recipe,
-    ReviewConfig,
-    ReviewTrainer,
-    expand_model,
-    freeze,
-)
+import hf_moe_expand as moe
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import MOST, checked
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.planning.results import DeviationResult, RoutingResult, SimilarityResult
-from hf_moe_expand.runs.pipeline import validate_recipe
 
-PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
+PLAN = moe.Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 DENSE = tiny_dense("qwen2")
 TOKENIZER = byte_tokenizer()
 TEXTS = {"en": ["the cat"], "el": ["η γάτα"]}
 ROWS = Dataset.from_dict({"text": ["η γάτα κάθισε στο χαλί"] * 20})
-EL = LanguageText("el", "el.jsonl")
+EL = moe.LanguageText("el", "el.jsonl")
 # What writes a checkpoint: its arguments, the first of which is to be a checkpoint.
 WRITERS = {
     "adapt_language": {"model": "m", "source": EL},
@@ -56,22 +34,20 @@ WRITERS = {
     "grow_checkpoint": {"model": "m", "plan": PLAN},
     "join_expansions": {"packs": ["m", "m"]},
     "save_expansion": {"model": "m"},
-    "train_stage": {"model": "m", "data": {"el": EL}, "config": ReviewConfig("out")},
+    "train_stage": {"model": "m", "data": {"el": EL}, "config": moe.ReviewConfig("out")},
 }
-STAGES = {
-    PostPretrainTrainer: PostPretrainConfig, ReviewTrainer: ReviewConfig, JointTrainer: JointConfig,
-    GroupTrainer: GroupConfig, AdaptTrainer: AdaptConfig,
-}  # fmt: skip
+KINDS = ("PostPretrain", "Review", "Joint", "Group", "Adapt")
+STAGES = {getattr(moe, f"{name}Trainer"): getattr(moe, f"{name}Config") for name in KINDS}
 QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
 TAGGED = Dataset.from_list([{"text": text * 3, "language": code} for code, (text,) in TEXTS.items() for _ in range(9)])
 
 
 def model_of(dmoe):
-    return expand_model(DENSE, Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]) if dmoe else PLAN)
+    return moe.expand_model(DENSE, moe.Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]) if dmoe else PLAN)
 
 
 def model_for(kind):
-    return model_of(kind in (GroupTrainer, AdaptTrainer))
+    return model_of(kind in (moe.GroupTrainer, moe.AdaptTrainer))
 
 
 class Unknown(TorchDataset):
@@ -124,7 +100,7 @@ def wrong_of_trainer(kind):
         "allow_lost_text": (None, 5, "a"),
         "callbacks": [5, "a", [5]],
         "optimizers": [5, "a", (5, None), None],
-        "router_losses": [5, "balance", [5], BalanceLoss(0.1)],
+        "router_losses": [5, "balance", [5], moe.BalanceLoss(0.1)],
         "language_classes": [5, "ab", {"en": 0}, [None]],
         "train_dataset": [DatasetDict({"train": TAGGED})],
     }  # fmt: skip
@@ -132,7 +108,7 @@ def wrong_of_trainer(kind):
 
 WRONG_OF_CHAT = {
     "model": [None, 5, "missing", DENSE],
-    "args": ["out", {"output_dir": "out"}, PostPretrainConfig("out"), ReviewConfig("out")],
+    "args": ["out", {"output_dir": "out"}, moe.PostPretrainConfig("out"), moe.ReviewConfig("out")],
     "train_dataset": [None, 5, "el.jsonl", ["a"], DENSE],
     "eval_dataset": [5, "el.jsonl"],
     "processing_class": [5, "gpt2"],
@@ -146,12 +122,13 @@ WRONG_OF_CHAT = {
 
 
 def is_checked(one):
-    return (inspect.isfunction(one) and one is not freeze) or one in (BalanceLoss, LanguageText, PairCollator)
+    classes = (moe.BalanceLoss, moe.LanguageText, moe.PairCollator)
+    return one in classes or (inspect.isfunction(one) and one is not moe.freeze)
 
 
-@pytest.mark.parametrize("name", [name for name in hf_moe_expand.__all__ if is_checked(getattr(hf_moe_expand, name))])
+@pytest.mark.parametrize("name", [name for name in moe.__all__ if is_checked(getattr(moe, name))])
 def test_a_wrong_argument_of_a_function_is_named(name):
-    function = getattr(hf_moe_expand, name)
+    function = getattr(moe, name)
     parameters = inspect.signature(function).parameters
     needed = [argument for argument, one in parameters.items() if one.default is inspect.Parameter.empty]
     first, *_ = [*needed, *parameters]
@@ -164,7 +141,7 @@ def test_a_wrong_argument_of_a_function_is_named(name):
 
 
 @pytest.mark.parametrize(
-    "one", [Recipe, Plan, SimilarityResult, DeviationResult, RoutingResult, Evaluation, ValidationCurves]
+    "one", [moe.Recipe, moe.Plan, SimilarityResult, DeviationResult, RoutingResult, Evaluation, ValidationCurves]
 )
 def test_what_is_no_path_is_named(one):
     for name in {"load", "from_json"} & set(dir(one)):
@@ -178,7 +155,7 @@ def test_a_missing_checkpoint_is_named(name, tmp_path):
     first, *_ = WRITERS[name]
     missing = [str(tmp_path / "missing")] * 2
     given = {**WRITERS[name], first: missing if first == "packs" else missing[0], "out": tmp_path / "o"}
-    refused(getattr(hf_moe_expand, name), **given, says="missing")
+    refused(getattr(moe, name), **given, says="missing")
 
 
 def test_arguments_of_the_right_type_pass():
@@ -205,7 +182,7 @@ def test_arguments_of_the_right_type_pass():
 def test_a_wrong_data_set_is_named(case, name):
     data, message = case
     given = {"train_dataset": TAGGED, "processing_class": TOKENIZER, name: data}
-    config, kind = PostPretrainConfig("out", replay=True, **QUICK), PostPretrainTrainer
+    config, kind = moe.PostPretrainConfig("out", replay=True, **QUICK), moe.PostPretrainTrainer
     refused(kind, model_for(kind), config, **given, says=message.format(name=name))
 
 
@@ -218,20 +195,20 @@ def test_a_wrong_argument_of_a_trainer_is_named(kind, tmp_path):
             refused(kind, **{**good, argument: value}, says=argument)
     refused(kind, **good, train_datasets=rows, says="unexpected keyword argument 'train_datasets'; the arguments are")
     refused(kind, says="missing a required argument: 'model'")
-    if kind not in (ReviewTrainer, GroupTrainer):  # whose losses want the languages of a data set
+    if kind not in (moe.ReviewTrainer, moe.GroupTrainer):  # whose losses want the languages of a data set
         refused(lambda: kind(**good).train(), says="train_dataset is None")
     else:
         refused(kind, **good, train_dataset=rows, says="train_dataset has no column `language_ids`")
         beyond = rows.add_column("language_ids", [[2] * 16] * 4)
         refused(kind, **good, train_dataset=beyond, says="language id 2, but there are 2 languages")
-    if kind not in (JointTrainer, ReviewTrainer):
-        other = model_of(dmoe=not isinstance(good["model"], DMoEForCausalLM))
+    if kind not in (moe.JointTrainer, moe.ReviewTrainer):
+        other = model_of(dmoe=not isinstance(good["model"], moe.DMoEForCausalLM))
         refused(kind, **{**good, "model": other}, train_dataset=rows, says="no language groups|This is a DMoE")
 
 
 def test_a_wrong_argument_of_the_chat_trainer_is_named(tmp_path):
     options = {"max_length": 16, "use_cpu": True, "bf16": False, "report_to": "none", **checkpointed(False)}
-    kind, good = MoESFTTrainer, {"model": model_of(dmoe=False), "processing_class": TOKENIZER}
+    kind, good = moe.MoESFTTrainer, {"model": model_of(dmoe=False), "processing_class": TOKENIZER}
     good |= {"args": SFTConfig(str(tmp_path), **options), "train_dataset": TAGGED}
     for argument, values in WRONG_OF_CHAT.items():
         for value in values:
@@ -244,8 +221,7 @@ def test_a_wrong_argument_of_the_chat_trainer_is_named(tmp_path):
 
 
 DIGITS_27 = 10**26 + 1
-LARGE = [DIGITS_27, 1e27, 10**400]
-IS_TOO_LARGE = r"(must be at most|less than|at most 65,536 experts|a valid (number|integer)|below 2 \*\* 32)"
+IS_TOO_LARGE = r"must be at most|less than|at most 65,536 experts|a valid (number|integer)|below 2 \*\* 32"
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +248,9 @@ def recipe(home, *path, value=None):
         inner = inner.setdefault(key, {})
     if path:
         inner[path[-1]] = value
-    return Recipe.of_text(yaml.safe_dump(mapping), "recipe.yaml")
+    return moe.Recipe.of_text(yaml.safe_dump(mapping), "recipe.yaml")
 
 
-@pytest.mark.parametrize("value", LARGE[:2], ids=["27 digits", "1e27"])  # YAML refuses more than 100 digits
 @pytest.mark.parametrize(
     "path",
     [
@@ -289,9 +264,10 @@ def recipe(home, *path, value=None):
     ],
     ids=".".join,
 )  # fmt: skip
-def test_a_recipe_refuses_a_count_that_nothing_takes(home, path, value):
-    said = IS_TOO_LARGE if path[-1] != "copy_from" else ""
-    assert path[-1] in refused(lambda: validate_recipe(recipe(home, *path, value=value)), says=said)
+def test_a_recipe_refuses_a_count_that_nothing_takes(home, path):
+    said = IS_TOO_LARGE if path[-1] != "copy_from" else "."
+    for value in (DIGITS_27, 1e27):
+        assert path[-1] in refused(lambda: moe.validate_recipe(recipe(home, *path, value=value)), says=said)  # noqa: B023
 
 
 SIMILARITY = ["analyze", "similarity", "HOME/base", "--old", "en=HOME/en.jsonl", "--new", "el=HOME/el.jsonl"]
@@ -314,11 +290,11 @@ def test_an_option_refuses_it(command, said, home, tmp_path):
 
 
 def test_the_largest_count_and_the_smallest_share_overflow_nothing(home):
-    validate_recipe(recipe(home))
-    validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
+    moe.validate_recipe(recipe(home))
+    moe.validate_recipe(recipe(home, "post_pretrain", "save_steps", value=5e-324))
     for path in (("review", "new_per_old"), ("review", "old_documents")):
         with pytest.raises(InputError, match=r"has 40 documents, but the mix asks for \d+: give more text"):
-            validate_recipe(recipe(home, *path, value=MOST))
+            moe.validate_recipe(recipe(home, *path, value=MOST))
     both = recipe(home, "review", value={"old_documents": MOST, "new_per_old": MOST, "block_size": 16})
-    refused(validate_recipe, both, says="but the mix asks for")
-    validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
+    refused(moe.validate_recipe, both, says="but the mix asks for")
+    moe.validate_recipe(recipe(home, "post_pretrain", "num_train_epochs", value=MOST))
