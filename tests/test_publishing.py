@@ -3,16 +3,16 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from conftest import TABLES, refused, save_dense, write_texts
 from guides import blocks
-from hub_server import TOKEN, Client
+from hub_server import TOKEN
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
@@ -57,10 +57,6 @@ def run(client, tmp_path, request):
     return run
 
 
-def card_of(server, name):
-    return ModelCard(server.files(name)["README.md"].decode())
-
-
 def test_a_trainer_pushes_the_model_and_nothing_of_this_machine(server, run, tmp_path):
     answer = run("""
 from pathlib import Path
@@ -78,7 +74,7 @@ assert not list(Path(out).rglob("training_args.bin"))
     assert not any(str(tmp_path).encode() in content for content in files.values())
     assert "notes.md, runs" in answer["said"].partition("not published: ")[2]
     assert "the card is made of config.json, without tags" in answer["said"]
-    card = card_of(server, "me/trained")
+    card = ModelCard(files["README.md"].decode())
     assert card.data.license == "mit"
     assert "post-pretrain" in card.text
     assert server.repo("me/trained").log[-1] == "After training"
@@ -95,19 +91,19 @@ assert not list(Path(out).glob("_push*")), list(Path(out).glob("_push*"))
 """)
     assert server.repo("me/steps").private
     assert "Training in progress, step 1" in server.repo("me/steps").log
-    files = set(server.files("me/steps"))
-    assert {*WHOLE, "tokenizer.json"} <= files
+    files = server.files("me/steps").keys()
+    assert files >= {*WHOLE, "tokenizer.json"}
     assert not {name for name in files if "optimizer" in name or "training_args" in name}
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "file"),
+    ("name", "more", "files"),
     [
-        ("me/sft", "router_losses=[BalanceLoss(0.01)]", "modeling_layer_moe.py"),
-        ("me/lora", "peft_config=LoraConfig(target_modules=['q_proj'])", "adapter_model.safetensors"),
+        ("me/sft", "router_losses=[BalanceLoss(0.01)]", {*WHOLE, "tokenizer.json"}),
+        ("me/lora", "peft_config=LoraConfig(target_modules=['q_proj'])", {"adapter_model.safetensors"}),
     ],
 )
-def test_trls_trainer_pushes_its_model_or_its_adapter_without_the_arguments(server, run, name, more, file):
+def test_trls_trainer_pushes_its_model_or_its_adapter_without_the_arguments(server, run, name, more, files):
     run(f"""
 from peft import LoraConfig
 from trl import SFTConfig
@@ -118,11 +114,10 @@ made = MoESFTTrainer(model, config, train_dataset=rows, processing_class=byte_to
 made.train()
 made.push_to_hub(dataset_name="me/chat")
 """)
-    assert file in server.files(name)
-    assert "training_args.bin" not in server.files(name)
-    if file in WHOLE:
-        assert {*WHOLE, "tokenizer.json"} <= set(server.files(name))
-        assert "hf-moe-expand" in card_of(server, name).data.tags
+    pushed = server.files(name)
+    assert files <= pushed.keys()
+    assert "training_args.bin" not in pushed
+    assert ("hf-moe-expand" in (ModelCard(pushed["README.md"].decode()).data.tags or [])) == (name == "me/sft")
 
 
 @pytest.mark.parametrize(("code", "message"), TABLES["pushes"])
@@ -134,19 +129,17 @@ def test_what_goes_wrong_is_one_line(run, code, message):
 
 
 WORDS = {
-    "en": "the cat sat on the mat ", "el": "η γάτα κάθισε στο χαλί ", "hu": "a macska leült ", "tr": "kedi oturdu ",
-    "hi": "बिल्ली बैठ गई ",
-}  # fmt: skip
+    "en": "the cat sat on",
+    "el": "η γάτα κάθισε",
+    "hu": "a macska leült",
+    "tr": "kedi oturdu",
+    "hi": "बिल्ली बैठ गई",
+}
 OF_SCRIPTS = """
-import os
-os.environ["HF_TOKEN"] = token
-os.chdir(folder)
-import hf_moe_expand.hub.publish
 from hf_moe_expand.analysis import gate_fit, gating
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.data.anchors import shipped_anchors
 from transformers.integrations import integration_utils
-hf_moe_expand.hub.publish.check_loads_alone = lambda folder: None
 gating.shipped_anchors = lambda **given: dict(list(shipped_anchors(**given).items())[::10])
 gate_fit.ITERATIONS = 4
 QUICK = {"tokens": 300, "anchor_tokens": 200, "unseen_share": 0.99}
@@ -182,7 +175,7 @@ def folder(tmp_path_factory):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_dense(folder / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=24, max_position_embeddings=2048, **sizes)
     for code, words in WORDS.items():
-        rows = [f"{number} {words * 4}" for number in range(60)]
+        rows = [f"{number} {f'{words} ' * 4}" for number in range(60)]
         write_texts(folder / f"{code}.jsonl", rows)
         write_texts(folder / f"{code}.test.jsonl", rows[:40])
         tagged = [json.dumps({"text": row, "language": code}) + "\n" for row in rows]
@@ -190,27 +183,25 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def run_script(server, folder, tmp_path_factory):
-    client = Client(server.environment(tmp_path_factory.mktemp("home")))
-    yield lambda code: client.run(OF_SCRIPTS + code, folder=str(folder), token=TOKEN)
-    client.process.stdin.close()
-    client.process.wait()
+@pytest.fixture
+def run_script(run, folder):
+    """Runs a guide's script in its folder, and code after it."""
 
+    def run_script(script, after=""):
+        script = script.replace("fit_gates(model, ", QUICK_GATES)
+        script = script.replace('new=["el"])\ngate, ', 'new=["el"], settings=GateSettings(**QUICK))\ngate, ')
+        return run(f"os.chdir({str(folder)!r})\n{OF_SCRIPTS}{script}\n{after}")
 
-def quick(script):
-    script = script.replace("fit_gates(model, ", QUICK_GATES)
-    return script.replace('new=["el"])\ngate, ', 'new=["el"], settings=GateSettings(**QUICK))\ngate, ')
+    return run_script
 
 
 @pytest.mark.guides
 def test_the_scripts_run_one_after_the_other(server, folder, run_script):
     assert SCRIPTS.keys() == AFTER.keys()
     for name, script in SCRIPTS.items():
-        answer = run_script(f"{quick(script)}\n{AFTER[name]}")
-        assert "error" not in answer, (name, answer)
+        run_script(script, AFTER[name])
     published = server.files("me/qwen-el")
-    assert {"model.safetensors", "modeling_layer_moe.py", "tokenizer.json", "README.md"} <= set(published)
+    assert {*WHOLE, "tokenizer.json"} <= published.keys()
     assert "training_args.bin" not in published
     for made in ("qwen-el-1", "qwen-el-2", "qwen-el-gated", "dmoe-2", "dmoe-hi", "dmoe-hi-more"):
         assert (folder / made / "modeling_layer_moe.py").is_file() or (folder / made / "modeling_dmoe.py").is_file()
@@ -220,8 +211,7 @@ def test_the_scripts_run_one_after_the_other(server, folder, run_script):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "several.py"]
     done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr
-    answer = run_script(SCRIPTS["resume.py"])
-    assert "resumes at step" in answer["said"], answer
+    assert "resumes at step" in run_script(SCRIPTS["resume.py"])["said"]
 
 
 def test_readme_shows_the_trainers_first(server, run_script):
@@ -233,53 +223,36 @@ def test_readme_shows_the_trainers_first(server, run_script):
     for name in [*names, "fit_gates(", "average_experts(", "save_pretrained(", "push_to_hub("]:
         assert name in re.sub(r"\(\n +", "(", script)
     gated = "assert model.config.language_gate"
-    answer = run_script(f"{quick(script)}\n{gated}\n{loading}\n{gated}")
-    assert "error" not in answer, answer
-    pushed = server.files("me/qwen-el")
-    assert {"model.safetensors", "modeling_layer_moe.py", "tokenizer.json", "README.md"} <= set(pushed)
+    run_script(script, f"{gated}\n{loading}\n{gated}")
+    assert {*WHOLE, "tokenizer.json"} <= server.files("me/qwen-el").keys()
 
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("local")
-    expand_checkpoint(save_dense(folder / "tiny"), folder / "tiny-el", PLAN)
-    return folder / "tiny-el"
-
-
 @pytest.fixture
-def tiny_el(local, tmp_path):
-    return Path(shutil.copytree(local, tmp_path / "tiny-el"))
+def tiny_el(base, tmp_path):
+    expand_checkpoint(base, tmp_path / "tiny-el", PLAN)
+    return tmp_path / "tiny-el"
 
 
-def test_other_files_stay_here_unless_included(tiny_el):
+def test_other_files_keys_and_links_stay_here_unless_included(tiny_el, tmp_path):
     said = []
     before = published_files(tiny_el, say=said.append)
-    (tiny_el / "notes.txt").write_text("x")
+    assert {"modeling_layer_moe.py", "expanded_model.py", "parts.py", "expanded_config.py"} <= before.keys()
     (tiny_el / "checkpoint-5").mkdir()
-    (tiny_el / "checkpoint-5" / "optimizer.pt").write_text("x")
+    for name in ("notes.txt", "checkpoint-5/optimizer.pt", "tokenizer_key.pem"):
+        (tiny_el / name).write_text("x")
     assert published_files(tiny_el, say=said.append) == before
-    assert said == ["not published: checkpoint-5, notes.txt"]
+    assert said == ["not published: checkpoint-5, notes.txt, tokenizer_key.pem"]
     assert set(published_files(tiny_el, ["notes.txt"])) == {*before, "notes.txt"}
-    refused(published_files, tiny_el, ["../x"], says=r"\.\./x is no file in the folder")
-
-
-def test_keys_and_links_do_not_go_along_with_the_tokenizer(tiny_el, tmp_path):
-    before = published_files(tiny_el)
-    (tiny_el / "tokenizer_key.pem").write_text("x")
-    assert published_files(tiny_el) == before
-    (tiny_el / "tokenizer_key.pem").unlink()
+    for wrong in ("../x", str(tiny_el / "config.json")):
+        refused(published_files, tiny_el, [wrong], says=rf"{Path(wrong).name} is no file in the folder")
     (tmp_path / "secret.json").write_text("{}")
-    (tiny_el / "added_tokens.json").symlink_to(tmp_path / "secret.json")
-    refused(published_files, tiny_el, says=r"added_tokens\.json is no file in the folder, or a link")
-    (tiny_el / "added_tokens.json").unlink()
-    (tiny_el / "notes.txt").symlink_to(tmp_path / "secret.json")
-    refused(published_files, tiny_el, ["notes.txt"], says=r"notes\.txt is no file in the folder, or a link")
-    refused(published_files, tiny_el, [str(tiny_el / "config.json")], says=r"config\.json is no file in the folder")
-    (tiny_el / "notes.txt").unlink()
-    assert published_files(tiny_el) == before
+    for name, included in (("added_tokens.json", []), ("more.txt", ["more.txt"])):
+        (tiny_el / name).symlink_to(tmp_path / "secret.json")
+        refused(published_files, tiny_el, included, says=rf"{name} is no file in the folder, or a link")
+        (tiny_el / name).unlink()
 
 
 @pytest.mark.parametrize(
@@ -310,57 +283,46 @@ def test_a_checkpoint_with_changed_code_is_written_anew_as_the_message_says(tiny
 
 
 def test_the_check_runs_without_tokens(tiny_el, monkeypatch):
-    seen = {}
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_secret")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-
-    def run(*_, env, **__):
-        seen.update(env)
-        return subprocess.CompletedProcess([], 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    check_loads_alone(tiny_el)
-    assert not {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"} & set(seen)
+    secret = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY")
+    for name in secret:
+        monkeypatch.setenv(name, "hf_secret")
+    with patch.object(subprocess, "run", return_value=subprocess.CompletedProcess([], 0)) as run:
+        check_loads_alone(tiny_el)
+    seen = run.call_args.kwargs["env"]
+    assert not {*secret} & seen.keys()
     assert "hf_secret" not in seen.values()
     assert not Path(seen["HF_TOKEN_PATH"]).exists()
 
 
 def test_no_reference_to_code_travels_with_a_base(tmp_path):
-    base = save_dense(tmp_path / "base")
+    base, out, mean = save_dense(tmp_path / "base"), tmp_path / "out", tmp_path / "mean"
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
         fields = json.loads((base / name).read_text())
         (base / name).write_text(json.dumps({**fields, "auto_map": {"AutoTokenizer": ["x/y--t.T", None]}}))
     (base / "custom_generate").mkdir()
-    (base / "custom_generate" / "generate.py").write_text("")
-    (base / "t.py").write_text("")
-    expand_checkpoint(base, tmp_path / "out", PLAN)
-    merge = average_checkpoints([base, base], tmp_path / "mean")
-    for tiny_el in (tmp_path / "out", merge):
-        assert not any("x/y" in file.read_text() for file in tiny_el.glob("*.json"))
-        assert not (tiny_el / "custom_generate").exists()
-        assert not (tiny_el / "t.py").exists()
-    assert "auto_map" not in json.loads((merge / "config.json").read_text())
-    check_code(tmp_path / "out")
-
-
-def test_code_goes_along_and_none_is_missing(tiny_el):
-    code = {name for name in published_files(tiny_el) if name.endswith(".py")}
-    assert {"modeling_layer_moe.py", "expanded_model.py", "parts.py", "expanded_config.py"} <= code
-    (tiny_el / "modeling_layer_moe.py").unlink()
-    refused(check_loads_alone, tiny_el, says=r"does not load in a fresh process .*modeling_layer_moe\.py")
+    for name in ("custom_generate/generate.py", "t.py"):
+        (base / name).write_text("")
+    expand_checkpoint(base, out, PLAN)
+    average_checkpoints([base, base], mean)
+    for made in (out, mean):
+        assert not any("x/y" in file.read_text() for file in made.glob("*.json"))
+        assert not {"custom_generate", "t.py"} & {path.name for path in made.iterdir()}
+    assert "auto_map" not in json.loads((mean / "config.json").read_text())
+    check_code(out)
 
 
 def test_no_token_and_no_password_reaches_a_message(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
     words = f"hf_{'x' * 30}\na-token-of-another-kind: https://me:opensesame@example.org/x."
-    with pytest.raises(InputError) as error, library_errors_at("me/x"):
-        raise OSError(words)
-    assert str(error.value) == "me/x: *** ***: https://me:***@example.org/x."
-    with pytest.raises(InputError) as error, library_errors_at("me/x", secrets=["the one given ", None]):
-        raise ValueError("Illegal header value b'Bearer the one given '")
-    assert str(error.value) == "me/x: Illegal header value b'Bearer ***'."
-    assert error.value.__cause__ is None
+    header = ValueError("Illegal header value b'Bearer the one given '")
+    for raised, wanted in (
+        (OSError(words), "me/x: *** ***: https://me:***@example.org/x."),
+        (header, "me/x: Illegal header value b'Bearer ***'."),
+    ):
+        with pytest.raises(InputError) as error, library_errors_at("me/x", secrets=["the one given ", None]):
+            raise raised
+        assert str(error.value) == wanted
+        assert error.value.__cause__ is None
 
 
 @pytest.mark.parametrize(
@@ -371,8 +333,7 @@ def test_no_token_and_no_password_reaches_a_message(monkeypatch):
         ("plan.json", r'{"a": "C:\\Users\\me"}', "plan.json: holds a path"),
         ("README.md", "see /home/me/notes", "README.md: holds a path of this machine ./home/me/notes"),
         ("x.py", "TOKEN = 'hf_abcdefghijklmnopqrstuvwxyz'", r"x.py: holds an access token .hf_abc\.\.\."),
-        ("tokenizer.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "tokenizer.json: holds an access token"),
-        ("config.json", '{"key": "sk-abcdefghijklmnopqrstuvwx"}', "an access token"),
+        ("tokenizer.json", '{"sk-abcdefghijklmnopqrstuvwx": 1}', "tokenizer.json: holds an access token"),
         ("x.py", "t = 'github_pat_11ABCDEFGHIJKLMNOPQRST_abcdefghijkl'", "an access token .github"),
         ("README.md", "xoxb-123456789012-abcdefghijklmnop", "an access token .xoxb-1"),
         ("x.txt", "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "an access token .wJal"),
@@ -385,18 +346,15 @@ def test_tokens_and_local_paths_are_refused(name, text, message):
     assert "ghijkl" not in refused(refuse_private, {name: text.encode()}, says=message)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_what_only_looks_like_a_path_passes():
+    for name, text in (
         ("README.md", "https://huggingface.co/home/me/x and and/or, a/b/c; 24 h/day"),
         ("config.json", '{"a": "org/model", "b": "/", "c": "</s>", "d": "24/7"}'),
         ("tokenizer.json", '{"/home/me": 1, "/usr/bin/x": 2}'),
         ("tokenizer_config.json", r'{"chat_template": "Q:\n\nA:\n/think/no"}'),
         ("README.md", "https://example.org/a:b@c and mailto:me@example.org, https://$USER:$PASSWORD@example.org"),
-    ],
-)
-def test_what_only_looks_like_a_path_passes(name, text):
-    refuse_private({name: text.encode()})
+    ):
+        refuse_private({name: text.encode()})
 
 
 def test_metadata_of_weight_files_and_the_token_in_use_are_checked_too(tmp_path, monkeypatch):
@@ -407,11 +365,8 @@ def test_metadata_of_weight_files_and_the_token_in_use_are_checked_too(tmp_path,
 
 
 def test_a_base_that_cannot_be_asked_for_is_named_and_said(tiny_el, monkeypatch):
-    def download(*_, **__):
-        raise LocalEntryNotFoundError("not in the cache")
-
     for module in (base_model, card):
-        monkeypatch.setattr(module, "snapshot_download", download)
+        monkeypatch.setattr(module, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("not in the cache")))
     said = []
     pushed = push_to_hub(tiny_el, "me/tiny-el", base="org/tiny", dry_run=True, say=said.append)
     assert any(line.startswith("base: org/tiny was not compared with the checkpoint") for line in said)

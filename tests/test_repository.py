@@ -4,7 +4,9 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 from conftest import invoke
@@ -58,11 +60,9 @@ def test_pages_that_code_and_settings_name_exist():
     rooms = ("hf_moe_expand", "modeling", "trainers", "model_cards", "benchmarks", "examples", "tests")
     kinds = {".py", ".yaml", ".md", ".ipynb"}
     files = [file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in kinds]
-    texts = {file: file.read_text("utf-8") for file in (*files, ROOT / "Makefile", ROOT / "pyproject.toml")}
-    named = [(file, page) for file in texts for page in re.findall(r"\bdocs/\w+\.md(?:#[\w-]+)?", texts[file])]
-    assert len(named) > 20
-    for file, page in named:
-        assert_leads_somewhere(ROOT / file.name, page)
+    for file in (*files, ROOT / "Makefile", ROOT / "pyproject.toml"):
+        for page in re.findall(r"\bdocs/\w+\.md(?:#[\w-]+)?", file.read_text("utf-8")):
+            assert_leads_somewhere(ROOT / file.name, page)
 
 
 def raised_messages() -> set[str]:
@@ -89,13 +89,10 @@ def test_the_troubleshooting_guide_quotes_what_the_code_says():
 
 
 def test_the_page_of_settings_is_what_the_declarations_say():
-    """`hf-moe-expand recipes settings --out docs/settings.md` prints it anew."""
-    assert (DOCS / "settings.md").read_text("utf-8") == settings_page() == invoke("recipes", "settings")
-
-
-def test_the_page_of_settings_has_every_key_with_its_description():
-    sections = {}
-    for part in re.split(r"^## ", settings_page(), flags=re.MULTILINE)[1:]:
+    """`hf-moe-expand recipes settings --out docs/settings.md` prints it anew, every key with its description."""
+    page, sections = settings_page(), {}
+    assert (DOCS / "settings.md").read_text("utf-8") == page == invoke("recipes", "settings")
+    for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         title = part.partition("\n")[0].replace("`", "")
         sections[title] = dict(re.findall(r"^- `(\w+)`(?: \(.*?\))?: (.+)$", part, re.MULTILINE))
         for first, names in re.findall(r"^- as in `(\w+)`: (.*)$", part, re.MULTILINE):
@@ -152,13 +149,8 @@ def test_the_paper_index_leads_to_code():
 
 
 # The numbered equations of each paper; Elbayad et al. print no 6.
-EQUATIONS = {
-    "MoE-LPR": {*range(1, 12)},
-    "LayerMoE": {*range(1, 17)},
-    "DMoE": {*range(1, 5)},
-    "Elbayad et al.": {*range(1, 10)} - {6},
-    "DeltaMoE": {*range(1, 10)},
-}
+LAST = {"MoE-LPR": 11, "LayerMoE": 16, "DMoE": 4, "Elbayad et al.": 9, "DeltaMoE": 9}
+EQUATIONS = {paper: {*range(1, last + 1)} - ({6} if "Elbayad" in paper else set()) for paper, last in LAST.items()}
 
 
 def test_the_paper_index_has_every_equation():
@@ -178,7 +170,7 @@ def test_the_documentation_stays_short():
     assert len((DOCS / "speed.md").read_text("utf-8").splitlines()) <= 80
 
 
-PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
+PACKAGE = ROOT / "hf_moe_expand"
 BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at the top of the repository
 # From the leaves to the command line. Each line may import the lines above it; `` is the package itself.
 ROOMS = (
@@ -188,15 +180,13 @@ ROOMS = (
 )  # fmt: skip
 
 
-def modules() -> dict[str, tuple[Path, bool]]:
-    """Dotted name inside the package, `` for the package itself, to the file and whether it is an `__init__`."""
-    found = {}
-    rooms = [(path, PACKAGE.parent) for room in BESIDE for path in (PACKAGE.parent / room).rglob("*.py")]
-    for path, top in [(path, PACKAGE) for path in PACKAGE.rglob("*.py")] + rooms:
-        parts = path.relative_to(top).with_suffix("").parts
-        whole = parts[-1] == "__init__"
-        found[".".join(parts[:-1] if whole else parts)] = (path, whole)
-    return found
+@cache
+def modules() -> dict[str, Path]:
+    """Each file of the package by its dotted name inside it, `` for the package itself."""
+    files = [(path, PACKAGE) for path in PACKAGE.rglob("*.py")]
+    files += [(path, ROOT) for room in BESIDE for path in (ROOT / room).rglob("*.py")]
+    names = [".".join(path.relative_to(top).with_suffix("").parts) for path, top in files]
+    return {name.removesuffix("__init__").rstrip("."): path for name, (path, _) in zip(names, files, strict=True)}
 
 
 def statements(body: list[ast.AST]) -> Iterator[ast.AST]:
@@ -209,45 +199,36 @@ def statements(body: list[ast.AST]) -> Iterator[ast.AST]:
             yield from statements(list(ast.iter_child_nodes(node)))
 
 
-def imported(name: str, known: dict[str, tuple[Path, bool]]) -> set[str]:
+@cache
+def imported(name: str) -> set[str]:
     """Modules of the package that a module imports, inside its functions too."""
-    path, whole = known[name]
-    here = name.split(".") if name else []
-    package = here if whole else here[:-1]
-    found = set()
+    path, found = modules()[name], set()
+    whole = f"{PACKAGE.name}.{name}".rstrip(".")
     for node in statements(list(ast.parse(path.read_text("utf-8")).body)):
-        if isinstance(node, ast.Import):
-            assert not any(alias.name.split(".")[0] == "hf_moe_expand" for alias in node.names), path
-        if not isinstance(node, ast.ImportFrom):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        if not node.level:
-            assert (node.module or "").split(".")[0] != "hf_moe_expand", f"{path}: imports are relative"
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.Import) or not node.level:
+            outside = names if isinstance(node, ast.Import) else [node.module]
+            assert not any(one.split(".")[0] == PACKAGE.name for one in outside), f"{path}: imports are relative"
             continue
-        above = package[: len(package) - node.level + 1]
-        source = ".".join([*above, *([node.module] if node.module else [])])
-        for alias in node.names:
-            inner = f"{source}.{alias.name}".strip(".")
-            found.add(inner if inner in known else source)
+        here = whole if path.stem == "__init__" else whole.rpartition(".")[0]
+        source = resolve_name("." * node.level + (node.module or ""), here).removeprefix(PACKAGE.name).lstrip(".")
+        inner = {one: f"{source}.{one}".strip(".") for one in names}
+        found |= {inner[one] if inner[one] in modules() else source for one in names}
     return found - {name}
 
 
 def test_imports_go_from_later_rooms_to_earlier_ones():
-    known = modules()
     place = {room: number for number, line in enumerate(ROOMS) for room in line}
-    assert {name.split(".")[0] for name in known} == set(place)
-    backwards = []
-    for name in known:
-        room = name.split(".")[0]
-        for other in imported(name, known):
-            there = other.split(".")[0]
-            if there != room and place[there] >= place[room]:
-                backwards.append(f"{name} imports {other}")
-    assert backwards == []
+    room = lambda name: name.split(".")[0]  # noqa: E731
+    assert {*map(room, modules())} == {*place}
+    pairs = [(name, other) for name in modules() for other in imported(name) if room(name) != room(other)]
+    assert [pair for pair in pairs if place[room(pair[1])] >= place[room(pair[0])]] == []
 
 
 def test_modules_import_in_no_circle_and_what_loads_configurations_registers():
-    known = modules()
-    list(TopologicalSorter({name: imported(name, known) for name in known}).static_order())  # raises CycleError
-    loads = {name for name, (path, _) in known.items() if "AutoConfig.from_pretrained" in path.read_text("utf-8")}
+    list(TopologicalSorter({name: imported(name) for name in modules()}).static_order())  # raises CycleError
+    loads = {name for name, path in modules().items() if "AutoConfig.from_pretrained" in path.read_text("utf-8")}
     assert loads == {"checkpoint.source", "hub.published"}
-    assert all("modeling" in imported(name, known) for name in loads)
+    assert all("modeling" in imported(name) for name in loads)

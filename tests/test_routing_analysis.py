@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -50,35 +50,37 @@ def build(backbone, config_class=LayerMoEConfig, counts=(3, 1, 2, 4), **fields):
     return shaken((LayerMoEForCausalLM if config_class is LayerMoEConfig else DMoEForCausalLM)(config).eval(), 0.2)
 
 
-def slow_tokens(model, tokenizer, texts, settings):
-    """For each token by itself: by layer, its weight of each expert, its score of expert 0, its class; and the nats."""
-    left, rows, nats = settings["tokens"], [], []
+def blocks(tokenizer, texts, settings):
+    """The first tokens of texts, in blocks, of which none has two texts."""
+    left, size = settings["tokens"], settings["block_size"]
     for text in texts:
         ids = tokenizer(text).input_ids[:left]
         left -= len(ids)
-        for start in range(0, len(ids), settings["block_size"]):
-            block = ids[start : start + settings["block_size"]]
-            with torch.no_grad(), model.capture_routing() as routing:
-                log_probs = model(torch.tensor([block])).logits[0].log_softmax(-1)
-            nats += [-log_probs[i, token].item() for i, token in enumerate(block[1:])]
-            for position in range(len(block)):
-                row = {}
-                for layer, found in routing.layers.items():
-                    scores = found.router_logits[position].double().softmax(-1).tolist()
-                    best = sorted(range(len(scores)), key=lambda e, scores=scores: -scores[e])[:2]
-                    whole = sum(scores[e] for e in best)
-                    weights = [scores[e] / whole if e in best else 0.0 for e in range(len(scores))]
-                    kind = None
-                    if found.classifier_logits is not None:
-                        a, b = found.classifier_logits[position].tolist()
-                        kind = int(b >= a)
-                        if kind == 0:
-                            weights = [1.0] + [0.0] * (len(scores) - 1)
-                    row[layer] = (weights, scores[0], kind)
-                rows.append(row)
-        if not left:
-            break
+        yield from (ids[start : start + size] for start in range(0, len(ids), size))
+    assert not left
+
+
+def slow_tokens(model, tokenizer, texts, settings):
+    """For each token by itself: by layer, its weight of each expert, its score of expert 0, its class; and the nats."""
+    rows, nats = [], []
+    for block in blocks(tokenizer, texts, settings):
+        with torch.no_grad(), model.capture_routing() as routing:
+            log_probs = model(torch.tensor([block])).logits[0].log_softmax(-1)
+        nats += [-log_probs[i, token].item() for i, token in enumerate(block[1:])]
+        rows += [{layer: slow_choice(found, at) for layer, found in routing.layers.items()} for at in range(len(block))]
     return rows, nats
+
+
+def slow_choice(found, position):
+    scores = found.router_logits[position].double().softmax(-1).tolist()
+    best = sorted(range(len(scores)), key=lambda e: -scores[e])[:2]
+    weights = [scores[e] / sum(scores[i] for i in best) if e in best else 0.0 for e in range(len(scores))]
+    kind = None
+    if found.classifier_logits is not None:
+        old, new = found.classifier_logits[position].tolist()
+        kind = int(new >= old)
+        weights = weights if kind else [1.0] + [0.0] * (len(scores) - 1)
+    return weights, scores[0], kind
 
 
 def mean(values):
@@ -112,16 +114,15 @@ def test_every_figure_is_what_it_says(backbone, tmp_path):
             assert result.classifier_accuracy[language][index] == (right if right is None else pytest.approx(right))
             needed = next(n for n in range(1, 5) if sum(sorted(share, reverse=True)[:n]) >= 0.5 - 1e-12)
             assert result.experts_for_half[language][index] == needed
+    assert [*map(experts_for_half, ([10, 0, 0], [5, 3, 2], [2, 3, 4]))] == [1, 1, 2]  # one has exactly half
     result.to_json(tmp_path / "routing.json")
     assert RoutingResult.from_json(tmp_path / "routing.json") == result
     assert 0 < result.classifier_accuracy["en"][2] < 1  # neither all nor none: the figure can be wrong
     for index in range(3):
-        for i, a in enumerate(TEXTS):
-            for j, b in enumerate(TEXTS):
-                u, v = shares[a, index], shares[b, index]
-                dot = sum(x * y for x, y in zip(u, v, strict=True))
-                cosine = dot / (math.hypot(*u) * math.hypot(*v))
-                assert result.similarity[index][i][j] == pytest.approx(cosine, abs=1e-9)
+        for (i, a), (j, b) in product(enumerate(TEXTS), repeat=2):
+            u, v = shares[a, index], shares[b, index]
+            cosine = sum(x * y for x, y in zip(u, v, strict=True)) / (math.hypot(*u) * math.hypot(*v))
+            assert result.similarity[index][i][j] == pytest.approx(cosine, abs=1e-9)
     for (here, there), found in zip(pairwise(result.layers), result.colocation, strict=True):
         columns = [list(zip(*(row[layer][0] for row in everything), strict=True)) for layer in (here, there)]
         largest = max(statistics.correlation(xs, ys) for xs in columns[0] for ys in columns[1] if len(set(ys)) > 1)
@@ -181,10 +182,8 @@ def test_a_dmoe_models_experts_are_its_groups():
     assert result.classes == {"en": 1, "el": 1, "hu": 1}
     assert result.classifier_accuracy["en"] == [None, None]
     header, rows = result.rows()
-    assert header == [
-        "layer", "experts", "expert 0 old", "expert 0 new", "classifier old", "classifier new",
-        "E_50% old", "E_50% new",
-    ]  # fmt: skip
+    both = [f"{figure} {kind}" for figure in ("expert 0", "classifier", "E_50%") for kind in ("old", "new")]
+    assert header == ["layer", "experts", *both]
     assert [row[:3] + row[4:7] for row in rows] == [["0", "2", "-", "-", "-", "-"], ["3", "2", "-", "-", "-", "-"]]
     expected = mean([result.expert_0_score[code][1] for code in TEXTS])
     assert rows[1][3] == f"{expected:.3f}"
@@ -215,11 +214,6 @@ def test_random_experts_are_uniform_seeded_and_keep_the_routers_weights():
     assert not torch.equal(drawn, other)
 
 
-def test_e_50_by_hand():
-    counts = ([10, 0, 0], [5, 3, 2], [2, 3, 4], [1, 1, 1, 1, 1])  # of the second, one expert has exactly half
-    assert [*map(experts_for_half, counts)] == [1, 1, 2, 3]
-
-
 def test_perplexity_under_random_routing():
     model, tokenizer = build("qwen2"), byte_tokenizer()
     ids = torch.tensor([tokenizer("Ένα παράδειγμα").input_ids])
@@ -229,15 +223,14 @@ def test_perplexity_under_random_routing():
             drawn = model(ids).logits
         assert not torch.allclose(drawn, before, atol=1e-3)
         assert torch.equal(model(ids).logits, before)
-    first, again, other = (
-        measure_routing(model, tokenizer, TEXTS, **SETTINGS, random_seeds=seeds) for seeds in ([0], [0], [1])
+    first, again, other, both = (
+        measure_routing(model, tokenizer, TEXTS, **SETTINGS, random_seeds=seeds).random_perplexity
+        for seeds in ([0], [0], [1], [0, 1])
     )
-    assert first.random_perplexity == again.random_perplexity
-    both = measure_routing(model, tokenizer, TEXTS, **SETTINGS, random_seeds=[0, 1]).random_perplexity
+    assert first == again
     for language in TEXTS:
-        one, two = first.random_perplexity[language], other.random_perplexity[language]
-        assert one != two
-        assert both[language] == pytest.approx((one + two) / 2)
+        assert first[language] != other[language]
+        assert both[language] == pytest.approx((first[language] + other[language]) / 2)
 
 
 def test_the_models_provenance_says_which_languages_are_old():
@@ -250,33 +243,35 @@ def test_the_models_provenance_says_which_languages_are_old():
 
 def test_the_nearest_expert_has_most_of_the_weight():
     model, tokenizer = build("qwen2"), byte_tokenizer()
+    result = measure_routing(model, tokenizer, TEXTS, **SETTINGS)
     for codes in (["en"], ["el"], ["el", "hu"]):
-        slow = [slow_tokens(model, tokenizer, TEXTS[code], SETTINGS)[0] for code in codes]
-        expected = {}
-        for layer in model.expanded_ffns():
-            experts = range(len(slow[0][0][layer][0]))
-            shares = [mean([mean([row[layer][0][e] for row in rows]) for rows in slow]) for e in experts]
-            expected[layer] = max(experts, key=shares.__getitem__)
         texts = {code: TEXTS[code] for code in codes}
         found = nearest_experts(model, tokenizer, texts, tokens=101, block_size=16, batch_size=3)
-        assert found == expected
-    assert set(expected) == {0, 2, 3}
-    assert any(expected.values())  # not expert 0 everywhere
+        assert [*found] == result.layers
+        for index, nearest in enumerate(found.values()):
+            shares = [mean(column) for column in zip(*(result.weight_share[c][index] for c in codes), strict=True)]
+            assert nearest == shares.index(max(shares))
+    assert any(found.values())  # not expert 0 everywhere
+
+
+TOO_MANY = r"Language '\w\w' has \d+ tokens, but 9,000 were asked for"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("measure", "changes", "said"),
     [
-        ({"model": tiny_dense("qwen2")}, "Qwen2ForCausalLM: no layer has experts; give an expanded model"),
-        ({"texts": {}}, "No language was given"),
-        ({"tokens": 9000}, r"Language '\w\w' has \d+ tokens, but 9,000 were asked for"),
-        ({"texts": {"el": ["a", "b"]}, "tokens": 2}, "Language 'el': no token follows another"),
-        ({"tokens": 0}, "tokens: Input should be greater than or equal to 1"),
+        (measure_routing, {"model": tiny_dense("qwen2")}, "Qwen2ForCausalLM: no layer has experts; give an expanded"),
+        (measure_routing, {"texts": {}}, "No language was given"),
+        (measure_routing, {"tokens": 9000}, TOO_MANY),
+        (measure_routing, {"texts": {"el": ["a", "b"]}, "tokens": 2}, "Language 'el': no token follows another"),
+        (measure_similarity, {"tokens": 9000}, TOO_MANY),
+        (measure_similarity, {"block_size": -4}, "greater than or equal to 1"),
+        (measure_similarity, {"old": [], "new": ["el"]}, "Similarity needs two languages"),
     ],
 )
-def test_bad_input_is_refused(changes, said):
+def test_bad_input_is_refused(measure, changes, said):
     given = {"model": build("qwen2"), "tokenizer": byte_tokenizer(), "texts": TEXTS, **SETTINGS, **changes}
-    refused(measure_routing, **given, says=said)
+    refused(measure, **given, says=said)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +326,7 @@ def test_the_command_line(root, tmp_path, model, monkeypatch):
     found = json.loads((tmp_path / "routing.json").read_text())
     assert (found["classes"], found["layers"], found["tokens"]) == ({"en": 0, "el": 1}, [0, 2], 60)
     assert found["has_choice"] == (model == "expanded")
-    for language, perplexity in found["perplexity"].items():
-        assert found["random_perplexity"][language] == pytest.approx(perplexity, rel=1e-4)
+    assert found["random_perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
     refused(invoke, "analyze", "routing", root / model, *data, *out, says=r"routing.json: exists already")
 
 
@@ -340,68 +334,39 @@ SIMILAR = {code: texts * 2 for code, texts in TEXTS.items()}
 MEASURED = {"tokens": 150, "block_size": 16, "batch_size": 3}
 
 
-def slow_similarity(model, tokenizer, a, b, settings):
+def slow_similarity(model, tokenizer, a, b):
     """Every state of `a` with every state of `b`, straight from Eq. 8, no batching and so no padding."""
 
     def states(texts):
         collected = {}
-        left = settings["tokens"]
         with ffn_inputs(model, lambda layer, x: collected.setdefault(layer, []).append(x[0])), torch.no_grad():
-            for text in texts:
-                ids = tokenizer(text).input_ids[:left]
-                left -= len(ids)
-                for start in range(0, len(ids), settings["block_size"]):
-                    model(torch.tensor([ids[start : start + settings["block_size"]]]))
-                if not left:
-                    break
+            for block in blocks(tokenizer, texts, MEASURED):
+                model(torch.tensor([block]))
         return [torch.cat(collected[layer]).double() for layer in sorted(collected)]
 
-    found = []
-    for u, v in zip(states(a), states(b), strict=True):
-        assert len(u) == len(v) == settings["tokens"]
-        found.append(torch.nn.functional.cosine_similarity(u[:, None], v[None], dim=-1).mean().item())
-    return found
-
-
-@pytest.mark.parametrize("backbone", ["qwen2", "bloom", "gemma3_text", "llama"])
-def test_similarity_is_the_mean_of_all_pairs(backbone):
-    model, tokenizer = tiny_dense(backbone), byte_tokenizer()
-    result = measure_similarity(model, tokenizer, SIMILAR, ["en"], ["el", "hu"], **MEASURED)
-    assert sorted(result.pairs) == ["el-el", "el-en", "el-hu", "en-en", "hu-en", "hu-hu"]
-    for pair, values in result.pairs.items():
-        a, b = pair.split("-")
-        assert values == pytest.approx(slow_similarity(model, tokenizer, SIMILAR[a], SIMILAR[b], MEASURED), abs=1e-6)
-    for layer in range(3):
-        new_old = (result.pairs["el-en"][layer] + result.pairs["hu-en"][layer]) / 2
-        assert result.new_old[layer] == pytest.approx(new_old)
-        assert result.similarity[layer] == pytest.approx((new_old + result.pairs["el-hu"][layer]) / 2)
+    pairs = zip(states(a), states(b), strict=True)
+    return [torch.nn.functional.cosine_similarity(u[:, None], v[None], dim=-1).mean().item() for u, v in pairs]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"tokens": 9000}, r"Language 'e[nl]' has \d+ tokens, but 9,000 were asked for"),
-        ({"block_size": -4}, "greater than or equal to 1"),
-        ({"old": []}, "Similarity needs two languages"),
-    ],
+    ("backbone", "old", "new"),
+    [("qwen2", ["en"], ["el", "hu"]), ("bloom", ["en"], ["el", "hu"]), ("gemma3_text", ["en", "hu"], ["el"])],
 )
-def test_what_cannot_be_measured_is_refused(changes, said):
-    given = {"old": ["en"], "new": ["el"], **MEASURED, **changes}
-    refused(measure_similarity, tiny_dense("qwen2"), byte_tokenizer(), SIMILAR, **given, says=said)
-
-
-def test_old_languages_are_compared_with_each_other():
-    """LayerMoE's figure 1: en&en, en&es, and pairs with and of new languages."""
-    model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
-    found = measure_similarity(model, tokenizer, SIMILAR, ["en", "hu"], ["el"], **MEASURED)
-    assert [*found.pairs] == ["el-el", "el-en", "el-hu", "en-en", "en-hu", "hu-hu"]
-    for pair in ("en-hu", "en-en"):
+def test_similarity_is_the_mean_of_all_pairs(backbone, old, new):
+    """Old languages are compared with each other, too, as in LayerMoE's figure 1."""
+    model, tokenizer = tiny_dense(backbone), byte_tokenizer()
+    result = measure_similarity(model, tokenizer, SIMILAR, old, new, **MEASURED)
+    assert sorted(result.pairs) == ["el-el", "el-en", "el-hu", "en-en", "hu-en" if new[1:] else "en-hu", "hu-hu"]
+    for pair, values in result.pairs.items():
         a, b = pair.split("-")
-        slow = slow_similarity(model, tokenizer, SIMILAR[a], SIMILAR[b], MEASURED)
-        assert found.pairs[pair] == pytest.approx(slow, abs=1e-6)
-    assert found.new_new is None
-    assert found.new_old == [(a + b) / 2 for a, b in zip(found.pairs["el-en"], found.pairs["el-hu"], strict=True)]
-    assert found.similarity == found.new_old
+        assert values == pytest.approx(slow_similarity(model, tokenizer, SIMILAR[a], SIMILAR[b]), abs=1e-6)
+    between = ["el-en", "hu-en"] if new[1:] else ["el-en", "el-hu"]
+    for layer in range(3):
+        new_old = sum(result.pairs[pair][layer] for pair in between) / 2
+        assert result.new_old[layer] == pytest.approx(new_old)
+        wanted = (new_old + result.pairs["el-hu"][layer]) / 2 if new[1:] else new_old
+        assert result.similarity[layer] == pytest.approx(wanted)
+    assert (result.new_new is None) == (not new[1:])
 
 
 def test_after_two_expansions_there_are_three_classes():
