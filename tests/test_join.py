@@ -20,7 +20,7 @@ from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.checkpoint.source import name_in_results, own_name
 from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.hub.published import published_files
+from hf_moe_expand.hub.published import check_code, published_files
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.runs.recipe import Recipe
 
@@ -98,6 +98,7 @@ def test_updates_and_ffns_meet(packs, base, tmp_path):
         as_alone(tmp_path / joined, {"el": packs["el"], "fr": lora, **others})
     said = invoke("inspect", tmp_path / "out")
     assert re.search(r"expansion 2 +pack qwen-fr: mola on base: old en; new fr\n", said)
+    check_code(tmp_path / "out")  # else it is not pushed
     model = load(tmp_path / "out")
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)

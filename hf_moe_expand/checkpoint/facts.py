@@ -10,6 +10,7 @@ from ..core.languages import in_words
 from ..modeling import count_layers, stack_sizes
 from ..modeling.language_gate import GateRule
 from ..modeling.part_joined import joins_packs
+from ..modeling.parts import PARTS
 from .records import History
 
 # The fields of a configuration for each setting of a kind of experts.
@@ -82,9 +83,9 @@ def kind_of(config: Any, first: int = 0, end: int | None = None) -> ExpertKind:
 
 
 def set_part(config: Any, name: str, settings: Any) -> None:
-    """Gives a configuration a part's settings; None takes the part away."""
-    others = {part: value for part, value in config.parts.items() if part != name}
-    config.parts = others if settings is None else {**others, name: settings}
+    """Gives a configuration a part's settings, in the order of saved code; None takes the part away."""
+    parts = {**config.parts, name: settings}
+    config.parts = {part: parts[part] for part in PARTS if parts.get(part) is not None}
 
 
 def set_kinds(config: Any, kinds: Sequence[ExpertKind]) -> None:

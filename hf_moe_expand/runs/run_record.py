@@ -113,8 +113,7 @@ class RunRecord:
             if step.name.removeprefix("expansion 1: ") in {*self.done} - {step.name}:
                 raise InputError(
                     f"{self.root}: holds a run of one expansion, whose steps have other names and folders than those "
-                    f"of several (`{step.name}`): give another `output`, or grow the finished model with a recipe of "
-                    "its own (`base`)."
+                    f"of several (`{step.name}`): give another `output`, or grow the finished model (docs/packs.md)."
                 )
             if not step.repeatable and (changed := self._changes(step)):
                 raise InputError(

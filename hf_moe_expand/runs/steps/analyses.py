@@ -59,8 +59,8 @@ def deviation_step(run: ExpansionRun) -> Step:
         result = measure_deviation(
             model, tokenizer, texts, work_dir=place, seed=run.recipe.seed, **settings.model_dump()
         )
-        shutil.rmtree(place)
         result.to_json(run.folder / ANALYSIS)
+        shutil.rmtree(place)
         return StepResult(f"deviation {_range(result.deviation, '.4g')} over {len(result.deviation)} layers")
 
     return run.step("analyze", ANALYSIS, inputs, work, tried)
