@@ -96,6 +96,7 @@ def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):
     (tmp_path / ".git" / "x.txt").write_text("never read")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     (tmp_path / "linked").symlink_to(tmp_path / "in")
+    (tmp_path / "later.jsonl").symlink_to(tmp_path / "a.jsonl")
     files, left_out = text_files(tmp_path)
     assert [str(file.relative_to(tmp_path)) for file in files] == [
         "a.jsonl", "in/b.jsonl", "in/news.txt", "readme.jsonl",
@@ -103,12 +104,18 @@ def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):
     assert {reason: sorted(names) for reason, names in left_out.items()} == {
         "about the data, by its name": sorted(about), "of another kind": ["b.parquet.gz", "notes.md"],
         "hidden": [".git/", ".hidden.txt"], "empty": ["void.jsonl"], "a link to a folder": ["linked/"],
-        "no file, or a link to none": ["gone.jsonl"],
+        "no file, or a link to none": ["gone.jsonl"], "another name of a file that is read": ["later.jsonl"],
     }  # fmt: skip
     assert load(tmp_path) == [*TEXTS, *TEXTS, "some words", *TEXTS]
     said = capsys.readouterr().err
     for names in left_out.values():
         assert all(name in said for name in names)
+    assert load(tmp_path / "*.jsonl") == [*TEXTS, *TEXTS]
+    assert f"{tmp_path / 'void.jsonl'} (empty)" in capsys.readouterr().err
+    for name in ("gone.jsonl", "later.jsonl", "linked", "void.jsonl"):
+        (tmp_path / name).unlink()
+    assert load(f"file://{tmp_path}") == [*TEXTS, *TEXTS, "some words", *TEXTS]
+    assert "README.txt, " in capsys.readouterr().err
 
 
 def test_a_folder_of_readmes_alone_holds_no_text(tmp_path):

@@ -10,8 +10,10 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator
+from glob import glob
 from io import TextIOWrapper
 from itertools import accumulate, chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,36 +62,47 @@ def _compression(name: str) -> str:
     return next((suffix for suffix in _OPENS if suffix and name.endswith(suffix)), "")
 
 
-def text_files(folder: Path) -> tuple[list[Path], dict[str, list[str]]]:
-    """The files of a folder and of those in it that hold text, in order; and the names of all others, by the reason for
-    which they are left out."""
-    files: list[Path] = []
+def text_files(place: Path) -> tuple[list[Path], dict[str, list[str]]]:
+    """The files of a folder and of those in it, or of a pattern, that hold text, in order, each once; and the names of
+    all others, by the reason for which they are left out."""
+    is_folder = place.is_dir()
+    files: dict[Path, Path] = {}
     left_out: dict[str, list[str]] = {}
+    for path, reason in sorted(_of_folder(place), key=itemgetter(0)) if is_folder else _of_pattern(str(place)):
+        if reason is None and files.setdefault(path.resolve(), path) is not path:
+            reason = "another name of a file that is read"
+        if reason:
+            name = path.relative_to(place) if is_folder else path
+            left_out.setdefault(reason, []).append(f"{name}{'/' * path.is_dir()}")
+    return [*files.values()], left_out
 
-    def leave_out(path: Path, reason: str) -> None:
-        left_out.setdefault(reason, []).append(str(path.relative_to(folder)) + ("/" if path.is_dir() else ""))
 
-    def unreadable(error: OSError) -> None:
-        leave_out(Path(error.filename), f"cannot be read: {error.strerror}")
-
-    for at, inner, names in os.walk(folder, onerror=unreadable):
-        for name in sorted(inner):
+def _of_folder(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """Each file, and each folder that is not read; and why not."""
+    errors: list[OSError] = []
+    for at, inner, names in os.walk(folder, onerror=errors.append):
+        for name in [*inner]:
             path = Path(at, name)
             if name.startswith(".") or path.is_symlink():
-                leave_out(path, "hidden" if name.startswith(".") else "a link to a folder")
+                yield path, "hidden" if name.startswith(".") else "a link to a folder"
                 inner.remove(name)
-        for name in sorted(names):
-            path = Path(at, name)
-            # A hidden file belongs to an editor, a notebook or a file manager.
-            if reason := "hidden" if name.startswith(".") else no_text_file(path) or _about(path):
-                leave_out(path, reason)
-            else:
-                files.append(path)
-    return sorted(files), left_out
+        for name in names:
+            yield Path(at, name), by_its_name(name) or no_text_file(Path(at, name))
+    yield from ((Path(error.filename), f"cannot be read: {error.strerror}") for error in errors)
 
 
-def _about(path: Path) -> str | None:
-    is_about = format_of(path) == ".txt" and _ABOUT.fullmatch(path.name.lower().partition(".txt")[0])
+def _of_pattern(pattern: str) -> Iterator[tuple[Path, str | None]]:
+    found = map(Path, sorted(glob(pattern, recursive=True)))
+    return ((path, no_text_file(path)) for path in found if not path.is_dir())
+
+
+def by_its_name(path: str) -> str | None:
+    """Why a file of a folder is not read, by its path in it alone."""
+    if any(part.startswith(".") for part in Path(path).parts):  # it belongs to an editor, a notebook or a file manager
+        return "hidden"
+    if (kind := format_of(path)) is None:
+        return "of another kind"
+    is_about = kind == ".txt" and _ABOUT.fullmatch(Path(path).name.lower().partition(".txt")[0])
     return "about the data, by its name" if is_about else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from glob import glob, has_magic
+from glob import has_magic
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..core.errors import InputError, in_one_line, is_unicode
 from ..core.languages import check_old_and_new
 from ..core.saying import say_once
 from ..core.schema import checked
-from .files import KNOWN, format_of, no_text_file, read_rows, text_files, version
+from .files import KNOWN, by_its_name, format_of, no_text_file, read_rows, text_files, version
 from .places import UnreachableError, check_address, files_elsewhere, is_elsewhere
 from .rows import PAIR, TEXT, Document, LeftOut, Row, counted, judged
 
@@ -186,13 +186,21 @@ class LanguageText:
     def _elsewhere(self) -> dict[str, int | None]:
         """The files of an address that are of a known kind, and their sizes; says which are not."""
         found = files_elsewhere(self.source)
-        known = {path: size for path, size in found.items() if format_of(path) is not None}
+        is_folder = not has_magic(self.source) and [Path(path).name for path in found] != [Path(self.source).name]
+        known: dict[str, int | None] = {}
+        left_out: dict[str, list[str]] = {}
+        for path, size in found.items():
+            name = path.removeprefix(self.source).strip("/") if path.startswith(self.source) else Path(path).name
+            if reason := by_its_name(name) if is_folder else None if format_of(path) else "of another kind":
+                left_out.setdefault(reason, []).append(name)
+            else:
+                known[path] = size
         if not known:
             raise InputError(f"{self.source}: holds no file of a known kind; known: {KNOWN}.")
         if not any(size != 0 for size in known.values()):
             raise InputError(f"{self.source}: holds empty files alone: give one with text.")
-        if others := [Path(path).name for path in found if path not in known]:
-            say_once(f"{self.source}: files left out: {_first_names(others)} (of another kind)")
+        if left_out:
+            say_once(f"{self.source}: {_in_words(left_out)}")
         return known
 
     def documents(self, say: bool = False) -> Iterator[str]:
@@ -246,12 +254,9 @@ class LanguageText:
         )
 
     def files_left_out(self) -> str:
-        """The files of a folder that are not read, by the reason, in words; empty if all are."""
-        folder = self._path()
-        if folder is None or not folder.is_dir():
-            return ""
-        parts = [f"{_first_names(names)} ({reason})" for reason, names in text_files(folder)[1].items()]
-        return f"files left out: {'; '.join(parts)}" if parts else ""
+        """The files of a folder or a pattern that are not read, by the reason, in words; empty if all are."""
+        place = self._path()
+        return "" if place is None or place.is_file() else _in_words(text_files(place)[1])
 
     def files(self) -> list[Path]:
         """The local files of this source; empty for the hub and other places.
@@ -268,9 +273,7 @@ class LanguageText:
         if path.is_dir():
             files, why = text_files(path)[0], "the folder holds no file of a known kind"
         elif has_magic(self.source) and not path.exists():
-            found = map(Path, sorted(glob(str(path), recursive=True)))
-            files = [file for file in found if format_of(file) and file.is_file() and file.stat().st_size]
-            why = "no file of a known kind has such a name"
+            files, why = text_files(path)[0], "no file of a known kind has such a name"
         elif not path.exists():
             raise InputError(f"{path}: no such file (text for language {self.language!r}).")
         else:
@@ -291,8 +294,13 @@ class LanguageText:
             return Path(self.source)
 
 
-def _first_names(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_FILES]) + (f" and {n:,} others" if (n := len(names) - _MOST_FILES) > 0 else "")
+def _in_words(left_out: Mapping[str, list[str]]) -> str:
+    """The files that are left out, by the reason."""
+    parts = []
+    for reason, names in left_out.items():
+        more = f" and {len(names) - _MOST_FILES:,} others" if len(names) > _MOST_FILES else ""
+        parts.append(f"{', '.join(names[:_MOST_FILES])}{more} ({reason})")
+    return f"files left out: {'; '.join(parts)}" if parts else ""
 
 
 def read_documents(text: LanguageText, stamps: Any, as_pairs: bool) -> Iterator[Document]:
