@@ -455,6 +455,26 @@ def test_another_vocabulary_is_refused_by_the_first_token_that_differs(home, tmp
     refused(expand_tuned, *given, says="token 40 is 'other', but ")
 
 
+def test_a_tokenizer_without_the_end_token_that_its_class_adds(tmp_path):
+    base = tiny_dense("qwen2")
+    for name, model in (("base", base), ("el", fine_tune(base, 1))):
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    file, settings = (tmp_path / "base" / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    fields = json.loads(file.read_text()) | {"added_tokens": []}
+    del fields["model"]["vocab"]["<end>"]
+    file.write_text(json.dumps(fields))
+    settings.write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "el")  # with the token
+    assert b"<|endoftext|>" in (tmp_path / "el" / file.name).read_bytes()
+    for name in ("told", "untold"):
+        expand_tuned(tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / name)
+        assert (tmp_path / name / file.name).read_bytes() == file.read_bytes()
+        settings.unlink(missing_ok=True)
+    AutoTokenizer.from_pretrained(tmp_path / "told").save_pretrained(tmp_path / "told")
+    expand_tuned(tmp_path / "told", {"tr": tmp_path / "el"}, tmp_path / "more")
+
+
 @pytest.mark.parametrize(
     ("given", "own"),
     [

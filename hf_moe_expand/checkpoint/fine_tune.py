@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import InputError, library_errors_at
+from ..core.errors import InputError
 from ..core.progress import Bar
 from ..modeling import ExpandedConfig, decoder_ffns
 from ..modeling.backbone import takes_hidden_states_alone
@@ -25,6 +24,7 @@ from .reader import are_headers_alone
 from .source import differences, load_base_config, name_and_commit
 from .stored import LoadedModel, Place, Source, StoredModel
 from .table import Copy, Mix, New, Rule
+from .tokenizer import load_tokenizer
 from .writer import DTYPE_NAMES
 
 # Fields of a configuration that its computation does not read: a fine-tune's may differ.
@@ -238,10 +238,11 @@ def _check_vocabulary(home: Source, source: Source) -> None:
     files = [one.folder / "tokenizer.json" for one in (home, source)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
-    with library_errors_at(f"{source.name}: its tokenizer.json cannot be read"):
-        ours, theirs = (
-            {number: token for token, number in Tokenizer.from_file(str(file)).get_vocab().items()} for file in files
-        )
+    # As the library loads them: it adds the end token of a tokenizer's class, and writes it where it saves one.
+    ours, theirs = (
+        {number: token for token, number in load_tokenizer(one.folder, one.name).get_vocab().items()}
+        for one in (home, source)
+    )
     for number in sorted({*ours, *theirs}):
         if ours.get(number) != theirs.get(number):
             raise InputError(

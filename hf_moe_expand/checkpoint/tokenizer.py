@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import warnings
 from inspect import signature
 from pathlib import Path
@@ -52,9 +53,14 @@ def keep_tokenizer(source: Path, target: Path) -> None:
         _checked(tokenizer, source, source)
         return
     before = _facts(tokenizer)
-    if not (same := _loads_as(before, target)):
-        tokenizer.save_pretrained(target)
-        same = _loads_as(before, target)
+    same, own = _loads_as(before, target), source / "tokenizer.json"
+    # The library writes the tokens that a class adds into this file, which stays as it is where it can.
+    for keeps_file in (True, False) if own.is_file() else (False,):
+        if not same:
+            tokenizer.save_pretrained(target)
+            if keeps_file:
+                shutil.copyfile(own, target / own.name)
+            same = _loads_as(before, target)
     _checked(tokenizer, source, source)
     if same:
         return
