@@ -103,7 +103,7 @@ def test_an_edited_file_is_read_anew(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: not JSON .*4300"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', r"a\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet: cannot be read as a Parquet file"),
-        ("a.jsonl", b"", r"a\.jsonl: empty"),
+        ("a.jsonl", b"", r"a\.jsonl: empty: the file has no text\.$"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
         ("a.csv", b"text\nx\n", r"of another kind; known: \.jsonl"),
     ],

@@ -92,7 +92,7 @@ def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
     refused(validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: holds empty files alone")
     (tmp_path / "el.jsonl").unlink()
     refused(
-        validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: cannot be opened: No such file"
+        validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: cannot be opened: no such file"
     )
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given), offline=True)
 

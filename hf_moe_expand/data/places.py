@@ -68,7 +68,7 @@ def _listed(source: str) -> dict[str, int | None]:
     else:
         found = files.find(path, detail=True) if files.isdir(path) else {path: files.info(path)}
     if not found:
-        raise FileNotFoundError("no such file")
+        raise FileNotFoundError
     return {
         files.unstrip_protocol(name): info.get("size")
         for name, info in sorted(found.items())
@@ -110,7 +110,8 @@ def _retried(call: Callable[[], T], path: str) -> T:
         try:
             return call()
         except Exception as error:  # each store has types of its own
-            said = in_one_line(error)
+            # Stores say the address again, some of them twice.
+            said = "no such file" if isinstance(error, FileNotFoundError) else in_one_line(error)
             if isinstance(error, _FINAL) or "redential" in f"{type(error)}{said}":
                 kind = InputError if isinstance(error, FileNotFoundError) else UnreachableError
                 raise kind(f"{path}: cannot be opened: {said}.") from None

@@ -279,6 +279,8 @@ class LanguageText:
         else:
             why = no_text_file(path)
             files = [] if why else [path]
+        if why == "empty":
+            raise InputError(f"{path}: empty: the file has no text.")
         if not files:
             left_out = self.files_left_out()
             raise InputError(f"{path}: {why}; known: {KNOWN}, and folders of them{left_out and f'; {left_out}'}.")
