@@ -327,6 +327,7 @@ def test_what_validation_refuses(home, tmp_path):
     refused("qwen-el: is no expansion of `base`, .*wide: tensor .* differs", base=str(wide))
     texts = {code: str(home / f"{code}.jsonl") for code in WORDS}
     refused("new: tr: the packs do not have it as a new language", new={**{c: texts[c] for c in ("el", "hu", "tr")}})
+    refused("gates: no text in hu, which the gate shall recognise", new={"el": texts["el"]})
     refused("output: .*lies in the input folder", output=el + "/run")
 
 
@@ -347,6 +348,7 @@ def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_pa
     for changes, why in (
         ({"plan": {"method": "exclusive"}}, "a recipe with `tuned` makes and trains no new experts"),
         ({"tuned": {"el": models["el"]}}, "`tuned` has no fine-tune for it"),
+        ({"new": {"el": str(home / "el.jsonl")}}, "^gates: no text in hu, which the gate shall recognise"),
         ({"join": {"packs": ["a", "b"]}}, "a recipe with `join` takes no fine-tunes"),
     ):
         given = {"join": None, "tuned": models, **changes}

@@ -292,6 +292,7 @@ def test_a_file_that_is_none_of_a_gate_is_refused(base, file, tmp_path):
     save_file(tensors, tmp_path / "less", metadata=metadata)
     refused(gate_from_file, tmp_path / "less", base, NEW, says="is no file of a gate")
     refused(fit_base_gate, base, file, TEXTS, NEW, ANCHORS, SETTINGS, says="exists already")
+    refused(fit_base_gate, base, file / "x", TEXTS, NEW, ANCHORS, SETTINGS, says="x: cannot be written there")
 
 
 def test_the_command_line(base, tmp_path):

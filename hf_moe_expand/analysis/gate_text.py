@@ -64,8 +64,7 @@ def gate_examples(
                     break
         if counted < LEAST:
             raise InputError(
-                f"gates: {code} has {counted} tokens of text, but a gate learns a language from at least {LEAST}: give "
-                "more."
+                f"{code} has {counted} tokens of text, but a gate learns a language from at least {LEAST}: give more."
             )
         examples[code] = made
     return examples

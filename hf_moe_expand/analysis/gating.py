@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint.arguments import check_file
 from ..checkpoint.expansion_only import sha256_of
 from ..checkpoint.facts import Facts
 from ..checkpoint.gate import Gate, check_takes_gate, gated, write_gate
@@ -151,8 +152,7 @@ def fit_base_gate(
         InputError: see `fit_gates`.
     """
     settings = settings or GateSettings()
-    if Path(out).exists() and not overwrite:
-        raise InputError(f"{out}: exists already; give another name, or --overwrite.")
+    check_file(Path(out), overwrite)
     classes = {code: int(code in new) for code in (*texts, *new)}
     if not new:
         raise InputError("gates: name the languages of --data that will be new, by which the gate's layer is chosen.")
@@ -251,11 +251,11 @@ def anchors_for(
     texts = list(texts)
     if unknown := [code for code in texts if code not in classes]:
         raise InputError(
-            f"gates: {', '.join(unknown)}: not a language of the model ({', '.join(classes)}): give text of a language "
+            f"{', '.join(unknown)}: not a language of the model ({', '.join(classes)}): give text of a language "
             "that is not new as an anchor (--anchors; `anchors` in a recipe)."
         )
     if missing := [code for code, number in classes.items() if number and code not in texts]:
-        raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
+        raise InputError(f"no text in {', '.join(missing)}, which the gate shall recognise: give some.")
     given = anchors or {}
     if new := [code for code in given if any(number and same_language(code, of) for of, number in classes.items())]:
         raise InputError(f"anchors: {', '.join(new)} is a new language of the model: anchors say what is not new.")

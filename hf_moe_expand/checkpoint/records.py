@@ -152,16 +152,6 @@ class History:
         entries = enumerate(value or [])
         return cls([read(ExpansionRecord, entry, f"config.json: expansions[{number}]") for number, entry in entries])
 
-    @classmethod
-    def planned(cls, *by_expansion: Sequence[str]) -> "History":
-        """The history that a model will have, as far as its languages go: the base's, then those of each expansion."""
-        rounds = [list(codes) for codes in by_expansion]
-        olds = [[code for codes in rounds[:number] for code in codes] for number in range(1, len(rounds))]
-        return cls([
-            ExpansionRecord(method="planned", old_languages=old, new_languages=new)
-            for old, new in zip(olds, rounds[1:], strict=True)
-        ])  # fmt: skip
-
     def write(self, config: Any) -> None:
         """Writes the history into a configuration."""
         config.expansions = [record.to_dict() for record in self.expansions]

@@ -75,8 +75,9 @@ def gate_step(run: ExpansionRun) -> Step:
         return {**gates, **FitGates.inputs(settings, run)}
 
     def tried(trial: Trial) -> list[str]:
+        classes = dict.fromkeys(run.old, 0) | dict.fromkeys(run.new, 1)
         with errors_at("gates"):
-            return [f"gates: {line}" for line in FitGates.check_text(settings, run, trial)]
+            return [f"gates: {line}" for line in FitGates.check_text(settings, run, trial, classes)]
 
     def work() -> StepResult:
         texts, anchors = run.documents()

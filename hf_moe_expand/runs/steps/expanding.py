@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ...analysis.gating import anchors_for, gate_from_file
+from ...analysis.gating import gate_from_file
 from ...analysis.routers import nearest_experts
 from ...checkpoint.compare import differing_tensor
 from ...checkpoint.expand import expand_checkpoint
@@ -202,7 +202,7 @@ def _check_base(run: ExpansionRun, pack: Pack) -> None:
 
 
 def _check_languages(run: ExpansionRun, config: Any) -> None:
-    """Refuses text of languages that the packs do not have so, and a gate without text of each new one."""
+    """Refuses text of languages that the packs do not have so."""
     old, new = Facts(config).languages
     for kind, ours, theirs in (("old", run.old, old), ("new", run.new, new)):
         if wrong := [code for code in ours if code not in theirs]:
@@ -210,8 +210,6 @@ def _check_languages(run: ExpansionRun, config: Any) -> None:
                 f"{kind}: {', '.join(wrong)}: the packs do not have it as {'an' if kind == 'old' else 'a'} {kind} "
                 f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
             )
-    if run.expansion.has("gates"):
-        anchors_for(Facts(config).history.classes, [*run.old, *run.new], run.recipe.anchor_sources or None)
 
 
 def _is_whole_folder(pack: str) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.reader import headers_alone
-from ...checkpoint.records import History
 from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
 from ...stages.kind import StepResult
@@ -91,12 +90,6 @@ class ExpansionRun:
     @property
     def revision(self) -> str | None:
         return self.recipe.revision if self.start == self.recipe.base else None
-
-    @property
-    def history(self) -> History:
-        """The languages that the expanded model will know."""
-        new = [expansion.new for expansion in self.recipe.all_expansions[: self.number]]
-        return History.planned(list(self.recipe.old), *map(list, new))
 
     def texts(self, languages: Iterable[str], config: Any) -> dict[str, Any]:
         """The documents of each language, shuffled; for an encoder-decoder, its sentence pairs."""

@@ -3,7 +3,7 @@
 Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from ...analysis.gate_fit import GateReport
 from ...analysis.gate_text import LEAST, gate_examples
 from ...analysis.gating import anchors_for, check_layer, fit_gates
 from ...analysis.settings import GateSettings
+from ...checkpoint.facts import Facts
+from ...checkpoint.source import load_config
 from ...data.sources import contents
 from ...modeling import count_layers
 from ..kind import Stage, StepResult
@@ -40,15 +42,19 @@ class FitGates(Stage):
     @classmethod
     def attempt(cls, settings: Any, run: Any, before: Path, out: Path, trial: Trial) -> list[str]:
         before.rename(out)
-        return cls.check_text(settings, run, trial)
+        return cls.check_text(settings, run, trial, Facts(load_config(out)).history.classes)
 
     @classmethod
-    def check_text(cls, settings: Any, run: Any, trial: Trial) -> list[str]:
-        """Refuses a layer that the model lacks, and languages and text from which no gate could learn."""
+    def check_text(cls, settings: Any, run: Any, trial: Trial, classes: Mapping[str, int]) -> list[str]:
+        """Refuses a layer that the model lacks, and languages and text from which no gate could learn.
+
+        Args:
+            classes: the class of each of the model's languages.
+        """
         anchors = run.recipe.anchor_sources or None
         check_layer(settings, count_layers(trial.config))
         codes = [*run.old, *run.new]
-        anchors_for(run.history.classes, codes, anchors)
+        anchors_for(classes, codes, anchors)
         for sources, tokens in (
             ({code: run.sources[code] for code in codes}, settings.tokens),
             (anchors or {}, settings.anchor_tokens),
