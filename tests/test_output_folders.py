@@ -132,6 +132,7 @@ def test_places_where_nothing_can_be_written_are_one_sentence(tmp_path, place, m
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=message), new_folder(tmp_path / place, overwrite=True):
         pass
+    refused(check_output, tmp_path / place, True, says=message)
 
 
 def test_a_folder_without_permission_is_refused_before_any_work(tmp_path, monkeypatch):

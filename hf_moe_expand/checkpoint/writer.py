@@ -190,6 +190,7 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
         out = named(Path(out))
         remove_leftovers(out)
         check_apart(out, *inputs)
+        sibling(out, "partial").exists()  # an OSError if the name is too long
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
         check_writable(out)
@@ -256,8 +257,8 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     out = check_output(out, overwrite)
     partial, replaced = sibling(out, "partial"), sibling(out, "replaced")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         check_room(out, needed_bytes)
+        out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:
