@@ -99,11 +99,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
 
     @checked
     def __init__(
-        self,
-        *args: Any,
-        router_losses: Any = None,
-        language_classes: Sequence[int] | None = None,
-        **kwargs: Any,
+        self, *args: Any, router_losses: Any = None, language_classes: Sequence[int] | None = None, **kwargs: Any
     ) -> None:
         # Set first, because a Trainer may prepare its data set in its constructor.
         self.router_losses = LOGGED if router_losses is None else checked_losses(router_losses)
@@ -224,9 +220,8 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         old = known.clone()
         if self._language_classes is not None:
             old[1:] = (self._language_classes == OLD).to(old)
-        self._step_counts = torch.stack([tokens.sum(-1), (tokens * old).sum(-1), (tokens * known).sum(-1)], -1).clamp(
-            min=1
-        )
+        sums = [tokens.sum(-1), (tokens * old).sum(-1), (tokens * known).sum(-1)]
+        self._step_counts = torch.stack(sums, -1).clamp(min=1)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.distributed_type.startswith("MULTI_"):
@@ -302,9 +297,8 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         self, model: Any, inputs: dict, return_outputs: bool, num_items_in_batch: Any, logs: bool = True
     ) -> Any:
         """The trainer's own loss, recorded; 0 where nothing is predicted, of which the library's mean is no number."""
-        labels, count, targets = inputs.get("labels"), num_items_in_batch, None
-        if labels is not None:
-            targets = self._targets(labels)
+        labels, count = inputs.get("labels"), num_items_in_batch
+        targets = None if labels is None else self._targets(labels)
         if count is not None:
             count = (targets if targets is not None and not model.training else torch.as_tensor(count)).clamp(min=1)
         result = self.next_token_loss(model, inputs, return_outputs, count)

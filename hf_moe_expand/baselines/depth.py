@@ -57,12 +57,10 @@ def expand_depth(
             f"{folder}: an inserted block of architecture {config.model_type!r} would change the output, as a tiny "
             "twin of the model shows: its blocks do more than attention and an FFN. Use another architecture."
         )
-    return _insert(dense, out, blocks, max_shard_size, overwrite)
+    return _insert(dense, out, blocks, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-def _insert(
-    dense: StoredModel, out: str | os.PathLike, blocks: int, max_shard_size: str | int, overwrite: bool
-) -> list[int]:
+def _insert(dense: StoredModel, out: str | os.PathLike, blocks: int, **written: Any) -> list[int]:
     """Writes the deeper model; returns the new layers' numbers."""
     config, layers = copy.deepcopy(dense.config), layer_list(dense.network)
     old = config.num_hidden_layers
@@ -85,10 +83,7 @@ def _insert(
         return Mix([of], torch.zeros_like) if copied and inner.startswith(_OUTPUTS) else of
 
     record = StageRecord(stage="expand-depth", settings={"base": dense.name, "blocks": blocks})
-    rewrite(
-        [dense], config, rule, out, record=record, title="expand-depth", max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )  # fmt: skip
+    rewrite([dense], config, rule, out, record=record, title="expand-depth", **written)
     return config.new_layers
 
 
@@ -100,7 +95,7 @@ def _is_silent(config: PreTrainedConfig) -> bool:
         twin = tiny_twin(config)
         with TemporaryDirectory() as folder:
             twin.save_pretrained(f"{folder}/twin")
-            _insert(StoredModel(f"{folder}/twin"), f"{folder}/deeper", 2, DEFAULT_SHARD_SIZE, overwrite=False)
+            _insert(StoredModel(f"{folder}/twin"), f"{folder}/deeper", 2)
             deeper: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/deeper", trust_remote_code=False)
             return torch.allclose(deeper.eval()(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-5)
     except Exception:  # models raise many types

@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -102,11 +102,7 @@ def graft_delta(
         _check_expanded_from(target, before, own)
     cosine = _cosine(before, after, f"instruct ({after.name})")
     _cosine(before, target, f"the model ({target.name})", own)
-    config, fields = copy.deepcopy(target.config), {}
-    for name, _, new in differences(before.config, after.config, (*_OWN, *(_TOKEN_IDS if keep_tokenizer else ()))):
-        if (old := getattr(config, name, None)) != new:
-            fields[name] = (old, new)
-            setattr(config, name, new)
+    config, fields = _following(target, before, after, (*_OWN, *(_TOKEN_IDS if keep_tokenizer else ())))
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
     rewrite(
@@ -125,6 +121,18 @@ def check_fine_tune(
     before, after = StoredModel(base, revision=revision), StoredModel(instruct)
     _new_rows(before, after, keep_tokenizer)
     _cosine(before, after, f"instruct ({after.name})")
+
+
+def _following(
+    target: Source, before: Source, after: Source, ignored: Sequence[str]
+) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+    """The configuration of `target` with the fields in which `after` differs from `before`; and what changed."""
+    config, fields = copy.deepcopy(target.config), {}
+    for name, _, new in differences(before.config, after.config, ignored):
+        if (old := getattr(config, name, None)) != new:
+            fields[name] = (old, new)
+            setattr(config, name, new)
+    return config, fields
 
 
 def _grafted(homes: Mapping[str, str | None], scale: float, before: StoredModel, after: StoredModel) -> Rule:

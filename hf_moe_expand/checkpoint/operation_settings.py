@@ -8,6 +8,8 @@ from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.recipe_paths import Located
 from ..core.schema import Count, Flag, Number, Positive, Schema, Text, Whole
 
+ShardSize = Annotated[Text, Field(description="size of the largest weight file")]
+
 
 def _joined(value: Any) -> Any:
     """PEFT's list of names, as one text."""
@@ -46,7 +48,7 @@ class ExpandSettings(NewExperts):
         description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
         "which each layer routes the new languages' text most",
     )
-    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE
 
     @property
     def experts(self) -> NewExperts:
@@ -57,7 +59,7 @@ class ExpandSettings(NewExperts):
 class WriteSettings(Schema):
     """How a checkpoint is written."""
 
-    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE
     overwrite: Flag = Field(False, description="replace the output if it exists")
 
 
@@ -67,7 +69,7 @@ class JoinSettings(Schema):
     packs: list[Located] = Field(
         min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
     )
-    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE
 
 
 class GraftSettings(Schema):

@@ -354,8 +354,8 @@ def export_peft(
     for place in folders.values():
         check_output(place, overwrite)
     for one in adapters:
-        tensors = one.tensors(source)
-        fields = one.fields()
+        tensors, fields = one.tensors(source), one.fields()
+        # Not by `rewrite`: an adapter is no model with places, and PEFT has its factors under names of its own.
         with new_folder(folders[one.name], overwrite, sum(tensor.nbytes for tensor in tensors)) as partial:
             write_json(partial / ADAPTER, fields)
             with Bar(total=len(tensors), desc="export", unit="tensor") as bar:

@@ -132,7 +132,7 @@ def rewrite(
     its name in the files; any other has the name of its place, unless `names` gives one.
 
     Args:
-        sources: what `opened` gives.
+        sources: what `opened` gives; none for a model that is new.
         config: of the new model, and changed: it gets its history.
         rule: of what the tensor at each place of the new model is made.
         record: the step, for the history; or the whole history, whose last expansion gets the count of parameters.
@@ -156,9 +156,9 @@ def rewrite(
     elif record is not None:
         add_stage(config, record)
     name_code(config, "stem" not in written)
-    if isinstance(sources[0], LoadedModel):
+    if sources and isinstance(sources[0], LoadedModel):
         return _loaded(sources[0], config, tensors)
-    copied = [(sources[companions].folder, TOKENIZER_FILES)]
+    copied = [(sources[companions].folder, TOKENIZER_FILES)] if sources else []
     return write_checkpoint(out, config, tensors, copied, title, max_shard_size, overwrite, **written)  # type: ignore[arg-type]
 
 

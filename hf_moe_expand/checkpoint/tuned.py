@@ -82,23 +82,17 @@ def expand_tuned(
         A `TunedReport`, or the loaded model.
 
     Raises:
-        InputError: a fine-tune is of another base, architecture, shape, vocabulary or type, or its configuration
-            computes otherwise (the message names what differs); the languages contradict each other; or `out` cannot
-            be written.
+        InputError: a fine-tune is of another base, architecture, configuration, shape, vocabulary or type (the message
+            names what differs); the languages contradict each other; or `out` cannot be written.
     """
-    if rank is not None and rank < 1:
-        raise InputError(f"rank is {rank}: must be at least 1.")
-    if not 0 < weight <= 2:
-        raise InputError(f"weight is {weight}: must be above 0 and at most 2; 1 is the fine-tune as it is.")
     home = _home(base, revision)
     rounds, history = [codes_of(languages) for languages in tuned], History.of(home.config)
     known = _old_languages(home, rounds, old_languages)
     network = home.network if not len(history) else network_of(dense_config(home.config))
     loaded = _loaded(home, tuned.values(), rank, weight, dtype)
-    folders = [one.folder for one in loaded]
-    check_place(base, out, overwrite, home.folder, *folders)
+    check_place(base, out, overwrite, home.folder, *(one.folder for one in loaded))
     entries, is_loaded = [one.entry(network) for one in loaded], isinstance(home, LoadedModel)
-    files = {} if is_loaded else _settings_of(home.folder, rounds, folders, entries)
+    files = {} if is_loaded else _settings_of(home.folder, rounds, loaded, entries)
     config, plans = _planned(home, entries, rounds, known, gate)
     records = _records(home, base, plans, loaded, history)
     made = rewrite(
@@ -109,9 +103,8 @@ def expand_tuned(
     )  # fmt: skip
     if is_loaded:
         return made
-    name, commit = records[0].base_model or "", records[0].base_revision
-    said = [line for one in loaded for line in one.warnings(name, commit)]
     first, last = History.of(config).first, History.of(config).last
+    said = [line for one in loaded for line in one.warnings(first.base_model or "", first.base_revision)]
     return TunedReport(Path(out or ""), first.base_parameters or 0, last.parameters or 0, said)
 
 
@@ -157,6 +150,10 @@ def _loaded(
     home: Source, tuned: Iterable[Any], rank: int | None, weight: float, dtype: str | None
 ) -> list[FineTune | PeftAdapter]:
     """The fine-tunes and the adapters of PEFT; refuses a type that the base does not have."""
+    if rank is not None and rank < 1:
+        raise InputError(f"rank is {rank}: must be at least 1.")
+    if not 0 < weight <= 2:
+        raise InputError(f"weight is {weight}: must be above 0 and at most 2; 1 is the fine-tune as it is.")
     stored_type = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
     loaded: list[FineTune | PeftAdapter] = []
     for one in tuned:
@@ -175,18 +172,18 @@ def _loaded(
 
 
 def _settings_of(
-    home: Path, rounds: Sequence[Sequence[str]], folders: Sequence[Path], entries: Sequence[dict]
+    home: Path, rounds: Sequence[Sequence[str]], loaded: Sequence[Any], entries: Sequence[dict]
 ) -> dict[str, bytes]:
     """The files of the fine-tunes' own chat templates, by name; their generation settings that differ from the base's
     are written into their entries."""
     files: dict[str, bytes] = {}
     base = _json(home / GENERATION)
     template = home / TEMPLATE
-    for codes, folder, entry in zip(rounds, folders, entries, strict=True):
-        own = folder / TEMPLATE
+    for codes, one, entry in zip(rounds, loaded, entries, strict=True):
+        own = one.folder / TEMPLATE
         if own.is_file() and not (template.is_file() and template.read_bytes() == own.read_bytes()):
             files |= {f"additional_chat_templates/{code}.jinja": own.read_bytes() for code in codes}
-        theirs = _json(folder / GENERATION)
+        theirs = _json(one.folder / GENERATION)
         differ = {name: value for name, value in theirs.items() if value != base.get(name) and name not in _OF_LIBRARY}
         if differ:
             entry["generation"] = differ

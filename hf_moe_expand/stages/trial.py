@@ -10,7 +10,8 @@ import torch
 from ..checkpoint.reader import CheckpointReader, headers_alone
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import network_of
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, write_checkpoint
+from ..checkpoint.table import New, rewrite
+from ..checkpoint.writer import DTYPE_NAMES
 from ..inference.models import load_tokenizer
 
 
@@ -41,15 +42,10 @@ class Trial:
 
 def write_base(config: Any, out: Path) -> None:
     """Writes the headers of a dense checkpoint of which the configuration alone is on this machine."""
-    network, dtype = network_of(config), DTYPE_NAMES.get(config.dtype, DTYPE_NAMES[torch.float32])
-    tied = network.all_tied_weights_keys or {}
-    tensors = [
-        OutputTensor(name, dtype, tuple(value.shape), tuple)
-        for name, value in network.state_dict().items()
-        if name not in tied
-    ]
+    new = New(torch.Tensor, DTYPE_NAMES.get(config.dtype, DTYPE_NAMES[torch.float32]))
+    tied = network_of(config).all_tied_weights_keys or {}
     with headers_alone():
-        write_checkpoint(out, config, tensors, [], None, DEFAULT_SHARD_SIZE, overwrite=False)
+        rewrite([], config, lambda place: None if place.key in tied else new, out)
 
 
 def weight_bytes(folder: Path) -> int:
