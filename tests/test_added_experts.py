@@ -1,12 +1,14 @@
 """Added experts and LoRA experts: beside expert 0, on dense bases and on bases that are mixtures; packs; refusals."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from added import EXPERTS, IDS, MIXTURES, PLAN, WIDTH, build, saved_in
+from added import EXPERTS, IDS, PLAN, WIDTH, build, saved_in
 from conftest import ADDED, BACKBONE_NAMES, invoke, load, move, refused, shaken, tensors, tiny_config, write_texts
 from layers import ask
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hf_moe_expand import (
     DenseConfig,
@@ -19,16 +21,13 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.average import average_checkpoints
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.modeling.part_lora import LoraLinear
 from hf_moe_expand.modeling.updates import LoraFactor
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.stages.kinds.dense import LoraSettings
 from hf_moe_expand.trainers import Masking, mask_routing
 
-BASES = ("qwen2", "bloom", *MIXTURES)
-# Tensor names of a mixture of which each expert is stored by itself.
-ONE_BY_ONE = "model.layers.0.mlp.experts.0.experts.3.gate_proj.weight"
+ONE_BY_ONE = "model.layers.0.mlp.experts.0.experts.3.gate_proj.weight"  # of a mixture that stores each expert by itself
 
 
 @pytest.fixture(scope="module")
@@ -36,43 +35,36 @@ def saved(tmp_path_factory):
     return saved_in(tmp_path_factory.mktemp("added"))
 
 
+def hidden(output):
+    """What a layer computes; some return their router's scores beside it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def of_definition(ffn, x_Th, residual):
-    """`E_0(x) + sum_e w_e D_e(x)`, one token and expert after the other, in float64."""
+    """`E_0(x) + sum_e w_e D_e(x)` in float64."""
     routing = ffn.route(ffn.control.request, x_Th, None, None, None)
-    y = ffn.experts[0](x_Th[None], *(() if residual is None else (residual[None],)))
-    y = (y[0] if isinstance(y, tuple) else y)[0].double()
-    for token, (weights, experts) in enumerate(zip(routing.weights, routing.experts, strict=True)):
-        for weight, expert in zip(weights.double(), experts, strict=True):
-            if 0 < expert < len(ffn.experts):
-                gate, up, down = (p.double() for p in ffn.experts[expert].parameters())
-                x = x_Th[token].double()
-                y[token] += weight * (down @ (F.silu(gate @ x) * (up @ x)))
-    return y
+    y_Th, x_Th = hidden(ffn.experts[0](x_Th[None], *(one[None] for one in residual)))[0].double(), x_Th.double()
+    for number, expert in enumerate(ffn.experts[1:], start=1):
+        gate, up, down = (parameter.double() for parameter in expert.parameters())
+        weight_T1 = (routing.weights * (routing.experts == number)).sum(-1, keepdim=True)
+        y_Th += weight_T1 * ((F.silu(x_Th @ gate.T) * (x_Th @ up.T)) @ down.T)
+    return y_Th
 
 
-@pytest.mark.parametrize("base", BASES)
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["bloom", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_it_is_its_definition(base, top_k):
-    model = build(base, top_k)
     x_BSh = torch.randn(2, 7, 32)
-    residual = torch.randn(2, 7, 32) if base == "bloom" else None
-    flat = None if residual is None else residual.view(-1, 32)
-    for ffn in model.expanded_ffns().values():
-        inputs = (x_BSh,) if residual is None else (x_BSh, residual)
-        with torch.no_grad():
-            found = ffn(*inputs)
-            expected = of_definition(ffn, x_BSh.view(-1, 32), flat)
-            if base == "gpt_oss":
-                found, scores = found
-                assert torch.equal(scores, ffn.experts[0](x_BSh)[1])
-            torch.testing.assert_close(found.view(-1, 32).double(), expected, rtol=1e-4, atol=1e-5)
-            with_one = ffn.experts[1](x_BSh)
-            alone = ffn.experts[0](*inputs)
-            alone = alone[0] if isinstance(alone, tuple) else alone
-            ask(ffn, expert=1)
-            found = ffn(*inputs)
-            ask(ffn, expert=None)
-            assert torch.equal(found[0] if isinstance(found, tuple) else found, alone + with_one)
+    residual = [torch.randn(2, 7, 32)] if base == "bloom" else []
+    for ffn in build(base, top_k).expanded_ffns().values():
+        found, alone = ffn(x_BSh, *residual), ffn.experts[0](x_BSh, *residual)
+        expected = of_definition(ffn, x_BSh.view(-1, 32), [one.view(-1, 32) for one in residual])
+        torch.testing.assert_close(hidden(found).view(-1, 32).double(), expected, rtol=1e-4, atol=1e-5)
+        assert base != "gpt_oss" or torch.equal(found[1], alone[1])
+        ask(ffn, expert=1)
+        assert torch.equal(hidden(ffn(x_BSh, *residual)), hidden(alone) + ffn.experts[1](x_BSh))
+        ask(ffn, expert=None)
 
 
 def test_a_mixture_runs_in_training_as_in_inference():
@@ -103,16 +95,9 @@ def test_the_bases_mixtures_run_as_the_switch_says(name, saved):
 def test_experts_stay_one_by_one_or_fused_as_the_base_has_them(saved, tmp_path):
     folder = saved("olmoe")
     base = load_file(folder / "base" / "model.safetensors")
-    fused = {name: value for name, value in base.items() if ".mlp.experts." not in name}
-    for layer in range(3):
-        parts = {part: [base[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"] for e in range(4)]
-                 for part in ("gate", "up", "down")}  # fmt: skip
-        gate_up = torch.stack([torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)])
-        fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = gate_up
-        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.stack(parts["down"])
-    (tmp_path / "base").mkdir()
-    save_file(fused, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "base" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    load(folder / "base").save_pretrained(tmp_path / "base", save_original_format=False)
+    fused = load_file(tmp_path / "base" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in fused
     expand_checkpoint(tmp_path / "base", tmp_path / "new", PLAN, **ADDED)
     names = set(load_file(tmp_path / "new" / "model.safetensors"))
     assert "model.layers.0.mlp.experts.0.experts.gate_up_proj" in names
@@ -140,57 +125,40 @@ def test_a_mixture_trains_densely_too(method, saved, tmp_path):
     data = {"el": LanguageText("el", str(tmp_path / "el.jsonl"))}
     lora = {"lora": LoraSettings(r=2, alpha=4, target_modules=["q_proj", "v_proj"])} if method == "lora" else {}
     training = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 0.01, "disable_tqdm": True}
-    train_stage(
-        saved("olmoe") / "base", tmp_path / "out", data, DenseConfig(block_size=32, method=method, **lora, **training)
-    )
+    config = DenseConfig(block_size=32, method=method, **lora, **training)
+    train_stage(saved("olmoe") / "base", tmp_path / "out", data, config)
     before, after = tensors(saved("olmoe") / "base"), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == ({"q_proj", "v_proj"} if method == "lora" else {name.split(".")[-2] for name in before})
-    assert torch.isfinite(load(tmp_path / "out")(IDS).logits).all()
 
 
-@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
-def test_packs_of_any_width_are_joined(base, saved, tmp_path):
-    dense, packs = saved(base) / "base", []
-    plans = [
-        Plan("moe-lpr", counts, old=["en"], new=[code], exclusive=True)
-        for code, counts in (("el", [2, 1, 3]), ("hu", [2, 2, 2]), ("tr", [3, 1, 1]))
-    ]
-    for seed, (plan, width) in enumerate(zip(plans, (WIDTH, 24, WIDTH), strict=True)):
-        folder = tmp_path / plan.new[0]
-        made = expand_checkpoint(dense, folder, plan, seed=seed, expert_kind="added", expert_width=width)
-        assert made.left_out == []
-        packs.append(move(folder, seed=seed))
+def test_packs_of_any_width_are_joined(saved, tmp_path):
+    dense, packs = saved("qwen2") / "base", []
+    for seed, (code, counts, width) in enumerate((("el", [2, 1, 3], 16), ("hu", [2, 2, 2], 24), ("tr", [3, 1, 1], 16))):
+        plan = Plan("moe-lpr", counts, old=["en"], new=[code], exclusive=True)
+        expand_checkpoint(dense, tmp_path / code, plan, seed=seed, expert_kind="added", expert_width=width)
+        packs.append(move(tmp_path / code, seed=seed))
     join_expansions(packs, tmp_path / "joined")
-    joined = load(tmp_path / "joined")
+    joined, shown = load(tmp_path / "joined"), invoke("inspect", tmp_path / "joined")
     assert joined.config.parts["added"] == {"each": [{"width": width} for width in (16, 24, 16)]}
-    found, alone = iter(joined.expanded_ffns()[0].experts[1:]), map(load, packs)
-    for number, (pack, plan) in enumerate(zip(alone, plans, strict=True), start=1):
-        for theirs in pack.expanded_ffns()[0].experts[1:]:
-            assert torch.equal(next(found).down_proj.weight, theirs.down_proj.weight)
-        assert f"pack {number}              {plan.new[0]}" in invoke("inspect", tmp_path / "joined")
-    with torch.no_grad(), joined.use_expert(0):
-        assert torch.equal(joined(IDS).logits, load(dense)(IDS).logits)
+    assert all(f"pack {number}              {code}" in shown for number, code in enumerate(("el", "hu", "tr"), 1))
+    own = [expert for pack in packs for expert in load(pack).expanded_ffns()[0].experts[1:]]
+    for found, expected in zip(joined.expanded_ffns()[0].experts[1:], own, strict=True):
+        assert torch.equal(found.down_proj.weight, expected.down_proj.weight)
     join_expansions([packs[0], packs[2]], tmp_path / "two")
     assert load(tmp_path / "two").config.parts["added"] == {"width": WIDTH}
-    if base == "qwen2":
-        copies = Plan("u", [2, 2, 2], old=["en"], new=["de"], exclusive=True)
-        expand_checkpoint(dense, tmp_path / "copies", copies)
-        refused(join_expansions, [packs[0], tmp_path / "copies"], tmp_path / "out", says="added experts are joined")
+    expand_checkpoint(dense, tmp_path / "copies", Plan("u", [2, 2, 2], old=["en"], new=["de"], exclusive=True))
+    refused(join_expansions, [packs[0], tmp_path / "copies"], tmp_path / "out", says="added experts are joined")
 
 
 def test_refusals(saved, tmp_path):
     mixture, dense, out = saved("olmoe") / "base", saved("qwen2") / "base", tmp_path / "out"
     for said, base, plan, options in (
         ("there is no expert_width: give the width", dense, PLAN, {"expert_kind": "added"}),
-        ("expert_width: Input should be greater", dense, PLAN, {"expert_kind": "added", "expert_width": 0}),
         ("more than the disk has free", mixture, PLAN, {"expert_kind": "added", "expert_width": 1 << 40}),
         ("expert_width is 16, but expert_kind is 'ffn'", dense, PLAN, {"expert_width": 16}),
-        ("expert_kind: Input should be 'ffn', 'lora'", dense, MOLA, LORA | {"expert_kind": "qlora"}),
-        ("lora_rank: Input should be greater than or equal to 1", dense, MOLA, LORA | {"lora_rank": 0}),
         ("lora_rank is 32: must be below 32, the narrowest side", dense, MOLA, LORA | {"lora_rank": 32}),
-        ("lora_alpha: Input should be greater than 0", dense, MOLA, LORA | {"lora_alpha": 0}),
     ):
         refused(expand_checkpoint, base, out, plan, says=said, **options)
     refused(average_checkpoints, [saved("qwen2") / "moved", dense], out, says="has added experts, which the dense")
@@ -202,8 +170,7 @@ def test_refusals(saved, tmp_path):
     ):
         refused(LayerMoEConfig.from_dense, tiny_config("qwen2"), says=said, raises=ValueError, **fields)
     config = LayerMoEConfig.from_dense(tiny_config("olmoe", **EXPERTS), num_experts_per_layer=[2, 1, 1])
-    with pytest.raises(ValueError, match="of which no ffn experts are made"):
-        LayerMoEForCausalLM(config)
+    refused(LayerMoEForCausalLM, config, says="of which no ffn experts are made", raises=ValueError)
 
 
 LORA_COUNTS, RANK, ALPHA = [3, 1, 4], 4, 6.0
@@ -222,36 +189,34 @@ def lora_model(backbone="qwen2", top_k=2, **fields):
 @pytest.mark.parametrize("backbone", BACKBONE_NAMES)
 def test_every_backbones_ffn_has_its_weights_in_linear_layers_alone(backbone):
     with torch.device("meta"):
-        model = LayerMoEForCausalLM(lora_model(backbone).config)
+        model = lora_model(backbone)
     for ffn in model.expanded_ffns().values():
         for expert in ffn.experts[1:]:
             assert type(expert) is type(ffn.experts[0])
-            assert {type(m) for m in expert.modules() if any(True for _ in m.parameters(recurse=False))} == {
-                *(type(m) for m in expert.modules() if isinstance(m, LoraFactor))
-            }
-            assert all(parameter.device.type == "meta" for parameter in expert.parameters())
+            assert all(isinstance(one, LoraFactor) for one in expert.modules() if [*one.parameters(recurse=False)])
 
 
-def test_the_seed_decides_and_updates_differ(base, tmp_path):
+def test_the_seed_decides_and_every_expert_is_drawn_by_itself(base, saved, tmp_path):
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
         expand_checkpoint(base, tmp_path / name, MOLA, **LORA, seed=seed)
     assert (tmp_path / "same/model.safetensors").read_bytes() == (tmp_path / "one/model.safetensors").read_bytes()
     first, other = tensors(tmp_path / "one"), tensors(tmp_path / "other")
     drawn = {name for name in first if not torch.equal(first[name], other[name])}
     assert drawn == {name for name in first if "router" in name or "lora_A" in name}
-    place = "model.layers.{}.mlp.experts.{}.{}_proj.lora_A.weight"
-    same_shape = [first[place.format(*at)] for at in ((0, 1, "gate"), (0, 1, "up"), (0, 2, "gate"), (2, 1, "gate"))]
-    assert len({tuple(value.flatten().tolist()) for value in same_shape}) == 4
+    added = tensors(saved("qwen2") / "new")
+    for made, part in ((first, "lora_A"), (added, "gate_proj"), (added, "up_proj")):
+        values = [value for name, value in made.items() if re.search(rf"experts\.[1-9]\..*{part}", name)]
+        assert len(values) > 4
+        assert not any(torch.equal(a, b) for number, a in enumerate(values) for b in values[:number])
 
 
-@pytest.mark.parametrize(("top_k", "active"), [(1, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize(("top_k", "active"), [(1, 1), (4, 3)])
 def test_inspect_counts_updates(base, tmp_path, top_k, active):
     plan = Plan("moe-lpr", [4, 4, 4], top_k=top_k, old=["en"], new=["el"])
-    report = expand_checkpoint(base, tmp_path / "out", plan, **LORA)
+    expand_checkpoint(base, tmp_path / "out", plan, **LORA)
     found = inspect_checkpoint(tmp_path / "out")
     update, router = RANK * 3 * (32 + 48), 4 * 32
-    assert found.base == report.base_parameters
-    assert found.total == report.parameters == found.base + 3 * (3 * update + router)
+    assert found.total == found.base + 3 * (3 * update + router)
     assert found.active == found.base + 3 * (active * update + router)  # expert 0's weights are always needed
     assert found.trainable["post-pretrain"] == 3 * (3 * update + router)
 
@@ -273,15 +238,4 @@ def test_dropout_of_the_updates_inputs():
         assert torch.equal(update.eval()(x), plain)
     assert torch.equal(update.train()(x), plain)
     copies = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=LORA_COUNTS))
-    with pytest.raises(InputError, match=r"masking\.lora_dropout is for LoRA experts, but the checkpoint has none"):
-        mask_routing(copies, Masking(lora_dropout=0.5))
-
-
-def test_every_added_expert_is_drawn_by_itself(saved):
-    drawn = [
-        layer.weight
-        for ffn in load(saved("olmoe") / "new").expanded_ffns().values()
-        for added in list(ffn.experts)[1:]
-        for layer in (added.gate_proj, added.up_proj)
-    ]
-    assert not any(torch.equal(a, b) for number, a in enumerate(drawn) for b in drawn[:number])
+    refused(mask_routing, copies, Masking(lora_dropout=0.5), says=r"lora_dropout is for LoRA experts, but")

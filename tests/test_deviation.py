@@ -46,10 +46,14 @@ def slow_change(model, text, until=SETTINGS["steps"]):
     return {name: (p.detach() - start[name]).double() for name, p in trained.named_parameters()}
 
 
-def ffn_change(change, layer):
+def ffn_change(change, *layers):
     names = ("mlp", "ffn", "feed_forward", "fc1", "fc2")
-    inside = tuple(f".{layer}.{name}." for name in names)
+    inside = tuple(f".{layer}.{name}." for layer in layers for name in names)
     return torch.cat([value.flatten() for name, value in change.items() if any(part in name for part in inside)])
+
+
+def cosine(one, other):
+    return pytest.approx(torch.cosine_similarity(one, other, dim=0).item(), abs=1e-3)
 
 
 def test_every_backbone_moves_as_written_out(backbone, tmp_path):
@@ -62,24 +66,27 @@ def test_every_backbone_moves_as_written_out(backbone, tmp_path):
     for language, change in changes.items():
         expected = [ffn_change(change, layer).norm().item() for layer in range(3)]
         assert found.by_language[language] == pytest.approx(expected, rel=1e-3)
-    mean = [sum(values[layer] for values in found.by_language.values()) / 3 for layer in range(3)]
+    mean = [sum(of_layer) / 3 for of_layer in zip(*found.by_language.values(), strict=True)]
     assert found.deviation == pytest.approx(mean)
-    ways = [torch.cat([ffn_change(change, layer) for layer in (1, 2)]) for change in changes.values()]
-    for i, a in enumerate(ways):
-        for j, b in enumerate(ways):
-            assert found.similarity[i][j] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
+    ways = [ffn_change(change, 1, 2) for change in changes.values()]
+    assert found.similarity == [[cosine(a, b) for b in ways] for a in ways]
     assert (found.languages, found.layers) == (["en", "el", "hu"], [1, 2])
 
 
-def cosine(one, other):
-    return pytest.approx(torch.cosine_similarity(one, other, dim=0).item(), abs=1e-3)
+def test_any_layers_can_be_compared_and_only_they_are_stored(tmp_path):
+    model = tiny_dense("qwen2")
+    found = measure(model, tmp_path / "work", layers=[2, 0])
+    ways = [ffn_change(slow_change(model, TEXTS[code][0]), 0, 2) for code in ("en", "hu")]
+    assert found.similarity[0][2] == cosine(*ways)
+    stored = sorted(path.name for path in (tmp_path / "work" / "language-en").iterdir())
+    assert stored == ["deviation.json", "layer-0.safetensors", "layer-2.safetensors"]
 
 
 def test_languages_are_compared_at_earlier_steps_as_well(tmp_path):
     model = tiny_dense("qwen2")
     found = measure(model, tmp_path / "work", at_steps=[1, 2])
     change = {
-        (code, step): torch.cat([ffn_change(slow_change(model, documents[0], step), layer) for layer in range(3)])
+        (code, step): ffn_change(slow_change(model, documents[0], step), 0, 1, 2)
         for code, documents in TEXTS.items()
         for step in (1, 2, 3)
     }
@@ -95,21 +102,6 @@ def test_languages_are_compared_at_earlier_steps_as_well(tmp_path):
     assert (plain.similarity_at, plain.likeness_of_steps) == ({}, {})
     found.to_json(tmp_path / "found.json")
     assert DeviationResult.from_json(tmp_path / "found.json") == found
-
-
-def test_earlier_steps_of_an_interrupted_language_are_made_anew(tmp_path, monkeypatch):
-    model, write, failures = tiny_dense("qwen2"), deviation._write_change, [KeyboardInterrupt]
-
-    def fails_once(folder, *arguments):
-        if failures and folder.name == "language-el":
-            raise failures.pop()
-        write(folder, *arguments)
-
-    monkeypatch.setattr(deviation, "_write_change", fails_once)
-    with pytest.raises(KeyboardInterrupt):
-        measure(model, tmp_path / "work", at_steps=[2])
-    assert (tmp_path / "work" / "language-el.step-2").is_dir()
-    assert measure(model, tmp_path / "work", at_steps=[2]) == measure(model, tmp_path / "once", at_steps=[2])
 
 
 def test_a_weight_without_a_gradient_does_not_decay(tmp_path):
@@ -132,7 +124,7 @@ def test_pieces_of_tensors_add_up(tmp_path, monkeypatch):
 
 def test_a_bfloat16_model_is_trained_in_float32_and_given_back(tmp_path):
     model = tiny_dense("gemma3_text", dtype=torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     # In bfloat16 next to a weight of 0.1 the nearest other number is 5e-4 away.
     found = measure(model, tmp_path / "bfloat16", learning_rate=1e-6)
     assert not model.training
@@ -151,10 +143,9 @@ def test_each_language_starts_from_the_same_weights_and_may_have_any_name(tmp_pa
     found = measure(model, tmp_path / "there")
     odd = measure(model, tmp_path / "odd", {"zh/TW": TEXTS["en"], "..": TEXTS["el"]})
     assert [*odd.by_language.values()] == [found.by_language[code] for code in ("en", "el")]
-    backwards = measure(model, tmp_path / "back", dict(reversed(TEXTS.items())))
+    assert measure(model, tmp_path / "back", dict(reversed(TEXTS.items()))).by_language == found.by_language
     alone = measure(model, tmp_path / "alone", {"hu": TEXTS["hu"]})
-    assert found.by_language == backwards.by_language
-    assert found.by_language["hu"] == alone.by_language["hu"]
+    assert alone.by_language["hu"] == found.by_language["hu"]
     assert alone.similarity == [[pytest.approx(1.0)]]
     assert {path.name for path in tmp_path.iterdir()} == {"there", "back", "alone", "odd"}
 
@@ -163,59 +154,35 @@ def test_the_seed_orders_documents_and_draws_dropout_for_each_language_anew(tmp_
     texts = {"en": [f"Sentence number {i} of so many. " for i in range(30)]}
     runs = [measure(tiny_dense("qwen2"), tmp_path / str(i), texts, seed=seed) for i, seed in enumerate([0, 0, 1])]
     assert runs[0].deviation == runs[1].deviation != runs[2].deviation
-    model = tiny_dense("qwen2", attention_dropout=0.5)
-    both = measure(model, tmp_path / "both", {code: TEXTS[code] for code in ("en", "hu")})
-    alone, other = (
-        measure(model, tmp_path / f"seed {seed}", {"hu": TEXTS["hu"]}, seed=seed).by_language["hu"] for seed in (0, 1)
-    )
-    assert alone == both.by_language["hu"]
-    assert alone != other
+    model, hu = tiny_dense("qwen2", attention_dropout=0.5), {"hu": TEXTS["hu"]}
+    both = measure(model, tmp_path / "both", {"en": TEXTS["en"], **hu})
+    alone, other = (measure(model, tmp_path / f"seed {seed}", hu, seed=seed) for seed in (0, 1))
+    assert alone.by_language["hu"] == both.by_language["hu"] != other.by_language["hu"]
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """How many languages were trained."""
-    calls = []
-    fine_tune = deviation._fine_tune
-
-    def counted(*arguments):
-        calls.append(1)
-        if len(calls) == 2 and trained.interrupt:
-            raise KeyboardInterrupt
-        return fine_tune(*arguments)
-
-    def trained():
-        return len(calls)
-
-    trained.interrupt = False
-    monkeypatch.setattr(deviation, "_fine_tune", counted)
-    return trained
-
-
-def test_finished_languages_are_not_trained_again(tmp_path, trained):
-    model = tiny_dense("qwen2")
-    expected = measure(model, tmp_path / "once")
-    assert trained() == 3
-    first = measure(model, tmp_path / "work", {"el": TEXTS["el"]})
-    assert trained() == 4
-    assert measure(model, tmp_path / "work") == expected
-    assert trained() == 6
-    assert measure(model, tmp_path / "work", {"el": TEXTS["el"]}) == first
-    assert trained() == 6
-
-
-def test_an_interrupted_analysis_goes_on(tmp_path, trained):
-    model = tiny_dense("qwen2")
+@pytest.mark.parametrize("place", ["_fine_tune", "_write_change"])  # where it is interrupted
+def test_an_interrupted_analysis_goes_on(tmp_path, monkeypatch, place):
+    model, made, calls = tiny_dense("qwen2"), getattr(deviation, place), []
     weights = copy.deepcopy(model.state_dict())
-    trained.interrupt = True
+    once = measure(model, tmp_path / "once", at_steps=[2])
+    stop = 2 if place == "_fine_tune" else 4  # the second language, or its last step
+
+    def stops(*given):
+        calls.append(given)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return made(*given)
+
+    monkeypatch.setattr(deviation, place, stops)
     with pytest.raises(KeyboardInterrupt):
-        measure(model, tmp_path / "work")
+        measure(model, tmp_path / "work", at_steps=[2])
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
-    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [MARKER, "language-en"]
-    trained.interrupt = False
-    found = measure(model, tmp_path / "work")
-    assert trained() == 4  # the interrupted one too
-    assert found == measure(model, tmp_path / "once")
+    left = {path.name for path in (tmp_path / "work").iterdir()}
+    assert left == {MARKER, "language-en", "language-en.step-2"} | ({"language-el.step-2"} if stop == 4 else set())
+    assert measure(model, tmp_path / "work", at_steps=[2]) == once
+    assert len(calls) == {"_fine_tune": 4, "_write_change": 8}[place]  # the interrupted one once more, no finished one
+    assert measure(model, tmp_path / "work", at_steps=[2]) == once
+    assert len(calls) == {"_fine_tune": 4, "_write_change": 8}[place]
 
 
 def test_a_work_folder_of_other_work_is_refused(tmp_path):
@@ -225,49 +192,26 @@ def test_a_work_folder_of_other_work_is_refused(tmp_path):
         ({"steps": 3}, "steps was 2, is 3; it was another text"), ({"seed": 1}, "seed was 0, is 1"),
         ({"learning_rate": 1e-4}, r"learning_rate was 0\.001, is 0\.0001\."),
         ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]\."), ({"at_steps": [1]}, r"at_steps was \[\], is \[1\]\."),
-        ({"batch_size": 2, "block_size": 8}, "batch_size was 3, is 2; block_size was 12, is 8; it was another text"),
         ({"texts": {"en": TEXTS["hu"]}}, r"it was another text or tokenizer\."),
         ({"model": tiny_dense("qwen2", seed=1)}, r"it was another model\."),
     ):  # fmt: skip
-        arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
-        says = f"language-en: was made with other settings: {said}"
-        refused(measure, arguments.pop("model"), work, says=says, **arguments)
+        given = {"model": model, "work_dir": work, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
+        refused(measure, says=f"language-en: was made with other settings: {said}", **given)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_text("")
     refused(measure, model, tmp_path / "photos", says="photos: exists and is not a work folder")
 
 
-def test_too_little_text_names_every_such_language(tmp_path):
-    texts = {"en": TEXTS["en"], "el": ["ψ"], "hu": ["abc", "de"]}
-    # Bytes, and an end of text after each document.
-    refused(measure, tiny_dense("qwen2"), tmp_path / "work", texts, says=r"9 blocks .* of 12 tokens need 108 tokens")
-    assert not (tmp_path / "work").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"micro_batch_size": 0}, "micro_batch_size: Input should be greater than or equal to 1"),
+def test_settings_out_of_range_are_refused(tmp_path):
+    for changes, said in (
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),
         ({"last_layers": 4}, "this model has 3 layers"),
         ({"at_steps": [3]}, r"at_steps is \[3\]: must be ascending steps below 3, the last one"),
-        ({"at_steps": [0]}, "at_steps"),
         ({"layers": [0, 3]}, "layers 0 to 2"),
         ({"texts": {}}, "No language was given"),
         ({"learning_rate": 1e38}, "moved the FFN of layer 0 by"),
-    ],
-)
-def test_settings_out_of_range_are_refused(tmp_path, changes, message):
-    refused(measure, tiny_dense("qwen2"), tmp_path / "work", says=message, **changes)
-    assert not (tmp_path / "work" / "language-en").exists()
-
-
-def test_any_layers_can_be_compared_and_only_they_are_stored(tmp_path):
-    model = tiny_dense("qwen2")
-    found = measure(model, tmp_path / "work", layers=[2, 0])
-    change = {language: slow_change(model, documents[0]) for language, documents in TEXTS.items()}
-    a, b = (torch.cat([ffn_change(change[language], layer) for layer in (0, 2)]) for language in ("en", "hu"))
-    assert found.similarity[0][2] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
-    stored = sorted(path.name for path in (tmp_path / "work" / "language-en").iterdir())
-    assert stored == ["deviation.json", "layer-0.safetensors", "layer-2.safetensors"]
-    assert measure(model, tmp_path / "all", last_layers=3).layers == [0, 1, 2]
+        # Bytes, and an end of text after each document.
+        ({"texts": {**TEXTS, "el": ["ψ"]}}, "9 blocks .* of 12 tokens need 108 tokens"),
+    ):
+        refused(measure, tiny_dense("qwen2"), tmp_path / "work", says=said, **changes)
+        assert not (tmp_path / "work" / "language-en").exists()

@@ -67,39 +67,35 @@ def test_groups_do_not_share_blocks():
     texts = {code: Dataset.from_dict({"text": [words] * 7}) for code, words in WORDS.items() if code != "hi"}
     packed = pack_texts(texts, byte_tokenizer(), 16, 0, groups=GROUPS)
     group_of = {code: number for number, group in enumerate(GROUPS) for code in group}
-    found = [{group_of[packed.languages[i]] for i in row} for row in packed.dataset["language_ids"]]
-    assert {len(groups) for groups in found} == {1}
-    assert set.union(*found) == {0, 1, 2}
-    mixed = {len(set(row)) for row in packed.dataset["language_ids"]}
-    assert mixed == {1, 2}  # languages of one group may share a block
+    rows = [{packed.languages[number] for number in row} for row in packed.dataset["language_ids"]]
+    assert {tuple({group_of[code] for code in row}) for row in rows} == {(0,), (1,), (2,)}
+    assert {len(row) for row in rows} == {1, 2}  # languages of one group may share a block
 
 
 def test_the_sampler_gives_whole_batches_of_one_group_in_an_order_of_the_seed():
     groups = [0] * 7 + [1] * 4 + [2] * 2
     sampler = GroupedSampler(groups, 2, seed=1)
     rows = list(sampler)
-    assert len(rows) == len(sampler) == 6 + 4 + 2
-    assert len(set(rows)) == len(rows)
-    batches = [rows[i : i + 2] for i in range(0, len(rows), 2)]
-    assert all(groups[a] == groups[b] for a, b in batches)
+    assert len(rows) == len({*rows}) == len(sampler) == 6 + 4 + 2
+    assert all(groups[a] == groups[b] for a, b in zip(rows[::2], rows[1::2], strict=True))
     assert rows == list(GroupedSampler(groups, 2, seed=1))
     sampler.set_epoch(1)
     assert rows != list(sampler)
-    with pytest.raises(ValueError, match="Language group 2 has 2 blocks, less than one batch of 3"):
-        GroupedSampler(groups, 3, seed=1)
+    said = "Language group 2 has 2 blocks, less than one batch of 3"
+    refused(GroupedSampler, groups, 3, seed=1, says=said, raises=ValueError)
 
 
-def group_step(model, rows, tmp_path, batch=4, steps=1, weight=1.28, checkpointing=False):
+def group_step(folder, rows, tmp_path, batch=4, steps=1, checkpointing=False):
+    model = DMoEForCausalLM.from_pretrained(folder)
     arguments = GroupConfig(
         output_dir=tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, use_cpu=True,
         report_to="none", save_strategy="no", disable_tqdm=True, **checkpointed(checkpointing),
     )  # fmt: skip
-    trainer = GroupTrainer(
+    GroupTrainer(
         model, args=arguments, train_dataset=rows, data_collator=collate_blocks, language_classes=[0, 0, 1, 2, 2],
-        router_losses=[GroupLoss(weight)],
-    )  # fmt: skip
-    trainer.train()
+        router_losses=[GroupLoss(1.28)],
+    ).train()  # fmt: skip
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -108,45 +104,38 @@ def blocks(languages, count=4):
     return Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": [languages] * count})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_group_step_is_the_equation(expanded, tmp_path, checkpointing):
+@pytest.mark.parametrize("cut", [{"batch": 4}, {"batch": 1, "steps": 4, "checkpointing": True}])
+def test_a_group_step_is_the_equation(expanded, tmp_path, cut):
     """Eq. 4 written out: the group's expert alone, and the mean over layers and tokens of - log p(group | token)."""
     rows = blocks([3, 4, 3, 3, 4, 4, 3, 3])  # group 2
     model = DMoEForCausalLM.from_pretrained(expanded).train()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     ids = torch.tensor(rows["input_ids"])
     with model.use_expert(2), model.capture_routing() as routing:
         loss = model(ids, labels=ids).loss
     for layer in routing:
         targets = torch.full((ids.numel(),), 2)
         loss = loss + 1.28 * F.cross_entropy(layer.router_logits, targets) / len(routing)
-    names = list(before)
-    gradients = torch.autograd.grad(loss, [dict(model.named_parameters())[name] for name in names])
-    expected = {name: before[name] - gradient for name, gradient in zip(names, gradients, strict=True)}
-    after = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, checkpointing=checkpointing)
-    for name, value in expected.items():
-        torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-6, msg=name)
-    for name in before:  # the other experts got nothing
-        if ".experts." in name:
-            assert torch.equal(after[name], before[name]) != (".experts.2." in name), name
+    before = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, [*before.values()])
+    after = group_step(expanded, rows, tmp_path, **cut)
+    for (name, value), gradient in zip(before.items(), gradients, strict=True):
+        torch.testing.assert_close(after[name], (value - gradient).detach(), rtol=1e-4, atol=1e-6, msg=name)
+        if ".experts." in name:  # the other experts got nothing
+            assert torch.equal(after[name], value) != (".experts.2." in name), name
 
 
-def test_a_group_step_does_not_depend_on_accumulation_and_takes_one_group(expanded, tmp_path):
-    rows = blocks([2] * 8)
-    whole = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, batch=4)
-    split = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, batch=1, steps=4)
-    for name, value in whole.items():
-        torch.testing.assert_close(split[name], value, rtol=1e-4, atol=1e-6, msg=name)
-    with pytest.raises(ValueError, match=r"languages of 2 groups \(\[0, 1\]\)"):
-        group_step(DMoEForCausalLM.from_pretrained(expanded), blocks([0, 0, 0, 2, 2, 2, 2, 2]), tmp_path)
+def test_what_group_training_and_adaptation_refuse(base, expanded, text, tmp_path):
+    said = r"languages of 2 groups \(\[0, 1\]\)"
+    refused(group_step, expanded, blocks([0] * 3 + [2] * 5), tmp_path, says=said, raises=ValueError)
+    expand_checkpoint(base, tmp_path / "uniform", changed(PLAN, method="moe-lpr", groups=[], new=["el"]))
+    refused(adapt_language, tmp_path / "uniform", tmp_path / "out", text["hi"], says="has no language groups")
+    assert not (tmp_path / "out").exists()
 
 
 def test_group_and_joint_training_move_what_they_should(expanded, trained):
     group = expanded.with_name("group")
     first = compare_checkpoints(expanded, group)
-    assert not first.added
-    assert not first.removed
-    assert not [name for name in first.identical if name.endswith("proj.weight")]
+    assert not first.added + first.removed + [name for name in first.identical if name.endswith("proj.weight")]
     stages = History.of(DMoEForCausalLM.from_pretrained(trained).config).last.stages
     assert [stage.stage for stage in stages] == ["group", "joint"]
     history = json.loads((group / "trainer_state.json").read_text())["log_history"]
@@ -209,9 +198,3 @@ def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_p
     model.save_pretrained(tmp_path / "wrong")
     with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.router\.weight"):
         check_frozen(tmp_path / "hi", tmp_path / "wrong", AdaptConfig())
-
-
-def test_a_model_without_groups_is_refused(base, text, tmp_path):
-    expand_checkpoint(base, tmp_path / "uniform", changed(PLAN, method="moe-lpr", groups=[], new=["el"]))
-    refused(adapt_language, tmp_path / "uniform", tmp_path / "out", text["hi"], says="has no language groups")
-    assert not (tmp_path / "out").exists()
