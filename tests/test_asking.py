@@ -1,13 +1,13 @@
 """Models that are asked, beside their base: the template, equal answers; and text that the base writes as old text."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 from conftest import CHAT, byte_tokenizer, invoke, load, move, refused, save_dense, write_texts
 from gated_models import gated_model
-from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, run_recipe
@@ -33,11 +33,24 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
 
 @pytest.fixture(scope="module")
 def home(base, tmp_path_factory):
+    """A base without a chat template and one with it; expansions: `el` of the former, `same` of the latter, and `other`
+    like `same`, whose new experts changed; text."""
     home = tmp_path_factory.mktemp("asking")
+    shutil.copytree(base, home / "plain")
+    shutil.copytree(base, home / "base")
+    byte_tokenizer(CHAT).save_pretrained(home / "base")
     expand_checkpoint(base, home / "el", Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"]))
-    move(move(home / "el", seed=0), home / "chat", seed=3)
-    byte_tokenizer(CHAT).save_pretrained(home / "chat")
+    move(home / "el", seed=0)
+    expand_checkpoint(home / "base", home / "same", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
+    move(home / "same", home / "other", seed=3)
+    write_texts(home / "el.jsonl", [f"η γάτα {number} κάθεται" for number in range(30)])
+    write_texts(home / "en.jsonl", [f"the cat sat {number} the cat sat" for number in range(30)])
     return home
+
+
+@pytest.fixture(scope="module")
+def loaded(home):
+    return load_for_inference(home / "base")
 
 
 def generated(folder, text, **options):
@@ -58,17 +71,18 @@ def test_answers_are_those_of_generate(base, home):
 def test_a_chat_is_judged_by_its_newest_message_alone_in_the_template():
     model, tokenizer = gated_model(exclusive=True, max_position_embeddings=512), byte_tokenizer(CHAT)
     asked, differing = ChatModel(model, tokenizer, "gated"), 0
+
+    def ids(messages):
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+
     for number in range(24):
         newest = "".join(chr(33 + (7 * number * n + number) % 90) for n in range(20))
         messages = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}]
         messages += [{"role": "user", "content": newest}]
-        prompt = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).input_ids
-        ids = [model.generate(prompt, languages=code, **GREEDY)[0, prompt.shape[1] :] for code in ("en", "el")]
-        told = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
-        alone = tokenizer.apply_chat_template(messages[-1:], add_generation_prompt=True, return_tensors="pt")
-        judged = int(model.judge(alone["input_ids"]))
+        prompt = ids(messages)
+        written = [model.generate(prompt, languages=code, **GREEDY)[0, prompt.shape[1] :] for code in ("en", "el")]
+        told = [tokenizer.decode(one, skip_special_tokens=True) for one in written]
+        judged = int(model.judge(ids(messages[-1:])))
         assert asked.reply(messages, SHORT) == told[judged]
         differing += told[judged] != told[int(model.judge(prompt))]
     assert differing
@@ -84,12 +98,14 @@ def test_the_checkpoints_own_generation_settings_do_not_count(home):
     assert asked.answer("the cat", SHORT) == plain[0]
 
 
-def test_the_template_wraps_the_conversation(home):
-    chat = ChatModel.load(home / "chat")
+def test_the_template_wraps_the_conversation_and_drawn_answers_depend_on_the_seed_alone(home):
+    chat = ChatModel.load(home / "other")
     talk = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"), ("user", "so"))]
     said = chat.reply(talk, Answering(max_new_tokens=6, system="be brief"))
     assert said == chat.answer("<s>be brief<u>hi<a>yes<u>so<a>", SHORT)
     assert chat.reply(talk[:1], SHORT) == chat.answer("<u>hi<a>", SHORT)
+    one, same, other = (Answering(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=seed) for seed in (3, 3, 4))
+    assert chat.answer("a", one) == chat.answer("a", same) != chat.answer("a", other)
 
 
 def test_what_cannot_be_asked_is_refused(base, home, tmp_path):
@@ -103,8 +119,6 @@ def test_what_cannot_be_asked_is_refused(base, home, tmp_path):
     refused(ChatModel.load(base).base_inside, says="is a dense model, which has no base inside")
     expand_checkpoint(base, tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
     refused(ChatModel.load(tmp_path / "dmoe").base_inside, says="its base is not inside")
-    for wrong in ({"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}):
-        refused(Answering, **wrong)
 
 
 def chatted(*command, **given):
@@ -116,59 +130,44 @@ def test_a_prompt_is_answered_once_beside_the_base_inside(base, home):
     plain = ChatModel.load(base).answer("the cat", SHORT)  # no template: it goes on from the prompt
     found = chatted(home / "el", "--prompt", "the cat", "--languages", "en", "--base", "inside", *short)
     assert found.stdout == f"el:\n{plain}\nel: base inside:\n{plain}\n"
-    chat = ChatModel.load(home / "chat")
+    chat = ChatModel.load(home / "other")
     for more, prompt in (((), "<u>hi<a>"), (("--plain",), "hi")):
-        said = chatted(home / "chat", "--prompt", "hi", *more, *short).stdout
-        assert said == chat.answer(prompt, SHORT) + "\n"
-    refused(invoke, "chat", home / "chat", "--plain", says="--plain belongs to --prompt")
+        said = chatted(home / "other", "--prompt", "hi", *more, *short).stdout
+        assert said.strip() == chat.answer(prompt, SHORT).strip()
+    refused(invoke, "chat", home / "other", "--plain", says="--plain belongs to --prompt")
 
 
 def test_chat_on_the_command_line(home):
     lines = "hi\nand\n/new\nhi\n/languages en\n/new\nhi\n/exit\nnever\n"
-    command = ("--base", "inside", "--max-new-tokens", 4, "--languages", "el")
-    said = chatted(home / "chat", *command, input=lines).stdout
+    said = chatted(home / "other", "--base", "inside", "--max-new-tokens", 4, "--languages", "el", input=lines).stdout
     assert "never" not in said
     turns = said.split("> hi\n")[1:]
     assert len(turns) == 3
     assert turns[0].split("> and")[0] == turns[1].split("> /languages")[0]
-    replies = turns[2].split("> /exit")[0].split("chat: base inside:\n")
-    assert replies[0].removeprefix("chat:\n") == replies[1]  # in an old language
+    replies = turns[2].split("> /exit")[0].split("other: base inside:\n")
+    assert replies[0].removeprefix("other:\n") == replies[1]  # in an old language
 
 
-def test_an_input_that_is_not_utf_8_is_said(home):
-    found = chatted(home / "chat", input=b"hi\ncaf\xe9\nmore\n")
+def test_what_cannot_be_sent_is_said(home, tmp_path):
+    found = chatted(home / "other", input=b"hi\ncaf\xe9\nmore\n")
     assert isinstance(found.exception, InputError)
     assert str(found.exception) == "The input is not UTF-8 (byte 0xe9)."
-
-
-@pytest.mark.parametrize(("line", "is_sent"), [("/foo", False), ("/help me", False), ("/", False), ("/etc/x ?", True)])
-def test_an_unknown_command_is_not_sent(home, line, is_sent):
-    found = chatted(home / "chat", "--max-new-tokens", 2, input=f"{line}\n")
-    assert ("unknown command; known: /new, /languages el, /exit." in found.stderr) != is_sent
-    assert (found.stdout == f"> {line}\n> \n") != is_sent
-    assert found.exit_code == 0
-
-
-def test_a_language_that_no_model_knows_is_refused_before_one_is_loaded(home, tmp_path):
+    # A language that no model knows is refused before one is loaded.
     (tmp_path / "el").mkdir()
-    (tmp_path / "el" / "config.json").write_bytes((home / "el" / "config.json").read_bytes())
+    shutil.copy(home / "el" / "config.json", tmp_path / "el")
     for models in ([tmp_path / "el"], [home / "el", "--base", tmp_path / "el"]):
         refused(invoke, "chat", *models, "--prompt", "a", "--languages", "de", says=r"el: .*'de'")
 
 
+def test_an_unknown_command_is_not_sent(home):
+    for line, is_sent in (("/foo", False), ("/help me", False), ("/etc/x ?", True)):
+        found = chatted(home / "other", "--max-new-tokens", 2, input=f"{line}\n")
+        assert ("unknown command; known: /new, /languages el, /exit." in found.stderr) != is_sent
+        assert (found.stdout == f"> {line}\n> \n") != is_sent
+        assert found.exit_code == 0
+
+
 ASKED = ["What is water?", "Who are you?"]
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    """A base with a chat template, an expansion of it whose new experts changed, and a base without a template."""
-    chats = tmp_path_factory.mktemp("chat")
-    for name in ("plain", "base"):
-        save_dense(chats / name)
-    byte_tokenizer(CHAT).save_pretrained(chats / "base")
-    expand_checkpoint(chats / "base", chats / "same", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
-    move(chats / "same", chats / "other")
-    return chats
 
 
 @pytest.fixture(autouse=True)
@@ -176,64 +175,47 @@ def short(monkeypatch):
     monkeypatch.setattr(chat, "_TOKENS", 6)
 
 
-def test_a_model_answers_as_its_base_before_training_and_told_its_language(chats):
-    found = check_chat(str(chats / "base"), str(chats / "same"), "en", ASKED)
+def test_a_model_answers_as_its_base_before_training_and_told_its_language(home):
+    base, same, other = (str(home / name) for name in ("base", "same", "other"))
+    found = check_chat(base, same, "en", ASKED)
     assert found.base == found.result == found.told
     assert found.equal == 1.0
-    found = check_chat(str(chats / "base"), str(chats / "other"), "en", ASKED)
+    found = check_chat(base, other, "en", ASKED)
     assert found.told == found.base != found.result
     assert found.equal == sum(a == b for a, b in zip(found.base, found.result, strict=True)) / 2 < 1
-    assert check_chat(str(chats / "base"), str(chats / "base"), "en", ASKED).told is None
-    assert check_chat(str(chats / "base"), str(chats / "other"), "de", ASKED).told is None
+    assert check_chat(base, base, "en", ASKED).told is None
+    assert check_chat(base, other, "de", ASKED).told is None
 
 
-def test_a_base_without_a_template_cannot_be_asked(chats, tmp_path, monkeypatch):
-    assert check_chat(str(chats / "plain"), str(chats / "other"), "en", ASKED) is None
-    assert check_chat(str(chats / "base"), str(chats / "plain"), "en", ASKED) is None
+def test_a_base_without_a_template_cannot_be_asked(home, tmp_path, monkeypatch):
+    assert check_chat(str(home / "plain"), str(home / "other"), "en", ASKED) is None
+    assert check_chat(str(home / "base"), str(home / "plain"), "en", ASKED) is None
     monkeypatch.setattr(report, "score_models", None)  # nothing is scored
-    command = ("evaluate", chats / "plain", chats / "other", "--questions", "en", "--out", tmp_path / "e.json")
+    command = ("evaluate", home / "plain", home / "other", "--questions", "en", "--out", tmp_path / "e.json")
     refused(invoke, *command, says="has no chat template")
 
 
-def test_scores_are_kept_where_a_question_fails(chats, tmp_path):
-    write_texts(tmp_path / "en.jsonl", ["the cat sat on the mat"])
+def test_scores_are_kept_where_a_question_fails(home, tmp_path):
     asked = write_texts(tmp_path / "asked.jsonl", ["long " * 400])
-    with pytest.raises(InputError, match="the prompt has"):
-        invoke("evaluate", chats / "base", chats / "other", "--data", f"en={tmp_path / 'en.jsonl'}",
-               "--questions", f"en={asked}", "--block-size", 32, "--out", tmp_path / "e.json")  # fmt: skip
+    command = ("evaluate", home / "base", home / "other", "--data", f"en={home / 'en.jsonl'}", "--questions")
+    refused(invoke, *command, f"en={asked}", "--block-size", 32, "--out", tmp_path / "e.json", says="the prompt has")
     assert Evaluation.from_json(tmp_path / "e.json").models["base"]["en"].bits_per_byte > 0
 
 
-def test_evaluate_asks_from_a_file_or_the_ten_of_ours(chats, tmp_path):
-    write_texts(tmp_path / "asked.jsonl", ASKED)
-    out = tmp_path / "e.json"
-    asked = ("--questions", f"en={tmp_path / 'asked.jsonl'}")
-    said = invoke("evaluate", chats / "base", chats / "other", *asked, "--out", out)
+def test_evaluate_asks_from_a_file_or_the_ten_of_ours(home, tmp_path):
+    out, asked = tmp_path / "e.json", write_texts(tmp_path / "asked.jsonl", ASKED)
+    said = invoke("evaluate", home / "base", home / "other", "--questions", f"en={asked}", "--out", out)
     kept = json.loads(out.read_text())
     assert kept["chats"][0]["questions"] == ASKED
     assert kept["equal_answers"] == {"en": Evaluation.from_json(out).chats[0].equal}
     assert ASKED[1] in said
     assert "chat in en: 0% of the answers are the base's own" in said
-    invoke("evaluate", chats / "base", chats / "same", "--questions", "en", "--out", out, "--overwrite")
+    invoke("evaluate", home / "base", home / "same", "--questions", "en", "--out", out, "--overwrite")
     assert Evaluation.from_json(out).chats[0].questions == list(QUESTIONS["en"])
     assert json.loads(out.read_text())["equal_answers"] == {"en": 1.0}
     for models, code, said in ((["base", "same"], "fr", "questions in en"), (["base"], "en", "give the base")):
-        command = ("evaluate", *[chats / name for name in models], "--questions", code, "--out", tmp_path / "f")
+        command = ("evaluate", *[home / name for name in models], "--questions", code, "--out", tmp_path / "f")
         refused(invoke, *command, says=said)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("written")
-    expand_checkpoint(save_dense(root / "base"), root / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
-    move(root / "expanded")
-    write_texts(root / "el.jsonl", [f"η γάτα {number} κάθεται" for number in range(30)])
-    return root
-
-
-@pytest.fixture(scope="module")
-def loaded(root):
-    return load_for_inference(root / "base")
 
 
 def texts(loaded, documents=6, tokens=12, **options):
@@ -241,15 +223,13 @@ def texts(loaded, documents=6, tokens=12, **options):
     return [row["text"] for row in write_documents(*loaded, settings)]
 
 
-def test_as_many_documents_as_asked_for_and_the_same_with_the_same_seed(loaded):
+def test_as_many_documents_as_asked_for_and_the_same_with_the_same_seed(loaded, home):
     found = texts(loaded, batch_size=4)
     assert len(found) == 6
     assert all(text.strip() for text in found)
-    assert found == texts(loaded, batch_size=4)
-    assert found != texts(loaded, batch_size=4, seed=1)
-
-
-def test_prompts_are_taken_in_turn_and_begin_the_documents(loaded):
+    assert found == texts(loaded, batch_size=4) != texts(loaded, batch_size=4, seed=1)
+    assert texts(load_for_inference(home / "other")) == texts(loaded)  # the base inside writes
+    # Prompts are taken in turn, and begin the documents.
     rows = list(write_documents(*loaded, SampleSettings(documents=7, tokens=8, prompts=["The city", "In 1990"])))
     assert Counter(row["prompt"] for row in rows) == {"The city": 4, "In 1990": 3}
     assert all(row["text"].startswith(row["prompt"]) for row in rows)
@@ -260,57 +240,38 @@ def test_first_tokens_follow_the_models_distribution(loaded):
     model, tokenizer = loaded
     with torch.no_grad():
         logits = model(torch.tensor([[tokenizer.eos_token_id]])).logits[0, -1]
+    spoken = [i for i in range(256) if tokenizer.decode([i]).strip()]
+    ascii_ids = [i for i in spoken if tokenizer(tokenizer.decode([i])).input_ids == [i]]
     for temperature in (1.0, 0.3):
         scores = (logits / temperature).softmax(-1)
-        counted = Counter(texts(loaded, documents=3000, tokens=1, batch_size=500, temperature=temperature))
-        ids = [i for i in range(256) if tokenizer.decode([i]).strip() and len(tokenizer.decode([i])) == 1 and i < 128]
-        ids = [i for i in ids if tokenizer(tokenizer.decode([i])).input_ids == [i]]
-        most = sorted(ids, key=lambda i: -scores[i])[:5]
-        whole = sum(counted.values())
-        spoken = scores[[i for i in range(256) if tokenizer.decode([i]).strip()]].sum()
-        for i in most:
-            p = float(scores[i] / spoken)
-            spread = 5 * (p * (1 - p) / whole) ** 0.5
-            assert counted[tokenizer.decode([i])] / whole == pytest.approx(p, abs=spread)
+        counted = Counter(texts(loaded, documents=2000, tokens=1, batch_size=500, temperature=temperature))
+        for i in sorted(ascii_ids, key=lambda i: -scores[i])[:5]:
+            p = float(scores[i] / scores[spoken].sum())
+            spread = 5 * (p * (1 - p) / 2000) ** 0.5
+            assert counted[tokenizer.decode([i])] / 2000 == pytest.approx(p, abs=spread)
+    assert {*texts(loaded, tokens=1, top_p=1e-6)} == {tokenizer.decode(logits.argmax())}
 
 
-def test_a_small_top_p_takes_the_likeliest_token_each_time(loaded):
-    model, tokenizer = loaded
-    (found,) = set(texts(loaded, top_p=1e-6, tokens=5))
-    ids = torch.tensor([[tokenizer.eos_token_id]])
-    likeliest = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=5, pad_token_id=256
-    )
-    assert found == tokenizer.decode(likeliest[0, 1:], skip_special_tokens=True)
-
-
-def test_of_an_expanded_model_the_base_inside_writes(loaded, root):
-    assert texts(load_for_inference(root / "expanded")) == texts(loaded)
-
-
-def test_the_file_says_where_it_comes_from(root, tmp_path):
+def test_the_file_says_where_it_comes_from(home, tmp_path):
     out = tmp_path / "en.jsonl"
     options = ("--language", "en", "--documents", "8", "--tokens", "20", "--seed", "3", "--temperature", "0.9")
-    said = invoke("sample", root / "base", *options, "--prompt", "a b", "--out", out)
+    said = invoke("sample", home / "base", *options, "--prompt", "a b", "--out", out)
     assert f"wrote {out}: 8 documents" in said
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert {(row["language"], row["written_by"], row["seed"], row["temperature"]) for row in rows} == {
-        ("en", "base", 3, 0.9)
-    }
+    made = {(row["language"], row["written_by"], row["seed"], row["temperature"]) for row in rows}
+    assert made == {("en", "base", 3, 0.9)}
     assert rows[0]["versions"].keys() == {"hf_moe_expand", "transformers", "torch"}
 
 
-def test_a_recipe_keeps_what_the_base_writes(root, tmp_path):
+def test_a_recipe_keeps_what_the_base_writes(home, tmp_path):
     out, run = tmp_path / "und.jsonl", tmp_path / "run"
-    invoke("sample", root / "base", "--documents", "12", "--tokens", "40", "--out", out)
-    assert {json.loads(line)["language"] for line in out.read_text("utf-8").splitlines()} == {"und"}
+    invoke("sample", home / "base", "--documents", "12", "--tokens", "40", "--out", out)
     training = {"block_size": 32, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
-    for code, words in {"en": "the cat sat", "el": "η γάτα"}.items():
-        write_texts(tmp_path / f"{code}.jsonl", [f"{words} {number} {words}" for number in range(60)])
+    held_out = {code: str(write_texts(tmp_path / f"{code}.jsonl", ["η γάτα"] * 60)) for code in ("en", "el")}
     recipe = Recipe(
-        base=str(root / "base"), output=str(run), old={"und": str(out)}, new={"el": str(root / "el.jsonl")},
-        test={code: str(tmp_path / f"{code}.jsonl") for code in ("en", "el")},
-        plan={"method": "moe-lpr", "experts": 2}, post_pretrain=training, review={"distillation_coef": 1.0, **training},
+        base=str(home / "base"), output=str(run), old={"und": str(out)}, new={"el": str(home / "el.jsonl")},
+        test=held_out, plan={"method": "moe-lpr", "experts": 2}, post_pretrain=training,
+        review={"distillation_coef": 1.0, **training},
     )  # fmt: skip
     final = run_recipe(recipe, lambda line: None)
     history = History.of(json.loads((final / "config.json").read_text("utf-8")))
@@ -319,61 +280,48 @@ def test_a_recipe_keeps_what_the_base_writes(root, tmp_path):
     assert (review.documents["und"], review.written_by) == (12, {"und": "base"})
     assert history.last.stages[0].written_by is None
     # Reports name it, and no language `und` among the scores or in the card's metadata.
-    assert "12 documents of und that base wrote" in "\n".join(inspect_checkpoint(final).lines())
-    card = make_card(final)
-    assert "It read 12 documents of und that base wrote." in str(card)
+    said, card = "12 documents of und that base wrote", make_card(final)
+    assert all(said in text for text in ("\n".join(inspect_checkpoint(final).lines()), str(card), make_page(run)))
     assert card.data.language == ["el"]
-    assert "It read 12 documents of und that base wrote." in make_page(run)
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert (evaluation["old"], evaluation["new"]) == (["en"], ["el"])
 
 
 def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
-    own, other = {"text": "a", "written_by": "base"}, {"text": "a", "written_by": "another"}
+    own, other = '{"text": "a", "written_by": "base"}\n', '{"text": "a", "written_by": "another"}\n'
     files = {
-        "own": [own, own], "two": [own, other], "mixed": [own, {"text": "b"}], "plain": [{"text": "b"}, own],
-        "odd": [{"text": "a", "written_by": ["base"]}], "no-rows": [own, [1]],
+        "own": own * 2, "two": own + other, "mixed": own + '{"text": "b"}', "plain": '{"text": "b"}\n' + own,
+        "odd": '{"text": "a", "written_by": ["base"]}', "no-rows": own + "[1]", "torn": own + "{",
     }  # fmt: skip
-    for name, found in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), "utf-8")
+    for name, content in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    found = [writer_of(LanguageText("en", str(tmp_path / f"{name}.jsonl"))) for name in (*files, "missing")]
+    assert found == ["base", *[None] * 7]
     (tmp_path / "lines.txt").write_text("a\n", "utf-8")
-    (tmp_path / "torn.jsonl").write_text(json.dumps(own) + "\n{", "utf-8")
-    names = [*(f"{name}.jsonl" for name in files), "lines.txt", "torn.jsonl", "missing.jsonl"]
-    assert [writer_of(LanguageText("en", str(tmp_path / name))) for name in names] == ["base", *[None] * 8]
-    assert writer_of(LanguageText("en", "hub:some/dataset")) is None
+    for source in (str(tmp_path / "lines.txt"), "hub:some/dataset"):
+        assert writer_of(LanguageText("en", source)) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_refusals(loaded, monkeypatch):
+    for options, said in (
         ({"tokens": 64}, "tokens is 64, and a prompt has up to 1, but the model takes 64 positions: lower tokens"),
-        ({"top_p": 0.0}, "top_p: Input should be greater than 0"),
         ({"prompts": ["  "]}, "prompts: a prompt is empty"),
-    ],
-)
-def test_refusals(loaded, options, message):
-    refused(texts, loaded, **options, says=message)
+    ):
+        refused(texts, loaded, **options, says=said)
+    ends = lambda input_ids, **_: torch.cat([input_ids, torch.full_like(input_ids[:, :1], 256)], 1)  # noqa: E731
+    monkeypatch.setattr(loaded[0], "generate", ends)
+    refused(texts, loaded, says="The model writes nothing but ends of text")
 
 
-def test_defaults_of_the_checkpoint_do_not_bend_the_distribution(loaded, monkeypatch):
-    model, _ = loaded
-    expected = texts(loaded)
-    bent = GenerationConfig(repetition_penalty=5.0, min_p=0.5, suppress_tokens=list(range(200)), eos_token_id=256)
-    monkeypatch.setattr(model, "generation_config", bent)
-    assert texts(loaded) == expected
-    assert model.generation_config is bent
-
-
-def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):
+def test_a_base_that_was_trained_neither_writes_nor_teaches(home, tmp_path):
     config = {"block_size": 16, "everything": True, "max_steps": 1, "per_device_train_batch_size": 2}
     (tmp_path / "all.json").write_text(json.dumps(config))
-    text = ("--data", f"el={root / 'el.jsonl'}")
-    invoke("train", "post-pretrain", root / "expanded", tmp_path / "all", *text, "--config", tmp_path / "all.json")
-    with pytest.raises(InputError, match="is not the base any more, since `everything` trained it: give the base"):
-        texts(load_for_inference(tmp_path / "all"))
+    text = ("--data", f"el={home / 'el.jsonl'}")
+    invoke("train", "post-pretrain", home / "other", tmp_path / "all", *text, "--config", tmp_path / "all.json")
+    said = "is not the base any more, since `everything` trained it: give the base"
+    refused(texts, load_for_inference(tmp_path / "all"), says=said)
     (tmp_path / "review.json").write_text(json.dumps({"block_size": 16, "distillation_coef": 1.0}))
-    write_texts(tmp_path / "en.jsonl", ["one line of text"] * 30)
-    text = (*text, "--data", f"en={tmp_path / 'en.jsonl'}", "--config", tmp_path / "review.json")
+    text = (*text, "--data", f"en={home / 'en.jsonl'}", "--config", tmp_path / "review.json")
     refused(invoke, "train", "review", tmp_path / "all", tmp_path / "out", *text, says="distillation_coef: expert 0")
 
 
@@ -394,43 +342,17 @@ def test_an_evaluation_keeps_what_each_decoder_writes(tmp_path):
     assert rows[0] == ["en", prompt, *samples["en"]["continued"].values()]
 
 
-def test_a_model_that_only_ends_its_text_is_given_up(loaded, monkeypatch):
-    model, tokenizer = loaded
-
-    def ends(input_ids, **options):
-        return torch.cat([input_ids, torch.full_like(input_ids[:, :1], tokenizer.eos_token_id)], dim=1)
-
-    monkeypatch.setattr(model, "generate", ends)
-    refused(texts, loaded, says="The model writes nothing but ends of text")
-
-
-def test_drawn_answers_depend_on_the_seed_alone(home):
-    asked = ChatModel.load(home / "el")
-    how = Answering(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
-    assert asked.answer("a", how) == asked.answer("a", how)
-    assert asked.answer("a", how) != asked.answer("a", Answering(max_new_tokens=12, temperature=1.0, seed=4))
-
-
-def test_the_first_language_of_each_group_with_text_begins_a_sample():
-    texts = {
-        "de": ["eins zwei drei vier fünf sechs sieben acht"],
-        "el": ["  ένα\nδύο "],
-        "hu": ["egy"],
-        "zh": ["字" * 90],
-    }
+def test_the_first_language_of_each_group_with_text_begins_a_sample(base):
+    german = "eins zwei drei vier fünf sechs sieben acht"
+    texts = {"de": [german], "el": ["  ένα\nδύο "], "hu": ["egy"], "zh": ["字" * 90]}
     found = begin_samples(texts, (["en", "de"], ["el", "hu"]))
-    assert [(sample.language, sample.prompt) for sample in found] == [
-        ("de", "eins zwei drei vier fünf sechs sieben"), ("el", "ένα δύο"),
-    ]  # fmt: skip
-    assert [sample.prompt for sample in begin_samples(texts, ([], ["zh"]))] == ["字" * 40]
+    first = [("de", german.removesuffix(" acht")), ("el", "ένα δύο")]
+    assert [(sample.language, sample.prompt) for sample in found] == first
+    chinese = begin_samples(texts, ([], ["zh"]))
+    assert [sample.prompt for sample in chinese] == ["字" * 40]
     assert begin_samples({"en": [" "], "el": []}, (["en"], ["el"])) == []
-
-
-def test_words_that_fill_a_models_positions_are_not_continued(tmp_path):
-    model = ChatModel.load(save_dense(tmp_path / "one"))
-    samples = begin_samples({"zh": ["字" * 90]}, (["zh"], []))  # 120 bytes, each a token; the model takes 64
-    continue_samples(samples, model)
-    assert samples[0].continued == {}
+    continue_samples(chinese, ChatModel.load(base))  # 120 bytes, each a token; the model takes 64
+    assert chinese[0].continued == {}
 
 
 def test_the_page_shows_the_answers_side_by_side(tmp_path):

@@ -2,25 +2,21 @@
 
 import itertools
 import json
+import pickle
 from itertools import pairwise
 
 import datasets
 import pytest
-import torch
-from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, refused, write_texts
+from conftest import byte_tokenizer, refused, write_texts
 from datasets import Dataset
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from hf_moe_expand.checkpoint import source as checkpoint_source
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
-from hf_moe_expand.core.errors import InputError
-from hf_moe_expand.data import packing, sources
+from hf_moe_expand.data import sources
 from hf_moe_expand.data.packing import (
-    Blocks,
     balanced_tokens,
-    collate_blocks,
     pack_texts,
     review_documents,
     small_shares,
@@ -38,38 +34,25 @@ def load(path, language="el"):
     return LanguageText(language, str(path)).load()["text"]
 
 
-def test_text_that_is_none_is_named(tmp_path):
-    Dataset.from_dict({"text": [["ένα"]]}).to_parquet(tmp_path / "list.parquet")
-    Dataset.from_dict({"text": [f"λέξη {number} " * 9 for number in range(4000)]}).to_parquet(tmp_path / "torn.parquet")
-    content = bytearray((tmp_path / "torn.parquet").read_bytes())
-    content[len(content) // 3 : len(content) // 3 + 400] = bytes(400)
-    (tmp_path / "torn.parquet").write_bytes(content)
-    refused(load, tmp_path / "list.parquet", says=r"list\.parquet:1: has no string under `text`.*\(found text: list\)")
-    refused(load, tmp_path / "torn.parquet", says=r"torn\.parquet: cannot be read as a Parquet file")
-
-
 TRANSLATIONS = [
     {"translation": {"en": "One  word.", "ell": "Μία\nλέξη."}},
     {"translation": {"en": "Only English.", "ell": ""}},
     {"translation": {"en": "Two.", "ell": "Δύο."}},
 ]
-DIRECTIONS = [
-    "English: One word. → Greek: Μία λέξη.",
-    "Greek: Μία λέξη. → English: One word.",
-    "English: Two. → Greek: Δύο.",
-    "Greek: Δύο. → English: Two.",
-]
 
 
 def test_translations_are_a_document_each_way(tmp_path):
     pytest.importorskip("language_data", reason="the extra `eval` is not installed")
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, TRANSLATIONS)))
-    Dataset.from_list(TRANSLATIONS).to_parquet(tmp_path / "a.parquet")
-    for source in (tmp_path / "train.jsonl", tmp_path / "a.parquet"):
-        assert load(source) == DIRECTIONS
     (tmp_path / "hub").mkdir()
-    (tmp_path / "train.jsonl").rename(tmp_path / "hub" / "train.jsonl")
-    assert load(f"hub:{tmp_path / 'hub'}") == DIRECTIONS
+    (tmp_path / "hub" / "train.jsonl").write_text("\n".join(map(json.dumps, TRANSLATIONS)))
+    Dataset.from_list(TRANSLATIONS).to_parquet(tmp_path / "a.parquet")
+    for source in (tmp_path / "hub" / "train.jsonl", tmp_path / "a.parquet", f"hub:{tmp_path / 'hub'}"):
+        assert load(source) == [
+            "English: One word. → Greek: Μία λέξη.",
+            "Greek: Μία λέξη. → English: One word.",
+            "English: Two. → Greek: Δύο.",
+            "Greek: Δύο. → English: Two.",
+        ]
     (tmp_path / "three.jsonl").write_text(json.dumps({"translation": {"el": "α", "en": "a", "hu": None, "tr": "ä"}}))
     assert load(tmp_path / "three.jsonl") == [
         "English: a → Greek: α", "Greek: α → English: a", "Turkish: ä → Greek: α", "Greek: α → Turkish: ä",
@@ -77,40 +60,36 @@ def test_translations_are_a_document_each_way(tmp_path):
     assert load(tmp_path / "three.jsonl")[0] == translation_prompt(("en", "el"), "a") + " α"  # as it is asked later
     (tmp_path / "both.jsonl").write_text(json.dumps({"text": "γ", "translation": "c"}))  # a column of another use
     assert load(tmp_path / "both.jsonl") == ["γ"]
-    (tmp_path / "hungarian.jsonl").write_text(json.dumps({"translation": {"en": "a", "hu": "b"}}))
-    refused(load, tmp_path / "hungarian.jsonl", says="no text in language 'el'")
-    (tmp_path / "wrong.jsonl").write_text(json.dumps({"translation": {"en": "a", "el": 3}}))
-    refused(load, tmp_path / "wrong.jsonl", says="strings by language under `translation`")
     Dataset.from_list([{"translation": {"en": 1, "el": 2}}]).to_parquet(tmp_path / "wrong.parquet")
     refused(load, tmp_path / "wrong.parquet", says="nor strings by language under `translation`")
 
 
-def test_an_edited_file_is_read_anew(tmp_path):
-    path = write_texts(tmp_path / "a.jsonl", ["old text"])
-    assert load(path) == ["old text"]
-    write_texts(path, ["new text, longer"])
-    assert load(path) == ["new text, longer"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"a\.jsonl:2: has no string under `text`, .* \(found body: str"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: has no string under `text`"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: .*found a list"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 100_000, r"a\.jsonl:2: not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: not JSON .*4300"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', r"a\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
+def test_bad_files_are_told_by_file_and_line(tmp_path):
+    good = b'{"text": "x"}\n'
+    for name, content, said in (
+        ("a.jsonl", good + b'{"body": "y"}\n', r"a\.jsonl:2: has no string under `text`, .* \(found body: str"),
+        ("a.jsonl", good + b'{"text": 3}\n', r"a\.jsonl:2: has no string under `text`"),
+        ("a.jsonl", good + b"[1]\n", r"a\.jsonl:2: .*found a list"),
+        ("a.jsonl", good + b'{"text": \n', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", good + b"[" * 100_000, r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", good + b'{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: not JSON .*4300"),
+        ("a.jsonl", good + b'{"text": "\\ud83d"}', r"a\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
+        ("a.jsonl", b'{"translation": {"en": "a", "hu": "b"}}', "no text in language 'el'"),
+        ("a.jsonl", b'{"translation": {"en": "a", "el": 3}}', "strings by language under `translation`"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet: cannot be read as a Parquet file"),
         ("a.jsonl", b"", r"a\.jsonl: empty: the file has no text\.$"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
         ("a.csv", b"text\nx\n", r"of another kind; known: \.jsonl"),
-    ],
-)
-def test_bad_files_are_told_by_file_and_line(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    refused(load, tmp_path / name, says=message)
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused(load, tmp_path / name, says=said)
+    Dataset.from_dict({"text": [["ένα"]]}).to_parquet(tmp_path / "list.parquet")
+    refused(load, tmp_path / "list.parquet", says=r"list\.parquet:1: has no string under `text`.*\(found text: list\)")
+    Dataset.from_dict({"text": [f"λέξη {number} " * 9 for number in range(4000)]}).to_parquet(tmp_path / "torn.parquet")
+    content = bytearray((tmp_path / "torn.parquet").read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 400] = bytes(400)
+    (tmp_path / "torn.parquet").write_bytes(content)
+    refused(load, tmp_path / "torn.parquet", says=r"torn\.parquet: cannot be read as a Parquet file")
 
 
 def test_hub_datasets_are_streamed_and_sliced(tmp_path):
@@ -126,10 +105,15 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
     refused(load, f"hub:{tmp_path / 'nowhere'}", says="nowhere: the dataset cannot be read: ")
 
 
-def test_missing_files_and_arguments(tmp_path):
+def test_which_files_are_read(tmp_path):
     refused(load, tmp_path / "none.jsonl", says=r"no such file \(text for language 'el'\)")
-    (tmp_path / "folder").mkdir()
-    refused(load, tmp_path / "folder", says=r"the folder holds no file of a known kind; known: \.jsonl")
+    refused(load, tmp_path, says=r"the folder holds no file of a known kind; known: \.jsonl")
+    write_texts(tmp_path / "a.jsonl", ["ένα"])
+    for name in ("a.jsonl~", ".a.jsonl.swp", "#a.jsonl#"):  # copies of editors
+        write_texts(tmp_path / name, ["copy"])
+    assert load(tmp_path) == ["ένα"]
+    write_texts(tmp_path / "a.jsonl", ["new text, longer"])
+    assert load(tmp_path) == ["new text, longer"]
     refused(LanguageText.parse, "el.jsonl", says="is not LANGUAGE=FILE")
     assert LanguageText.parse("el=a=b.txt") == LanguageText("el", "a=b.txt")
     refused(check_languages, {"el": 1, "en": 1}, {"el": 1}, says="el: given as an old and as a new language")
@@ -143,72 +127,28 @@ def texts(**documents):
 words = st.lists(st.text("abαβ", min_size=1, max_size=30), min_size=3, max_size=12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(words, words, st.integers(2, 9), st.integers(0, 5))
 def test_packing_keeps_every_token_in_order_with_its_language(english, greek, block_size, seed):
     packed = pack_texts(texts(en=english, el=greek), byte_tokenizer(), block_size, seed)
-    ids = [token for row in packed.dataset["input_ids"] for token in row]
-    languages = [token for row in packed.dataset["language_ids"] for token in row]
+    ids, languages = (list(itertools.chain(*packed.dataset[name])) for name in ("input_ids", "language_ids"))
     assert all(len(row) == block_size for row in packed.dataset["input_ids"])
     total = sum(packed.tokens.values())
     assert total == sum(len(text.encode()) + 1 for text in [*english, *greek])
     assert len(ids) == total - total % block_size
     # Cut at document ends: what comes out are the documents, whole (but the last) and with one language each.
-    found, start = [], 0
+    left, start = [("en", text) for text in english] + [("el", text) for text in greek], 0
     for position, token in enumerate(ids):
         if token == END:
-            document, language = byte_tokenizer().decode(ids[start:position]), set(languages[start : position + 1])
-            assert len(language) == 1
-            found.append((packed.languages[language.pop()], document))
+            (language,) = set(languages[start : position + 1])
+            left.remove((packed.languages[language], byte_tokenizer().decode(ids[start:position])))
             start = position + 1
-    left = [("en", text) for text in english] + [("el", text) for text in greek]
-    for item in found:
-        left.remove(item)
     assert sum(len(text.encode()) + 1 for _, text in left) == total - start
-
-
-def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one(monkeypatch):
-    data = texts(en=[f"document {i}" for i in range(9)], el=[f"έγγραφο {i}" for i in range(9)])
-    found = pack_texts(data, beginning_tokenizer(), 8, 0)
-    monkeypatch.setattr(packing, "begin_tokens", lambda tokenizer: [])
-    wrapped = pack_texts(data, beginning_tokenizer(), 8, 0)
-    assert {row[0] for row in wrapped.dataset["input_ids"]} != {BEGIN}
-    assert list(found.dataset["input_ids"]) == [[BEGIN, *row[1:]] for row in wrapped.dataset["input_ids"]]
-    assert list(found.dataset["language_ids"]) == list(wrapped.dataset["language_ids"])
-    assert found.dataset.column_names == wrapped.dataset.column_names
-    assert found.tokens == wrapped.tokens
-
-
-lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(lengths, min_size=1, max_size=3), st.integers(1, 7))
-def test_blocks_are_their_documents_one_after_another(groups, block_size):
-    """Against the obvious definition: all tokens of a group in one list, which is cut."""
-    groups = [group for group in groups if sum(group) >= block_size]
-    assume(groups)
-    numbers, made, wanted = iter(range(10_000)), [], []
-    for group in groups:
-        rows = [[next(numbers) for _ in range(size)] for size in group]
-        made.append(Dataset.from_dict({"input_ids": rows, "tokens": group, "language": [*range(len(group))]}))
-        ids, languages = [*itertools.chain(*rows)], [at for at, size in enumerate(group) for _ in range(size)]
-        for start in range(0, len(ids) - block_size + 1, block_size):
-            cut = slice(start, start + block_size)
-            wanted.append({"input_ids": ids[cut], "language_ids": languages[cut]})
-    blocks = Blocks(made, block_size)
-    assert list(blocks) == wanted
-    assert blocks.of_each == tuple(sum(group) // block_size for group in groups)
-    assert [blocks[-1], blocks[len(blocks) - 1]] == 2 * [wanted[-1]]
-    assert blocks["language_ids"] == [row["language_ids"] for row in wanted]
-    again = Blocks([one.select([*range(len(one))][::-1]).select([*range(len(one))][::-1]) for one in made], block_size)
-    assert list(again) == wanted  # documents in another order than they lie on disk
 
 
 def test_packing_writes_each_token_once_and_drops_less_than_one_block(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    file = tmp_path / "el.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{number} " * 60}) + "\n" for number in range(2100)), "utf-8")
+    file = write_texts(tmp_path / "el.jsonl", [f"{number} " * 60 for number in range(2100)])
     packed = pack_texts({"el": LanguageText("el", str(file)).load()}, byte_tokenizer(), 128, 0)
     total = packed.tokens["el"]
     assert len(packed.dataset) == total // 128 == packed.blocks[0]
@@ -218,22 +158,20 @@ def test_packing_writes_each_token_once_and_drops_less_than_one_block(tmp_path, 
 
 def test_several_processes_tokenise_the_same_blocks():
     data = texts(en=[f"document {i}" for i in range(40)], el=[f"έγγραφο {i}" for i in range(40)])
-    alone, shared = (pack_texts(data, byte_tokenizer(), 16, 0, num_proc=number) for number in (None, 2))
-    assert list(alone.dataset) == list(shared.dataset) != list(pack_texts(data, byte_tokenizer(), 16, 1).dataset)
-    worker = DataLoader(shared.dataset, 4, collate_fn=collate_blocks, num_workers=1, multiprocessing_context="spawn")
-    assert torch.cat([batch["input_ids"] for batch in worker]).tolist() == alone.dataset["input_ids"]
+    alone, shared = (pack_texts(data, byte_tokenizer(), 16, 0, num_proc=number).dataset for number in (None, 2))
+    assert list(alone) == list(shared) != list(pack_texts(data, byte_tokenizer(), 16, 1).dataset)
+    assert alone[-1] == alone[len(alone) - 1] == [*alone][-1]
+    assert list(pickle.loads(pickle.dumps(shared))) == list(alone)  # as workers of a DataLoader get them
 
 
 def test_languages_are_mixed_from_the_first_block_to_the_last():
     data = texts(en=["ab"] * 100, el=["γ"] * 100)  # three tokens a document, the end included
     rows = pack_texts(data, byte_tokenizer(), 30, 0).dataset["language_ids"]
     shares = [sum(row) / 30 for row in rows]
-    assert len(shares) == 20
-    assert sum(shares) / len(shares) == 0.5
+    assert (len(shares), sum(shares) / 20) == (20, 0.5)
     assert all(0 < share < 1 for share in shares)
     order = [row[place] for row in rows for place in range(0, 30, 3)]
-    switches = sum(one != other for one, other in pairwise(order))
-    assert 70 < switches < 130  # 99.5 on average
+    assert 70 < sum(one != other for one, other in pairwise(order)) < 130  # 99.5 on average
 
 
 def test_tokens_per_language_takes_whole_documents_and_refuses_more_than_there_are():
@@ -241,29 +179,23 @@ def test_tokens_per_language_takes_whole_documents_and_refuses_more_than_there_a
     taken, total = take_tokens(encoded, 9, "el")
     assert (len(taken), total) == (3, 12)
     refused(take_tokens, encoded, 41, "el", says=r"'el' has 40 tokens, but 41 were asked for")
-    refused(pack_texts, texts(el=["abc"]), byte_tokenizer(), 64, 0, says="less than one block of 64")
+    tokenizer, given = byte_tokenizer(), texts(en=["a"] * 9, el=["β"] * 500)
+    refused(pack_texts, texts(el=["abc"]), tokenizer, 64, 0, says="less than one block of 64")
+    refused(pack_texts, given, tokenizer, 8, 0, says="replay_share is 0.5: Language 'en'", replay=(["en"], 0.5))
+    tokenizer.eos_token = None
+    refused(pack_texts, texts(el=["abc"]), tokenizer, 4, 0, says="no end-of-text token")
 
 
-@pytest.mark.parametrize("most", [None, 120])
-@pytest.mark.parametrize("share", [0.01, 0.25, 0.6])
-def test_a_share_of_replay_is_that_of_all_tokens_and_the_same_of_each_old_language(share, most):
-    texts = {code: Dataset.from_dict({"text": ["a"] * 900}) for code in ("en", "es")}
-    texts |= {code: Dataset.from_dict({"text": ["βγ"] * 50}) for code in ("el", "tr")}
-    packed = pack_texts(texts, byte_tokenizer(), 8, 0, tokens_per_language=most, replay=(["en", "es"], share))
-    new = packed.tokens["el"] + packed.tokens["tr"]
-    assert new == (500 if most is None else 240)
+@pytest.mark.parametrize(("share", "most", "new"), [(0.01, None, 500), (0.25, 120, 240), (0.6, 120, 240)])
+def test_a_share_of_replay_is_that_of_all_tokens_and_the_same_of_each_old_language(share, most, new):
+    given = texts(en=["a"] * 900, es=["a"] * 900, el=["βγ"] * 50, tr=["βγ"] * 50)
+    packed = pack_texts(given, byte_tokenizer(), 8, 0, tokens_per_language=most, replay=(["en", "es"], share))
+    assert packed.tokens["el"] + packed.tokens["tr"] == new
     each = share / (1 - share) * new / 2
     assert 0 <= packed.tokens["en"] - each <= 2  # whole documents of 2 tokens
     assert packed.tokens["es"] == packed.tokens["en"]
     ids = [number for row in packed.dataset["language_ids"] for number in row]
     assert sum(number < 2 for number in ids) / len(ids) == pytest.approx(share, abs=0.03)
-
-
-def test_a_share_of_replay_beyond_the_text_and_a_tokenizer_without_an_end_are_refused():
-    tokenizer, given = byte_tokenizer(), texts(en=["a"] * 9, el=["β"] * 500)
-    refused(pack_texts, given, tokenizer, 8, 0, says="replay_share is 0.5: Language 'en'", replay=(["en"], 0.5))
-    tokenizer.eos_token = None
-    refused(pack_texts, texts(el=["abc"]), tokenizer, 4, 0, says="no end-of-text token")
 
 
 @settings(deadline=None, max_examples=10)
@@ -287,49 +219,37 @@ def test_languages_with_little_text_are_named():
     assert list(small_shares(dict.fromkeys("abcdefghijk", 10) | {"z": 4})) == ["z"]
 
 
-@pytest.mark.parametrize(
-    ("available", "old_documents", "new_per_old", "wanted"),
-    [(100, 10, 0.27, (10, 3)), (100, 10, 0.23, (10, 2)), (100, 2, 0.1, (2, 1)), (50, 10, 2.0, (10, 20))],
-)
-def test_new_documents_for_each_old_one(available, old_documents, new_per_old, wanted):
-    found = review_documents({"en": available, "el": available}, ["en"], ["el"], old_documents, new_per_old)
-    assert (found["en"], found["el"]) == wanted
-
-
-@pytest.mark.parametrize(
-    ("available", "asked", "said"),
-    [
-        ((5, 1), None, r"'el' has 1 documents, but the mix asks for 2: .*, or lower new_per_old\.$"),
-        ((0, 9), 1, r"'en' has 0 documents, but the mix asks for 1: give more text\.$"),
-        ((5, 3), 5, r"take 1 of each old language, or set old_documents to 1\.$"),
-        ((500, 300), 200, r"'el' has 300 documents, but the mix asks for 400: .*true. to take 150 .*150 or fewer"),
-    ],
-)
-def test_a_mix_that_asks_for_more_is_refused(available, asked, said):
-    given = dict(zip(("en", "el"), available, strict=True))
-    refused(review_documents, given, ["en"], ["el"], asked, says=said)
-    if min(available) < 2:  # not even one old document
-        refused(review_documents, given, ["en"], ["el"], asked, fewer_documents=True, says=said)
-
-
-@pytest.mark.parametrize(("asked", "taken"), [(50_000, 1109), (1109, 1109), (1000, 1000), (None, 1109)])
-def test_fewer_documents_keep_the_ratio(asked, taken):
-    available = {"en": 40_000, "el": 2219, "hu": 60_000}
-    found = review_documents(available, ["en"], ["el", "hu"], asked, fewer_documents=True)
-    assert found == {"en": taken, "el": 2 * taken, "hu": 2 * taken}
-
-
-@pytest.mark.parametrize("new_per_old", [0.3, 0.5, 1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("new_per_old", [0.3, 1.0, 1.5, 3.0])
 def test_by_default_review_takes_as_many_documents_as_every_language_has(new_per_old):
     for en, es, el in itertools.product(range(1, 9), range(1, 4), range(1, 9)):
-        available = {"en": en, "es": es, "el": el}
+        given = ({"en": en, "es": es, "el": el}, ["en", "es"], ["el"])
         fits = [n for n in range(1, 9) if n <= min(en, es) and n * new_per_old <= el]
         if fits:
-            found = review_documents(available, ["en", "es"], ["el"], new_per_old=new_per_old)
+            found = review_documents(*given, new_per_old=new_per_old)
             assert found == {"en": max(fits), "es": max(fits), "el": max(1, round(max(fits) * new_per_old))}
         else:  # not even one old document
-            with pytest.raises(InputError, match=f"'el' has {el} documents, but the mix asks for"):
-                review_documents(available, ["en", "es"], ["el"], new_per_old=new_per_old)
+            said = f"'el' has {el} documents, but the mix asks for"
+            refused(review_documents, *given, new_per_old=new_per_old, says=said)
+
+
+def test_a_review_mixes_as_many_documents_as_it_is_told_or_refuses():
+    for available, old, new_per_old, wanted in (
+        (100, 10, 0.27, (10, 3)), (100, 10, 0.23, (10, 2)), (100, 2, 0.1, (2, 1)), (50, 10, 2.0, (10, 20)),
+    ):  # fmt: skip
+        found = review_documents({"en": available, "el": available}, ["en"], ["el"], old, new_per_old)
+        assert (found["en"], found["el"]) == wanted
+    for asked, taken in ((50_000, 1109), (1109, 1109), (1000, 1000), (None, 1109)):
+        given = ({"en": 40_000, "el": 2219, "hu": 60_000}, ["en"], ["el", "hu"], asked)
+        assert review_documents(*given, fewer_documents=True) == {"en": taken, "el": 2 * taken, "hu": 2 * taken}
+    for en, el, asked, said in (
+        (5, 1, None, r"'el' has 1 documents, but the mix asks for 2: .*, or lower new_per_old\.$"),
+        (0, 9, 1, r"'en' has 0 documents, but the mix asks for 1: give more text\.$"),
+        (5, 3, 5, r"take 1 of each old language, or set old_documents to 1\.$"),
+        (500, 300, 200, r"'el' has 300 documents, but the mix asks for 400: .*true. to take 150 .*150 or fewer"),
+    ):
+        for fewer in (False, True) if min(en, el) < 2 else (False,):  # not even one old document
+            given = ({"en": en, "el": el}, ["en"], ["el"], asked)
+            refused(review_documents, *given, fewer_documents=fewer, says=said)
 
 
 def test_the_hubs_error_comes_after_the_name(monkeypatch):
@@ -342,11 +262,3 @@ def test_the_hubs_error_comes_after_the_name(monkeypatch):
     refused(load, "hub:no/such", says=rf"^hub:no/such: the dataset .*: {said}\.$", raises=UnreachableError)
     refused(resolve_checkpoint, "no/such", says=f"^no/such: no such folder, and the hub .*: {said}")
     refused(resolve_checkpoint, "no/such/folder", says="not a hub id")
-
-
-def test_copies_of_editors_and_hidden_files_are_no_text(tmp_path):
-    write_texts(tmp_path / "a.jsonl", ["ένα"])
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    for name in ("a.jsonl~", ".a.jsonl.swp", ".#a.jsonl", "._a.jsonl", "#a.jsonl#", ".ipynb_checkpoints/a.jsonl"):
-        write_texts(tmp_path / name, ["copy"])
-    assert load(tmp_path) == ["ένα"]
