@@ -7,22 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import refused
+from matrix.forms import lines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from hf_moe_expand import (
-    AdaptConfig,
-    LanguageText,
-    Plan,
-    PostPretrainConfig,
-    adapt_language,
-    fit_gates,
-    grow_checkpoint,
-    train_stage,
-)
+from hf_moe_expand import AdaptConfig, Plan, PostPretrainConfig, adapt_language, fit_gates, grow_checkpoint, train_stage
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
+from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.report.inspection import inspect_checkpoint
 
 STORED = Path(__file__).resolve().parent / "checkpoints"
@@ -37,7 +30,6 @@ GROWN = {
     "expansion_only": ([3, 2], [4, 3], []),
     "encoder_decoder": ([2, 1, 2, 2], [3, 1, 3, 4], [0, 3]),
 }
-KINDS = [*GROWN, "dmoe", "packs"]
 ALPHABETS = {"a": "bcdfghj", "b": "BCDFGHJ", "c": "0123456", "d": "klmpqrv"}
 
 
@@ -77,13 +69,6 @@ def as_recorded(found, kind, name="logits_of_every_16th_token"):
     torch.testing.assert_close(found, torch.tensor(recorded(kind)[name]), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_loads_and_computes_what_it_did(tmp_path, kind):
-    model = load(copied(kind, tmp_path))
-    told = {"languages": "hu"} if kind == "packs" else {}  # text that nobody tells took the newest pack's experts
-    as_recorded(logits(model, **told), kind)
-
-
 def grown(folder, before, after, classifiers=(), **more):
     plan = Plan("own", after, list(classifiers), old=["en", "el"], new=["hi"], grows_from=before, **more)
     model = load(grow_checkpoint(folder, folder.with_name("grown"), plan))
@@ -92,8 +77,10 @@ def grown(folder, before, after, classifiers=(), **more):
 
 
 @pytest.mark.parametrize("kind", GROWN)
-def test_it_grows_and_the_old_part_computes_what_it_did(tmp_path, kind):
-    model = grown(copied(kind, tmp_path), *GROWN[kind], encoder_layers=2 if kind == "encoder_decoder" else 0)
+def test_it_computes_what_it_did_and_grown_its_old_part_does(tmp_path, kind):
+    folder = copied(kind, tmp_path)
+    as_recorded(logits(load(folder)), kind)
+    model = grown(folder, *GROWN[kind], encoder_layers=2 if kind == "encoder_decoder" else 0)
     with model.use_expansion(len(History.of(model.config)) - 1):
         as_recorded(logits(model), kind)
 
@@ -103,6 +90,7 @@ def test_a_dmoe_takes_a_further_language(tmp_path):
     text = LanguageText("hi", str(STORED / "el.jsonl"))
     done = adapt_language(folder, tmp_path / "grown", text, AdaptConfig(max_steps=1, sample_tokens=50, **TRAINING))
     before, after = load(folder), load(tmp_path / "grown")
+    as_recorded(logits(before), "dmoe")
     assert after.config.num_experts_per_layer == [3, 3]
     assert done.expert == 2
     for expert in (0, 1):
@@ -113,6 +101,7 @@ def test_a_dmoe_takes_a_further_language(tmp_path):
 def test_joined_packs_grow(tmp_path):
     folder = copied("packs", tmp_path)
     before, after = load(folder), grown(folder, [3, 4], [4, 5], exclusive=True)
+    as_recorded(logits(before, languages="hu"), "packs")  # text that nobody told took the newest pack's experts
     for language in ("en", "el", "hu"):
         assert torch.equal(logits(after, languages=[language]), logits(before, languages=[language]))
     as_recorded(logits(before, languages=["el"]), "packs", "pack_el_alone")
@@ -126,13 +115,6 @@ def test_joined_packs_with_routers_of_all_experts_are_refused(tmp_path):
         refused(read, folder, raises=error, says="joins packs whose routers choose among all experts, of an earlier")
 
 
-def letters(text, seed):
-    """Lines of words of these letters, for a gate to learn."""
-    draw = torch.Generator().manual_seed(seed)
-    picked = [(text + " ")[i] for i in torch.randint(len(text) + 1, (800,), generator=draw).tolist()]
-    return ["".join(picked[start : start + 50]) for start in range(0, 800, 50)]
-
-
 @pytest.mark.usefixtures("given_anchors_alone")
 def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     """No code runs this format any more; `gates` makes a model of it with the same base and the same experts."""
@@ -141,8 +123,8 @@ def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
     plan = Plan("own", [3, 3, 3], old=["en", "el"], new=["hi"], grows_from=[2, 2, 2])
     for call, *given in ((grow_checkpoint, folder, tmp_path / "no", plan), (inspect_checkpoint, folder)):
         refused(call, *given, says=r"hf-moe-expand gates MODEL OUT --data LANGUAGE=FILE")
-    texts = {"en": letters("aeioustn", 0), "el": letters("αβγδεζηθ", 1)}
-    anchors = {f"q{letter}{letter}": letters(text, n) for n, (letter, text) in enumerate(ALPHABETS.items(), start=2)}
+    texts = {"en": lines("aeioustn", 20), "el": lines("αβγδεζηθ", 20)}
+    anchors = {f"q{letter}{letter}": lines(text, 10) for letter, text in ALPHABETS.items()}
     settings = GateSettings(unseen_share=0.5, tokens=400, anchor_tokens=200)
     fit_gates(folder, tmp_path / "gated", texts, anchors, settings)
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "gated"))

@@ -6,20 +6,18 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
 
 import pytest
-from conftest import invoke, refused, start_python, write_texts
+from conftest import invoke, refused, write_texts
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.checkpoint.writer import check_output, foreign_file, new_folder
 from hf_moe_expand.core.disk import readable_size
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.scratch import remove_work_folder, work_folder
 
 MASK = os.umask(0)  # of new files
@@ -43,35 +41,30 @@ def fill(folder: Path, *names: str) -> Path:
     return folder
 
 
-# The arguments of each verb that writes a checkpoint; IN is the input that the output would touch.
-WRITERS = {
-    "expand": "expand IN OUT --plan {plan}",
-    "grow": "grow IN OUT --plan {further}",
-    "grow with text": "grow IN OUT --plan {further} --copy-from nearest --data hu={text}",
-    "graft": "graft IN OUT --base {base} --instruct {base}",
-    "graft base": "graft {expanded} OUT --base IN --instruct {base}",
-    "graft instruct": "graft {expanded} OUT --base {base} --instruct IN",
-    "merge average": "merge average {base} IN --out OUT",
-    "merge delta": "merge delta {base} OUT --base {base} --instruct IN",
-    "export": "export IN OUT --expert 1",
-    "expand blocks": "expand IN OUT --blocks 1",
-    "expand branches": "expand {base} OUT --branches IN --plan {groups}",
-    "train post-pretrain": "train post-pretrain IN OUT --data el={text}",
-    "train review": "train review IN OUT --data el={text}",
-    "train group": "train group IN OUT --data el={text}",
-    "train joint": "train joint IN OUT --data el={text}",
-    "train adapt": "train adapt IN OUT --data hu={text}",
-    "train dense": "train dense IN OUT --data el={text}",
-}
-DENSE_INPUT = ("expand", "graft base", "graft instruct", "merge average", "merge delta", "expand blocks",
-               "expand branches", "train dense")  # fmt: skip
+# The verbs that write a checkpoint; IN is the input that the output would touch, a copy of this model.
+WRITERS = (
+    "expand IN:base OUT --plan {plan}",
+    "grow IN:expanded OUT --plan {further} --copy-from nearest --data hu={text}",
+    "graft IN:expanded OUT --base {base} --instruct {base}",
+    "graft {expanded} OUT --base IN:base --instruct {base}",
+    "graft {expanded} OUT --base {base} --instruct IN:base",
+    "merge average {base} IN:base --out OUT",
+    "merge delta {base} OUT --base {base} --instruct IN:base",
+    "export IN:expanded OUT --expert 1",
+    "expand IN:base OUT --blocks 1",
+    "expand {base} OUT --branches IN:base --plan {groups}",
+    "train post-pretrain IN:expanded OUT --data el={text}",
+    "train joint IN:dmoe OUT --data el={text}",
+    "train adapt IN:dmoe OUT --data hu={text}",
+    "train dense IN:base OUT --data el={text}",
+)
 
 
-@pytest.mark.parametrize("verb", WRITERS)
-def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, verb):
-    kind = "base" if verb in DENSE_INPUT else "dmoe" if verb in ("train group", "train joint", "train adapt") else ""
+@pytest.mark.parametrize("line", WRITERS)
+def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, line):
     home = tmp_path / "home"
-    model = shutil.copytree(made / (kind or "expanded"), home / "model")
+    line, kind = re.sub(r"IN:\w+", "IN", line), re.search(r"IN:(\w+)", line)[1]
+    model = shutil.copytree(made / kind, home / "model")
     (home / "config.json").write_text("{}")  # without the model inside, --overwrite would replace it
     further = Plan("layer-moe", [3, 1, 3], [], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])
     plans = {"plan": PLAN, "further": further, "groups": Plan("dmoe", [2, 2, 2], groups=[["en"], ["el"]])}
@@ -79,7 +72,7 @@ def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, verb):
     for name, plan in plans.items():
         plan.save(files[name])
     text = write_texts(tmp_path / "text.jsonl", ["one two three"])
-    words = WRITERS[verb].format(base=made / "base", expanded=made / "expanded", text=text, **files).split()
+    words = line.format(base=made / "base", expanded=made / "expanded", text=text, **files).split()
     before = sorted(home.rglob("*"))
     (tmp_path / "link").symlink_to(model)
     for out, message in (
@@ -97,9 +90,8 @@ def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, verb):
 def test_overwriting_deletes_no_foreign_file(tmp_path, name):
     folder = fill(tmp_path / "out", "model.safetensors", name)
     first = re.escape(name.split("/")[0])
-    refused(check_output, folder, True, says=rf"out: holds {first}.*, which is not part of a checkpoint")
-    with pytest.raises(InputError), new_folder(folder, overwrite=True):
-        pass
+    for write in (lambda out: check_output(out, True), make):
+        refused(write, folder, says=rf"out: holds {first}.*, which is not part of a checkpoint")
     assert (folder / name).is_file()
 
 
@@ -120,65 +112,45 @@ def test_checkpoints_are_overwritten(made, tmp_path):
     assert list(tmp_path.iterdir()) == [folder]  # the folder that was replaced is gone
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("file/out", r"file is a file, not a folder"),
-        ("x" * 300, "cannot be written .*too long"),
-        ("file", "file: is a file, not a folder"),
-    ],
-)
-def test_places_where_nothing_can_be_written_are_one_sentence(tmp_path, place, message):
+def make(out, needed=0, error=None):
+    """A folder of ten bytes, as a verb makes it that may fail."""
+    with new_folder(out, overwrite=True, needed_bytes=needed) as partial:
+        (partial / "config.json").write_bytes(bytes(10))
+        if error:
+            raise error
+
+
+def test_places_where_nothing_can_be_written_are_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=message), new_folder(tmp_path / place, overwrite=True):
-        pass
-    refused(check_output, tmp_path / place, True, says=message)
-
-
-def test_a_folder_without_permission_is_refused_before_any_work(tmp_path, monkeypatch):
+    places = {"file/out": "file is a file, not a folder", "file": "file: is a file", "x" * 300: "cannot be .*too long"}
+    for place, said in places.items():
+        for write in (lambda out: check_output(out, True), make):
+            refused(write, tmp_path / place, says=said)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     refused(check_output, tmp_path / "deep" / "out", False, says=rf"out: cannot be made, as {tmp_path} is not writable")
 
 
-@pytest.mark.parametrize("needed", [0, 12345])
-def test_a_full_disk_says_how_much_was_needed(tmp_path, needed):
-    def write():
-        with new_folder(tmp_path / "out", needed_bytes=needed) as partial:
-            (partial / "x").write_bytes(bytes(10))
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    refused(write, says=f"at least {readable_size(max(needed, 10))} are needed")
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_output_that_the_disk_has_no_room_for_is_refused_before_it_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_says_how_much_was_needed_and_one_without_room_is_not_written(tmp_path, monkeypatch):
+    for needed in (0, 12345):
+        said, full = readable_size(max(needed, 10)), OSError(errno.ENOSPC, "No space left on device")
+        refused(make, tmp_path / "out", needed, full, says=f"at least {said} are needed")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with new_folder(tmp_path / "fits", needed_bytes=1000):
-        pass
-    said = "out: needs 1.0 kB, 1 byte more than the disk has free"
-    with pytest.raises(InputError, match=said), new_folder(tmp_path / "out", needed_bytes=1001):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["fits"]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from hf_moe_expand.checkpoint.writer import new_folder
-calls, rename = [], os.rename
-def renamed(*paths):
-    calls.append(paths)
-    if len(calls) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    rename(*paths)
-os.rename = renamed
-with new_folder(sys.argv[1], overwrite=True) as partial:
-    (partial / "config.json").write_text("new")
-"""
+    refused(make, tmp_path / "out", 1001, says="out: needs 1.0 kB, 1 byte more than the disk has free")
+    assert not list(tmp_path.iterdir())
+    make(tmp_path / "fits", 1000)
 
 
 def kill_at_rename(out: Path, number: int) -> None:
-    assert start_python(KILLED, str(out), str(number)).wait() == -signal.SIGKILL
+    """Writes an output in a process that is killed at this rename."""
+    if not (process := os.fork()):
+        rename, renames = os.rename, iter(range(1, 9))
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        os.rename = lambda *paths: kill() if next(renames) == number else rename(*paths)
+        try:
+            make(out)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
@@ -189,18 +161,16 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     assert (out / "config.json").read_text() == "{}"
     kill_at_rename(out, 2)
     refused(check_output, out, False, says="exists already")
-    with new_folder(out, overwrite=True) as partial:
-        (partial / "config.json").write_text("whole")
+    make(out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (out / "config.json").read_text() == "whole"
+    assert (out / "config.json").read_bytes() == bytes(10)
 
 
 def test_the_next_run_removes_what_dead_processes_left_and_nothing_else(tmp_path):
     out = fill(tmp_path / "out")
     kill_at_rename(out, 1)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead, running = (subprocess.Popen(["sleep", seconds]) for seconds in ("0", "600"))
     dead.wait()
-    running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     gone = [f".out.partial-{dead.pid}", f".out.replaced-{dead.pid}-{gethostname()}"]
     kept = [f".out.partial-{running.pid}", f".out.partial-{dead.pid}-another-machine", ".out.partial-x", ".out.partial",
             f".other.partial-{dead.pid}", f"out.partial-{dead.pid}", f".out.training-{dead.pid}"]  # fmt: skip
@@ -209,8 +179,7 @@ def test_the_next_run_removes_what_dead_processes_left_and_nothing_else(tmp_path
     (tmp_path / "precious").mkdir()
     (tmp_path / f".out.partial-{dead.pid}-{gethostname()}").symlink_to(tmp_path / "precious")
     try:
-        with new_folder(out, overwrite=True) as partial:
-            fill(partial)
+        make(out)
     finally:
         running.kill()
         running.wait()
@@ -227,10 +196,10 @@ def test_an_error_between_the_renames_puts_the_old_folder_back(tmp_path, monkeyp
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(KeyboardInterrupt), new_folder(out, overwrite=True) as partial:
-        fill(partial, "model.safetensors")
-    assert [path.name for path in out.iterdir()] == ["config.json"]
+    with pytest.raises(KeyboardInterrupt):
+        make(out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").read_text() == "{}"
 
 
 def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
@@ -248,6 +217,5 @@ def test_what_another_machine_left_is_removed_after_a_day(tmp_path, monkeypatch)
     fill(tmp_path / ".out.partial-1-another-machine")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 60 * 60)
-    with new_folder(tmp_path / "out") as partial:
-        fill(partial)
+    make(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -65,20 +65,22 @@ def test_a_checkpoint_has_the_code_of_its_own_parts_alone(name, saved):
 def test_the_core_names_no_part():
     words = "gates?|gated|adapters?|lora|added|conditional|encoder_decoder|packs?|vllm"
     named = re.compile(rf"(?<![a-z])({words})(?![a-z])")
-    core = [file for file in CODE.glob("*.py") if file.stem in (
+    core = (
         "backbone", "configuration_dmoe", "configuration_layer_moe", "dispatch", "expanded_config", "expanded_ffn",
         "expanded_model", "modeling_dmoe", "modeling_layer_moe", "routing", "routing_control",
-    )]  # fmt: skip
-    assert len(core) == 11
-    for file in core:
-        text = file.read_text("utf-8").replace("is_encoder_decoder", "").lower()
-        assert not named.findall(text), file
+    )  # fmt: skip
+    for name in core:
+        text = (CODE / f"{name}.py").read_text("utf-8").replace("is_encoder_decoder", "").lower()
+        assert not named.findall(text), name
 
 
-def test_saved_over_a_checkpoint_of_other_parts_nothing_of_them_stays(saved, tmp_path):
+def test_saved_over_a_checkpoint_of_other_parts_nothing_of_them_stays_but_a_users_files_do(saved, tmp_path):
+    own = dict.fromkeys(("__init__.py", "part_mine.py", "train.py"), "mine")
     shutil.copytree(saved / "gated", tmp_path / "out")
+    for name, content in own.items():
+        (tmp_path / "out" / name).write_text(content)
     build({}).save_pretrained(tmp_path / "out")
-    assert code_of(tmp_path / "out") == code_of(saved / "plain")
+    assert code_of(tmp_path / "out") == code_of(saved / "plain") | own
 
 
 def test_a_configuration_alone_has_its_code_too(saved, tmp_path):
@@ -165,14 +167,6 @@ def test_fields_of_earlier_versions_read_as_the_part_has_them(name):
     assert (again.parts, {field: getattr(again, field) for field in fields}) == (config.parts, fields)
 
 
-def test_a_parts_field_is_not_set_beside_it_and_an_unknown_part_is_refused():
-    config = build({}).config
-    assert config.language_gate is None
-    with pytest.raises(AttributeError, match=r"language_gate: is a part's field: set it in config\.parts"):
-        config.language_gate = GATE
-    refused(build, {"parts": {"wings": {}}}, says="parts: wings: this code does not have it", raises=ValueError)
-
-
 def test_experts_of_each_expansion_may_differ():
     each = [{"rank": 2, "alpha": 4.0}, None, {"rank": 3, "alpha": 3.0}]
     counts = {"num_experts_per_layer": [1, 4, 3], "earlier_experts_per_layer": [[1, 2, 1], [1, 3, 2]]}
@@ -187,93 +181,68 @@ def test_experts_of_each_expansion_may_differ():
         assert experts[2].experts[2].up_proj.lora_A.weight.shape[0] == 3
 
 
-def test_files_of_a_users_own_stay(tmp_path):
-    own = ("__init__.py", "part_mine.py", "train.py")
-    for name in own:
-        (tmp_path / name).write_text("mine")
-    build({}).save_pretrained(tmp_path)
-    assert [(tmp_path / name).read_text() for name in own] == ["mine"] * len(own)
+def test_settings_of_another_form_are_refused():
+    config = build({}).config
+    assert config.language_gate is None
+    said = r"language_gate: is a part's field: set it in config\.parts"
+    refused(setattr, config, "language_gate", GATE, raises=AttributeError, says=said)
+    for parts, said in (
+        ({"wings": {}}, "parts: wings: this code does not have it"),
+        ("gate", "parts is 'gate': must be an object"),
+        ({"expansion_only": {"base_model": 5}}, "parts.expansion_only is .*: must have base_model and revision"),
+        ({"joined": ["el"]}, "packs is .'el'.: must give the number of expansions"),
+    ):
+        refused(build, {"parts": parts}, says=said, raises=ValueError)
 
 
-WRONG = [
-    ("gate", "parts is 'gate': must be an object"),
-    ({"lora": {"rank": "2", "alpha": 4.0}}, "lora_rank is '2' and lora_alpha 4.0"),
-    ({"expansion_only": {"base_model": 5}}, "parts.expansion_only is .*: must have base_model and revision"),
-    ({"joined": ["el"]}, "packs is .'el'.: must give the number of expansions"),
-]
-
-
-@pytest.mark.parametrize(("parts", "said"), WRONG)
-def test_settings_of_another_form_are_refused(parts, said):
-    refused(build, {"parts": parts}, says=said, raises=ValueError)
-
-
-@pytest.mark.parametrize("fields", [{"lora_alpha": 8.0}, {"expert_kind": "ffn"}, {"expert_kind": "added"}])
-def test_a_field_that_contradicts_a_part_is_refused(fields):
-    config = build(USED["lora"][0]).config.to_dict()
+def test_a_field_that_contradicts_a_part_is_refused():
+    config, said = build(USED["lora"][0]).config.to_dict(), r"but parts\.lora says .*: give one of them"
     assert LayerMoEConfig.from_dict(config | {"lora_alpha": 4.0, "expert_kind": "lora"}).parts == config["parts"]
-    said = r"but parts\.lora says .*: give one of them"
-    refused(LayerMoEConfig.from_dict, config | fields, says=said, raises=ValueError)
+    for fields in ({"lora_alpha": 8.0}, {"expert_kind": "ffn"}):
+        refused(LayerMoEConfig.from_dict, config | fields, says=said, raises=ValueError)
 
 
-@pytest.mark.parametrize(
-    ("backbone", "fields", "is_mixture"),
-    [
-        ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["attention"] * 3}, False),
-        ("doge", {}, False),
-        ("nemotron_h", {"layers_block_type": ["mlp"] * 3}, False),
-        ("nemotron_h", {"layers_block_type": ["moe"] * 3}, True),
-        ("gemma4_text", {"layer_types": ["full_attention"] * 3}, False),
-        ("qwen2_moe", {"num_experts": 4}, True),
-    ],
-)  # fmt: skip
-def test_a_mixture_is_a_part_where_the_backbone_has_one(backbone, fields, is_mixture):
+def test_a_mixture_is_a_part_where_the_backbone_has_one():
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"intermediate_size": 48, "vocab_size": 64, "moe_intermediate_size": 16}
-    own = {"granitemoehybrid": {"mamba_n_heads": 4, "shared_intermediate_size": 48}}.get(backbone, {})
-    dense = CONFIG_MAPPING[backbone](**sizes, **own, **fields)
-    with torch.device("meta"):
-        model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1, 1]))
-    assert ("mixture" in model.config.parts) == is_mixture
+    hybrid = {"num_local_experts": 0, "mamba_n_heads": 4, "shared_intermediate_size": 48}
+    for backbone, fields, is_mixture in (
+        ("granitemoehybrid", {**hybrid, "layer_types": ["attention"] * 3}, False),
+        ("nemotron_h", {"layers_block_type": ["mlp"] * 3}, False),
+        ("nemotron_h", {"layers_block_type": ["moe"] * 3}, True),
+        ("qwen2_moe", {"num_experts": 4}, True),
+    ):
+        dense = CONFIG_MAPPING[backbone](**sizes, **fields)
+        with torch.device("meta"):
+            model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1, 1]))
+        assert ("mixture" in model.config.parts) == is_mixture, backbone
 
 
-def test_a_pickled_mixtures_loss_is_off_in_another_process(tmp_path):
+def test_a_pickled_mixtures_loss_is_off_in_another_process():
     dense = CONFIG_MAPPING["qwen2_moe"](num_hidden_layers=2, num_experts=4)
     config = LayerMoEConfig.from_dense(dense, num_experts_per_layer=[1, 1])
     assert vars(config)["router_aux_loss_coef"] > 0
-    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
-    code = """
-import pickle, hf_moe_expand
-config = pickle.load(open(sys.argv[1], "rb"))
-config.output_router_logits = True
-print(config.output_router_logits, config.router_aux_loss_coef)
-    """
-    assert run_python(code, str(tmp_path / "config.pickle")) == "False 0.0\n"
+    code = "import pickle, hf_moe_expand; config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+    code += "config.output_router_logits = True; print(config.output_router_logits, config.router_aux_loss_coef)"
+    assert run_python(code, pickle.dumps(config).hex()) == "False 0.0\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [("plain", {"*"}), ("gated", {"*"}), ("conditional", {"*"}), ("added", {"0"}), ("lora", set()), ("adapters", None)],
-)
-def test_tensor_parallel_plans_split_the_experts_that_a_part_lets_them_split(name, split):
-    plan = build(USED[name][0] | {"num_experts_per_layer": [2, 2, 2]})._tp_plan
-    if split is None:
-        assert plan == {}
-        return
-    rules = {rule for rule in plan if ".mlp." in rule}
+def test_tensor_parallel_plans_split_the_experts_that_a_part_lets_them_split():
     parts = ("gate_proj", "up_proj", "down_proj")
-    assert rules == {f"model.layers.*.mlp.experts.{experts}.{part}" for experts in split for part in parts}
-    assert "model.layers.*.self_attn.q_proj" in plan
+    for name, split in {"plain": "*", "gated": "*", "conditional": "*", "added": "0", "lora": ""}.items():
+        plan = build(USED[name][0] | {"num_experts_per_layer": [2, 2, 2]})._tp_plan
+        rules = {rule for rule in plan if ".mlp." in rule}
+        assert rules == {f"model.layers.*.mlp.experts.{experts}.{part}" for experts in split for part in parts}
+        assert "model.layers.*.self_attn.q_proj" in plan
+    assert build(USED["adapters"][0])._tp_plan == {}
 
 
 def test_a_part_that_was_set_later_is_saved_in_its_place(tmp_path):
     config = build(USED["adapters"][0]).config
     config.parts["gate"] = GATE
-    LayerMoEForCausalLM(config).save_pretrained(tmp_path)
+    model = LayerMoEForCausalLM(config)
+    model.save_pretrained(tmp_path)
     assert (tmp_path / "parts.py").read_text() == parts_text(["gate", "languages"])
-
-
-def test_a_gate_stands_after_adapters_as_optimizers_of_earlier_versions_have_it():
-    names = list(dict(build(USED["adapters"][0] | {"language_gate": GATE}).named_parameters()))
-    layer = [name for name in names if name.startswith("model.layers.1.")]
+    # A gate's parameters stand after adapters, as optimizers of earlier versions have them.
+    layer = [name for name, _ in model.named_parameters() if name.startswith("model.layers.1.")]
     assert [name.rpartition(".")[0] for name in layer[-2:]] == ["model.layers.1.language_gate"] * 2
