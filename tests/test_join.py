@@ -345,6 +345,10 @@ def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_pa
     again = []
     run_recipe(loaded, again.append)
     assert all("done already" in line for line in again if line.startswith("["))
+    some = {"join": None, "tuned": models, "new": None, "gates": None, "test": {"el": str(home / "el.test.jsonl")}}
+    assert "test: no held-out text in de, en, hu: what becomes of it is not measured" in validate_recipe(
+        recipe(home, tmp_path, **some)
+    )
     for changes, why in (
         ({"plan": {"method": "exclusive"}}, "a recipe with `tuned` makes and trains no new experts"),
         ({"tuned": {"el": models["el"]}}, "`tuned` has no fine-tune for it"),

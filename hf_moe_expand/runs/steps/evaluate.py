@@ -6,6 +6,7 @@ from typing import Any
 
 from ...checkpoint.facts import Facts
 from ...checkpoint.source import load_config
+from ...checkpoint.tuned import codes_of
 from ...core.errors import InputError, errors_at
 from ...core.languages import UNDETERMINED
 from ...core.recipe_paths import unset_variable
@@ -27,7 +28,8 @@ def evaluate_step(recipe: Recipe, models: dict[str, str]) -> Step:
     """Scores the base and each stage's model; `models` has the folder or hub id of each, by its name in the results."""
     output, settings = Path(recipe.output) / "evaluation.json", recipe.evaluation
     files = {code: LanguageText(code, file) for code, file in (settings.questions or {}).items()}
-    unmeasured = [code for code in recipe.training_sources if code not in {*recipe.test, UNDETERMINED}]
+    known = dict.fromkeys([*recipe.training_sources, *(code for codes in recipe.tuned for code in codes_of(codes))])
+    unmeasured = [code for code in known if code not in {*recipe.test, UNDETERMINED}]
 
     def inputs() -> dict[str, Any]:
         questions = {"questions": contents(files)} if files else {}
