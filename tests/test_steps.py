@@ -270,6 +270,8 @@ def test_a_second_expansion_beside_a_finished_run_of_one_is_refused(recipe, tmp_
     several = Recipe(base=recipe.base, output=recipe.output, old=recipe.old, expansions=expansions)
     refused(run_recipe, several, says=r"run: holds a run of one expansion.*`expansion 1: plan`\): give another")
     assert not (tmp_path / "run" / "1").exists()
+    names, more = ([step.name for step in steps_of(changed(several, expansions=expansions[:n]))[0]] for n in (1, 2))
+    assert names == more[: len(names)]  # beside one of a list there is room for a second
 
 
 def test_too_little_text_to_replay_is_refused_before_a_run(recipe, tmp_path):

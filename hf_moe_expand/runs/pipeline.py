@@ -48,7 +48,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     steps: list[Step] = []
     models: dict[str, str] = {"base": recipe.base}
     start, old = recipe.base, list(recipe.old)
-    lifelong = len(recipe.all_expansions) > 1
+    lifelong = bool(recipe.expansions)  # of one too, to which further ones may come
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
         work = ExpansionRun(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)

@@ -80,8 +80,8 @@ class ExpansionRun:
         return Step(self.named(title), self.folder / writes, inputs, work, tried, **more)
 
     def named(self, title: str) -> str:
-        """The name of a step, with the expansion's number where there are several."""
-        return f"expansion {self.number}: {title}" if len(self.recipe.all_expansions) > 1 else title
+        """The name of a step, with the expansion's number where the recipe lists its expansions."""
+        return f"expansion {self.number}: {title}" if self.recipe.expansions else title
 
     @property
     def new(self) -> list[str]:
