@@ -196,6 +196,11 @@ def test_a_base_of_another_name_or_commit_is_said(base, adapter, tmp_path):
     assert line == "warning: third was trained on qwen, by its name another base than tiny-llama"
     export_peft(tmp_path / "same", tmp_path / "back")
     assert json.loads((tmp_path / "back" / CONFIG).read_text())["base_model_name_or_path"] == "me/TINY-llama"
+    model = load(tmp_path / "same")
+    model.model.norm.weight.data += 1  # as a merged adapter moves the base
+    model.save_pretrained(tmp_path / "moved")
+    (line,) = expand_tuned(tmp_path / "moved", {"hu": adapter}, tmp_path / "more").warnings
+    assert line.startswith("warning: model.norm.weight moved since the expansion")
 
 
 LLAMA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}

@@ -208,12 +208,16 @@ def test_a_rank_keeps_the_best_update_and_a_weight_scales_the_difference(name, t
     close(logits(half, languages="el"), logits(load(tmp_path / "mean")))
 
 
-def test_a_low_rank_language_leaves_as_an_adapter_of_peft(home, tmp_path):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_low_rank_language_leaves_as_an_adapter_of_peft(is_tied, home, tmp_path):
     from peft import PeftModel
 
-    expand_tuned(home / "base", {"el": home / "el"}, tmp_path / "model", rank=4)
+    base = tiny_dense("llama", tie_word_embeddings=is_tied)
+    for name, model in (("base", base), ("el", fine_tune(base, 1))):
+        model.save_pretrained(tmp_path / name)
+    expand_tuned(tmp_path / "base", {"el": tmp_path / "el"}, tmp_path / "model", rank=4)
     export_peft(tmp_path / "model", tmp_path / "lora")
-    adapted = PeftModel.from_pretrained(load(home / "base"), tmp_path / "lora").eval()
+    adapted = PeftModel.from_pretrained(base, tmp_path / "lora").eval()
     close(logits(adapted), logits(load(tmp_path / "model"), languages="el"))
     refused(export_peft, home / "both", tmp_path / "out", says="whole modules of their own")
 

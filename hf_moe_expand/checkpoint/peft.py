@@ -252,6 +252,7 @@ class LanguageAdapter:
             task_type="CAUSAL_LM",
             inference_mode=True,
             lora_bias=bool(self.biases),
+            ensure_weight_tying=len({one.lora_A for one in self.updates.values()}) < len(self.updates),
             modules_to_save=sorted({name.rpartition(".")[0] for name in self.whole}) or None,
         )
 
@@ -299,6 +300,8 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         kept = next((stage.settings for stage in record.stages if ADAPTER in (stage.settings or {})), None) or {}
         own = own_places(source, experts_of(source, code), class_of(source, code))
         updates, whole = updates_of(source, own), {place.dense: place.key for place in own if place.dense}
+        tied = [str(one.updates) for one in own if one.factor == "lora_A.weight" and one.key not in source]
+        updates |= {key: updates[network.all_tied_weights_keys[key]] for key in tied}
         if not updates or any(len(source.shapes[key]) > 1 for key in whole.values()):
             raise InputError(f"{source.folder}: {code}: {_WHOLE}: `export --language` writes its dense model.")
         biases = {(one.updates or "").rpartition(".")[0]: one.key for one in own if one.factor == "lora_B.bias"}

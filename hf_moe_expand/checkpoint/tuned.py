@@ -18,7 +18,7 @@ from ..core.languages import check_old_and_new
 from ..core.schema import checked
 from ..modeling import ExpandedConfig, LayerMoEConfig
 from ..planning.plan import Plan
-from .compare import base_hashes
+from .compare import base_hashes, moved_tensors
 from .expand import base_of, expansion_rule, planned_config, planned_record
 from .export import dense_config
 from .facts import ExpertKind, Facts, kind_of, set_part
@@ -105,6 +105,8 @@ def expand_tuned(
         return made
     first, last = History.of(config).first, History.of(config).last
     said = [line for one in loaded for line in one.warnings(first.base_model or "", first.base_revision)]
+    if any(isinstance(one, PeftAdapter) for one in loaded) and (verdict := moved_tensors(home)).moved:  # type: ignore[arg-type]
+        said.append(f"warning: {verdict.names} moved since the expansion: an adapter of the base computes otherwise")
     return TunedReport(Path(out or ""), first.base_parameters or 0, last.parameters or 0, said)
 
 
