@@ -23,15 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from hf_moe_expand import (
-    DenseConfig,
-    GroupConfig,
-    Plan,
-    PostPretrainConfig,
-    ReviewConfig,
-    expand_checkpoint,
-    train_stage,
-)
+import hf_moe_expand as moe
 from hf_moe_expand.checkpoint.source import load_expanded_config
 from hf_moe_expand.data import places, stream_reader
 from hf_moe_expand.data.sources import LanguageText
@@ -130,8 +122,10 @@ def write_as(folder, kind, texts):
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.xz", ".parquet"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [(".jsonl", 1), (".jsonl.gz", 2), (".jsonl.zst", 1), (".txt", 5), (".txt.xz", 2), (".parquet", 1), (".parquet", 5)],
+)
 def test_each_document_comes_once_in_a_pass(tmp_path, kind, ranks):
     source = LanguageText("el", str(write_as(tmp_path, kind, texts_of("el", 33))))
     found = read_by_all(source, ranks)
@@ -139,7 +133,7 @@ def test_each_document_comes_once_in_a_pass(tmp_path, kind, ranks):
     assert found != texts_of("el", 33)  # but in another order
 
 
-@pytest.mark.parametrize("sizes", [[200, 10], [100, 5, 5, 5], [40, 40, 40], [3, 90, 20, 50, 7, 11, 30, 2, 60, 14, 25]])
+@pytest.mark.parametrize("sizes", [[200, 10], [100, 5, 5, 5], [3, 90, 20, 50, 7, 11, 30, 2, 60, 14, 25]])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_readers_have_like_shares_of_files_of_any_sizes(tmp_path, sizes, ranks):
     """Else one would read its files again while others have yet to read theirs."""
@@ -177,7 +171,7 @@ def test_a_block_begins_as_in_map_mode(shards):
         assert batch["language_ids"] == [[0] * 8] * 2
 
 
-@pytest.mark.parametrize(("processes", "taken"), [(0, 1), (0, 7), (2, 0), (2, 1), (2, 8), (3, 20)])
+@pytest.mark.parametrize(("processes", "taken"), [(0, 7), (2, 0), (2, 8), (3, 20)])
 def test_an_interruption_changes_no_block(shards, processes, taken):
     sources = [shards("el", 3, 50), shards("en", 1, 20)]
     goes_on(partial(begun, sources, workers=processes, mix=LanguageMix([3, 1])), taken, 40 - taken, processes)
@@ -198,20 +192,17 @@ def test_any_interruption_at_any_place(tmp_path_factory, sizes, taken, block_siz
         goes_on(lambda saved=(): make(saved=[*saved] * ranks), taken, 40 - taken)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 2), (3, 1)), ((2, 2), (1, 3)), ((3, 1), (2, 2))])
-@pytest.mark.parametrize("files", [1, 4, 9])
+@pytest.mark.parametrize(
+    ("before", "after", "files"), [((2, 1), (1, 1), 1), ((1, 2), (3, 1), 4), ((2, 2), (1, 3), 1), ((3, 1), (2, 2), 9)]
+)
 def test_other_ranks_and_workers_read_on_without_a_gap(shards, files, before, after):
     source = shards("el", files, 60)
     states, tokens = [], []
     options = {"rows": 1, "block_size": 1}
     for rank in range(before[0]):
         stream = begun([source], rank, before[0], before[1], **options)
-        tokens.append([])
-        for batch in batches(stream, 50 + 30 * rank, before[1]):
-            tokens[-1] += batch["input_ids"][0]
-        states.append(as_json(stream.state()))
-    for state in states:  # ranks take equally many
-        state["taken"] = 50
+        tokens += [token for batch in batches(stream, 50 + 30 * rank, before[1]) for token in batch["input_ids"][0]]
+        states.append({**as_json(stream.state()), "taken": 50})  # ranks take equally many
     said, finished = set(), []
     for rank in range(after[0]):
         stream = begun([source], rank, after[0], after[1], **options, saved=states)
@@ -223,7 +214,7 @@ def test_other_ranks_and_workers_read_on_without_a_gap(shards, files, before, af
                 rest += reader.take(1).tolist()
             finished += rest[:-1]
     # What was begun before, and what is begun afterwards: all documents, each once.
-    assert finished.count(END) + sum(part.count(END) for part in tokens) == 60
+    assert finished.count(END) + tokens.count(END) == 60
     assert len(said) == 1
     assert f"{before[0]} x {before[1]} readers" in said.pop()
 
@@ -244,10 +235,9 @@ def test_a_state_of_other_text_is_refused(shards):
 def drawn(mix, count, ranks=1, rows=4, accumulation=1):
     """The language of each row of each batch, `[ranks, count, rows]`."""
     stream = TextStream.__new__(TextStream)
-    stream.seed = 3
+    stream.seed, stream.mix, stream.rows, stream.accumulation = 3, mix, rows, accumulation
     found = []
-    for rank in range(ranks):
-        stream.mix, stream.rank, stream.rows, stream.accumulation = mix, rank, rows, accumulation
+    for stream.rank in range(ranks):
         found.append([stream._languages(batch) for batch in range(count)])
     return np.array(found)
 
@@ -287,8 +277,8 @@ def root(tmp_path_factory):
         for number in range(3):
             write_texts(root / code / f"{number}.jsonl", texts_of(code, count)[number::3])
     base = save_dense(root / "base", vocab_size=258)
-    expand_checkpoint(base, root / "expanded", Plan("moe-lpr", [2, 1, 2], [0], old=["en"], new=["el", "tr"]))
-    expand_checkpoint(base, root / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el", "tr"]]))
+    moe.expand_checkpoint(base, root / "expanded", moe.Plan("moe-lpr", [2, 1, 2], [0], old=["en"], new=["el", "tr"]))
+    moe.expand_checkpoint(base, root / "dmoe", moe.Plan("dmoe", [2, 1, 2], groups=[["en"], ["el", "tr"]]))
     return root
 
 
@@ -297,12 +287,12 @@ def data_of(root, *codes):
 
 
 STAGES = {
-    "stage 1": (PostPretrainConfig, {}, ("el", "tr")),
-    "replay": (PostPretrainConfig, {"replay": True, "replay_share": 0.25}, ("en", "el", "tr")),
-    "temperature": (PostPretrainConfig, {"temperature": 5.0}, ("el", "tr")),
-    "review": (ReviewConfig, {}, ("en", "el", "tr")),
-    "group": (GroupConfig, {}, ("en", "el", "tr")),
-    "dense": (DenseConfig, {}, ("el",)),
+    "stage 1": (moe.PostPretrainConfig, {}, ("el", "tr")),
+    "replay": (moe.PostPretrainConfig, {"replay": True, "replay_share": 0.25}, ("en", "el", "tr")),
+    "temperature": (moe.PostPretrainConfig, {"temperature": 5.0}, ("el", "tr")),
+    "review": (moe.ReviewConfig, {}, ("en", "el", "tr")),
+    "group": (moe.GroupConfig, {}, ("en", "el", "tr")),
+    "dense": (moe.DenseConfig, {}, ("el",)),
 }
 START = {"group": "dmoe", "dense": "base"}
 
@@ -317,10 +307,10 @@ def test_a_stage_that_was_interrupted_ends_the_same(root, tmp_path, stage, worke
         return made
 
     start, data = root / START.get(stage, "expanded"), data_of(root, *codes)
-    expected = train_stage(start, tmp_path / "whole", data, config())
+    expected = moe.train_stage(start, tmp_path / "whole", data, config())
     with interrupted(5, kind), pytest.raises(KeyboardInterrupt):
-        train_stage(start, tmp_path / "again", data, config())
-    assert train_stage(start, tmp_path / "again", data, config()) == expected
+        moe.train_stage(start, tmp_path / "again", data, config())
+    assert moe.train_stage(start, tmp_path / "again", data, config()) == expected
     same_files(tmp_path / "again", tmp_path / "whole")
     assert sum(expected.tokens.values()) == 6 * 2 * 2 * 16 == expected.tokens_seen
     assert expected.settings["stream"] is True
@@ -330,27 +320,27 @@ def test_a_stage_that_was_interrupted_ends_the_same(root, tmp_path, stage, worke
 @pytest.mark.parametrize(("stage", "share"), [("replay", 0.25), ("review", 0.5)])
 def test_shares_of_old_and_new_text(root, tmp_path, stage, share):
     kind, changes, codes = STAGES[stage]
-    config = kind(**QUICK, **changes, tokens=6400)
-    record = train_stage(root / "expanded", tmp_path / "out", data_of(root, *codes), config)
+    config = kind(**QUICK, **changes, tokens=2048)  # 64 draws, among which each language has its share, for each row
+    record = moe.train_stage(root / "expanded", tmp_path / "out", data_of(root, *codes), config)
     assert record.tokens_seen_by_language["en"] / record.tokens_seen == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize(("streams", "given", "steps"), [
-    (True, {"tokens": 640}, 20), (False, {"tokens": 641.0}, 21), (True, {"tokens_per_language": 320}, 20),
-    (True, {"tokens": 1e4, "gradient_accumulation_steps": 4}, 79),
-    (True, {"tokens_per_language": 320, "num_train_epochs": 2}, 40),
+    (True, {"tokens": 64}, 2), (False, {"tokens": 65.0}, 3), (True, {"tokens_per_language": 32}, 2),
+    (True, {"tokens": 300, "gradient_accumulation_steps": 4}, 3),
+    (True, {"tokens_per_language": 32, "num_train_epochs": 2}, 4),
     (True, {"tokens_per_language": 320, "tokens": 64}, 2),
 ])  # fmt: skip
 def test_a_budget_in_tokens(root, tmp_path, given, steps, streams):
-    config = PostPretrainConfig(**{**QUICK, "stream": streams}, **given)
-    assert train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config).steps == steps
+    config = moe.PostPretrainConfig(**{**QUICK, "stream": streams}, **given)
+    assert moe.train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config).steps == steps
 
 
 def test_passes_over_a_stream_are_counted_from_its_size(root, tmp_path, capfd):
-    config = PostPretrainConfig(**QUICK, num_train_epochs=3)
-    record = train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config)
+    config = moe.PostPretrainConfig(**{**QUICK, "per_device_train_batch_size": 8}, num_train_epochs=3)
+    record = moe.train_stage(root / "expanded", tmp_path / "out", data_of(root, "el", "tr"), config)
     tokens = sum(len(text.encode()) + 1 for code, count in (("el", 60), ("tr", 30)) for text in texts_of(code, count))
-    assert record.steps == pytest.approx(3 * tokens / 32, rel=0.05)
+    assert record.steps == pytest.approx(3 * tokens / 128, rel=0.05)
     out, errors = capfd.readouterr()
     assert "text is read while the model trains: el about 1," in out
     assert "of them again" in out
@@ -360,8 +350,9 @@ def test_passes_over_a_stream_are_counted_from_its_size(root, tmp_path, capfd):
 def test_large_text_and_text_elsewhere_of_a_known_amount_is_streamed_by_default(root, monkeypatch):
     texts, model = data_of(root, "el", "tr"), load_expanded_config(root / "expanded")
     total = sum(path.stat().st_size for text in texts.values() for path in text.files())
-    elsewhere = {code: LanguageText(code, f"s3://bucket/{code}/*.parquet") for code in ("el", "tr")}
-    of_hub = {code: LanguageText(code, "hub:me/data") for code in ("el", "tr")}
+    elsewhere, of_hub = (
+        {code: LanguageText(code, place) for code in ("el", "tr")} for place in ("s3://bucket/*.parquet", "hub:me/data")
+    )
     for text, smaller, changes, streams in (
         (texts, 0, {}, False), (texts, 1, {}, True), (texts, 1, {"stream": False}, False),
         (texts, 0, {"stream": True}, True), (elsewhere, 0, {}, False), (of_hub, 0, {"tokens": 1e6}, True),
@@ -369,8 +360,8 @@ def test_large_text_and_text_elsewhere_of_a_known_amount_is_streamed_by_default(
         (of_hub, 0, {"max_steps": 10, "stream": False}, False),
     ):  # fmt: skip
         monkeypatch.setattr(streaming, "STREAMED", total - smaller)
-        assert is_streamed(PostPretrainConfig(**changes), text, model) is streams
-    assert not is_streamed(ReviewConfig(old_documents=5), data_of(root, "en", "el", "tr"), model)
+        assert is_streamed(moe.PostPretrainConfig(**changes), text, model) is streams
+    assert not is_streamed(moe.ReviewConfig(old_documents=5), data_of(root, "en", "el", "tr"), model)
 
 
 ROWS = 40
@@ -398,17 +389,14 @@ BAD = {
 }
 
 
-def with_bad_shard(folder, kind):
-    folder.mkdir()
-    good_file(folder / "a.jsonl")
-    BAD[kind][0](folder / "b.jsonl")
-    good_file(folder / "c.jsonl")
-    return LanguageText("el", str(folder))
-
-
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_shard_is_left_out_and_counted(tmp_path, kind, capsys):
-    source = with_bad_shard(tmp_path / "el", kind)
+def test_a_bad_shard_stops_the_training_or_is_left_out_and_counted(tmp_path, kind, capsys):
+    for name, write in (("a", good_file), ("b", BAD[kind][0]), ("c", good_file)):
+        write(tmp_path / f"{name}.jsonl")
+    source = LanguageText("el", str(tmp_path))
+    processes = 2 * (kind == "cut")
+    line = refused(batches, begun([source], workers=processes), 400, processes, says=r"/b\..*on_bad_shard: skip")
+    assert BAD[kind][1] in line
     stream = begun([source], on_bad_shard="skip")
     batches(stream, 150)
     counts = summed([place["el"]["counts"] for place in stream.places])
@@ -418,18 +406,9 @@ def test_a_bad_shard_is_left_out_and_counted(tmp_path, kind, capsys):
     said = capsys.readouterr().err
     assert "el: left out from here: " in said
     assert BAD[kind][1] in said
-    documents = counts["seen"]["documents"]
-    assert documents > 2 * ROWS  # the run went on, and read the others again
+    assert counts["seen"]["documents"] > 2 * ROWS  # the run went on, and read the others again
     for taken in (1, 20, 77):
         goes_on(partial(begun, [source], on_bad_shard="skip"), taken, 20)
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_shard_stops_the_training(tmp_path, kind, processes):
-    source = with_bad_shard(tmp_path / "el", kind)
-    line = refused(batches, begun([source], workers=processes), 400, processes, says=r"/b\..*on_bad_shard: skip")
-    assert BAD[kind][1] in line
 
 
 def test_a_file_that_goes_away(tmp_path):
@@ -443,11 +422,10 @@ def test_a_file_that_goes_away(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("rows", [["other language"], ["no text"], ["bad", "bad"]])
-def test_text_without_a_document_ends(tmp_path, rows, ranks):
-    written = {"other language": '{"text": "a", "language": "tr"}\n', "no text": '{"text": " "}\n', "bad": "no json\n"}
-    for number, row in enumerate(rows):
-        (tmp_path / f"{number}.jsonl").write_text(written[row] * 5)
+@pytest.mark.parametrize("row", ['{"text": "a", "language": "tr"}', '{"text": " "}', "no json"])
+def test_text_without_a_document_ends(tmp_path, row, ranks):
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text(f"{row}\n" * 5)
     stream = begun([LanguageText("el", str(tmp_path))], ranks - 1, ranks, on_bad_shard="skip")
     refused(batches, stream, 1, says="el: its text has no document in this language")
 
@@ -473,7 +451,7 @@ def test_text_that_the_tokenizer_loses_is_counted_and_refused(root, tmp_path):
     batches(stream, 3)
     assert "the tokenizer lost " in passed_line("el", stream.places[0]["el"]["counts"])
     model = load_expanded_config(root / "expanded")
-    given = (PostPretrainConfig(max_steps=1), {"el": source}, tokenizer, model)
+    given = (moe.PostPretrainConfig(max_steps=1), {"el": source}, tokenizer, model)
     refused(streaming.streamed, *given, False, says="el: the tokenizer loses 66.7 % of the text's bytes")
     assert streaming.streamed(*given, True).lost["el"].lost
 
@@ -504,17 +482,16 @@ def bucket(monkeypatch):
     return failures
 
 
-ERRORS = [ConnectionResetError("reset"), TimeoutError("timed out"), OSError("503 Slow Down"), RuntimeError("aiohttp")]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("error", ERRORS, ids=str)
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ConnectionResetError, "jsonl"), (TimeoutError, "parquet"), (OSError, "jsonl"), (RuntimeError, "parquet")],
+)
 @pytest.mark.filterwarnings("ignore:.*tries it again:UserWarning")
-def test_a_read_that_fails_is_tried_again(bucket, kind, error):
+def test_a_read_that_fails_is_tried_again(bucket, error, kind):
     source = LanguageText("el", f"memory://bucket/*.{kind}")
     expected = batches(begun([source]), 60)
     stream, found = begun([source]), []
-    bucket["error"] = error
+    bucket["error"] = error("503 Slow Down")
     for _ in range(6):
         bucket["left"] = 2
         stream = begun([source], saved=[as_json(stream.state())] if found else ())
@@ -523,17 +500,16 @@ def test_a_read_that_fails_is_tried_again(bucket, kind, error):
     assert bucket["met"] >= 2
 
 
-@pytest.mark.parametrize("on_bad_shard", ["stop", "skip"])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("kind", "on_bad_shard"), [("jsonl", "stop"), ("parquet", "skip")])
 @pytest.mark.filterwarnings("ignore:.*tries it again:UserWarning")
 def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, bucket, kind, on_bad_shard):
     data = {"el": LanguageText("el", f"memory://bucket/*.{kind}"), "tr": LanguageText("tr", str(root / "tr"))}
 
     def train(name, callback=None):
-        config = PostPretrainConfig(**QUICK, max_steps=60, on_bad_shard=on_bad_shard)
+        config = moe.PostPretrainConfig(**QUICK, max_steps=60, on_bad_shard=on_bad_shard)
         config.dataloader_num_workers = 0
         with patch.object(StopAt, "on_step_end", callback) if callback else nullcontext(), interrupted(-1):
-            return train_stage(root / "expanded", tmp_path / name, data, config)
+            return moe.train_stage(root / "expanded", tmp_path / name, data, config)
 
     def fail(self, args, state, control, **kwargs):
         if state.global_step == 7:
@@ -542,26 +518,23 @@ def test_a_place_that_stays_away_ends_a_training_that_can_go_on(root, tmp_path, 
     expected = train("whole")
     refused(train, "again", fail, says=r"memory:///bucket/.* does not answer after 0 s \(.*reset by peer.*\): run")
     bucket["left"] = 0
-    assert [path.name for path in (tmp_path / "again.training").glob("checkpoint-*")]
+    assert [*(tmp_path / "again.training").glob("checkpoint-*")]
     assert train("again") == expected
     same_files(tmp_path / "again", tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Unable to locate credentials"),
-    (ImportError("Install s3fs to access S3"), "Install s3fs to access S3"),
-    (FileNotFoundError("s3://bucket/el"), "^s3://bucket/el: cannot be opened: no such file.$"),
-])  # fmt: skip
-def test_a_place_that_does_not_open(error, said):
+@pytest.mark.parametrize("error", [Exception("No credentials"), ImportError("Install s3fs")])
+def test_a_place_that_does_not_open(error):
     with patch.object(fsspec.core, "url_to_fs", side_effect=error):
-        refused(LanguageText("el", "s3://bucket/el").shards, says=said)
+        refused(LanguageText("el", "s3://bucket/el").shards, says=str(error))
+    with patch.object(fsspec.core, "url_to_fs", side_effect=FileNotFoundError("s3://bucket/el")):
+        refused(LanguageText("el", "s3://bucket/el").shards, says="^s3://bucket/el: cannot be opened: no such file.$")
 
 
 @pytest.mark.parametrize("source", ["nowhere://a/b.jsonl", "memory://bucket/none*.jsonl", "memory://none", "memory://"])
 def test_addresses_of_nothing(bucket, source):
     fsspec.filesystem("memory").store.clear()
     refused(lambda: LanguageText("el", source).shards(), says=source.split(":")[0])
-    refused(LanguageText, "el", "zip://el.jsonl::file:///el.zip", says=r"zip://el.jsonl::file:///el.zip: chains of")
 
 
 @pytest.mark.parametrize("source", [
@@ -569,14 +542,16 @@ def test_addresses_of_nothing(bucket, source):
     "abfs://c@account.dfs/el.jsonl?sig=verysecret", "sftp://user:very/secret@host/el.txt", "https://host/a.jsonl?sv=1&sig=verysecret",
 ])  # fmt: skip
 def test_an_address_with_credentials_is_refused_without_them(source):
-    line = refused(LanguageText, "el", source, says="the address holds credentials: leave them out")
-    assert "secret" not in line
+    assert "secret" not in refused(LanguageText, "el", source, says="the address holds credentials: leave them out")
+
+
+def test_addresses_that_are_taken_as_they_stand_and_chains_that_are_not():
     for other in ("abfs://container@account.dfs.core.windows.net/el", "s3://bucket/key=el/part-?.jsonl"):
         assert LanguageText("el", other).source == other
+    refused(LanguageText, "el", "zip://el.jsonl::file:///el.zip", says=r"zip://el.jsonl::file:///el.zip: chains of")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("slice_of", ["", "::train[:17]"])
+@pytest.mark.parametrize(("slice_of", "ranks"), [("", 1), ("", 5), ("::train[:17]", 2)])
 def test_a_data_set_of_the_hub(tmp_path, slice_of, ranks):
     for number in range(3):
         write_texts(tmp_path / f"{number}.jsonl", texts_of("el", 40)[number::3])
@@ -590,6 +565,6 @@ def test_the_amount_of_a_data_set_of_the_hub_is_asked_for(root, tmp_path):
     write_texts(tmp_path / "data.jsonl", texts_of("el", 40))
     data = {"el": LanguageText("el", f"hub:{tmp_path}"), "tr": LanguageText("tr", str(root / "tr"))}
     given = (root / "expanded", tmp_path / "out", data)
-    refused(train_stage, *given, PostPretrainConfig(**QUICK), says="how much text it has is not known .* set `tokens`")
-    record = train_stage(*given, PostPretrainConfig(**QUICK, tokens=640))
+    refused(moe.train_stage, *given, moe.PostPretrainConfig(**QUICK), says="how much text it has is not known")
+    record = moe.train_stage(*given, moe.PostPretrainConfig(**QUICK, tokens=640))
     assert set(record.tokens_seen_by_language) == {"el", "tr"}
