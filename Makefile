@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test matrix backbones trainings guides fuzz gpu study oldest floor vllm lint format clean
+.PHONY: demo demo-real test suite matrix backbones trainings guides fuzz gpu study oldest floor vllm lint style types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -17,16 +17,21 @@ demo-real: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
 	$(BIN)/hf-moe-expand demo --real --out runs/demo-real
 
-test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not guides and not backbones"
+# Types are checked beside the suite. Three processes, of which one often waits, keep two cores busy.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types suite
+
+suite: $(VENV)/.installed-dev
+	$(PYTEST) -m "not guides and not backbones"
 
 # All backbones, of which `make test` tries a sixth that SEED chooses.
 backbones: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "backbones or not backbones" tests/matrix/test_backbones.py
+	$(PYTEST) -m "backbones or not backbones" tests/matrix/test_backbones.py
 
 # Every form of model x every operation.
 matrix: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/matrix
+	$(PYTEST) tests/matrix
 
 # Hashes of losses and weights of each stage on each form, to compare before and after a change.
 trainings: $(VENV)/.installed-dev
@@ -75,9 +80,13 @@ study: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/study.py run smollm2 --base runs/bases/smollm2 --data $(DATA) --out runs/study $(OPTIONS)
 	$(BIN)/python benchmarks/study.py report --csv runs/study/study.csv --figure runs/study/study.svg
 
-lint: $(VENV)/.installed-dev
+lint: style types
+
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	rm -rf build && $(BIN)/pip install --quiet --no-deps --target build/package .
 	MYPYPATH=build/package $(BIN)/mypy -p hf_moe_expand  # which sees no editable install of several folders
 	rm -rf build

@@ -17,12 +17,16 @@ from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import accelerate.utils.imports
+import accelerate.utils.memory
+import datasets
 import pytest
 import torch
+import transformers.dynamic_module_utils as code_files
 import typer.testing
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
@@ -47,6 +51,11 @@ from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 HERE = Path(__file__).resolve().parent
 # Else each training parses the metadata of packages twenty times, and each command line builds all commands anew.
 accelerate.utils.imports._is_package_available = cache(accelerate.utils.imports._is_package_available)
+# Nor does each training collect the garbage of all modules: the interpreter has its own turns.
+accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: None)
+# A checkpoint's code is read anew only where its file has changed.
+_imports = cache(lambda file, written, read=code_files.get_relative_imports: read(file))
+code_files.get_relative_imports = lambda file: _imports(file, os.stat(file).st_mtime_ns)
 _built = cache(lambda app, commands: get_command(app))
 typer.testing._get_command = lambda app: _built(app, len(app.registered_commands))
 # One thread here and in the processes that tests start: with more than there are cores they wait for one another.
@@ -54,9 +63,12 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # Else products of matrices may depend on where in memory they lie, and two copies of a model lie at different places.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+# Files of tests lie in memory, where there is enough: a checkpoint that is written waits for a disk, up to seconds.
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30 else None
+if IN_MEMORY:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", IN_MEMORY)
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
-FIGURES = DATA.parent / "reference" / "published_figures.json"
 TABLES = yaml.safe_load((HERE / "tables.yaml").read_text("utf-8"))  # of plain data, each under its name
 
 
@@ -68,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # `--dist loadgroup`: a process runs a whole file, or a whole form of the matrix
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    # Files take longer than forms: at the end, no process waits long for another one.
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != item.path.stem)
 
 
 def pytest_report_header() -> str:
@@ -82,7 +96,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection():
-    """Excludes all imported modules from garbage collection: accelerate collects after each training."""
+    """Excludes all imported modules from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -191,7 +205,9 @@ def beginning_tokenizer() -> PreTrainedTokenizerFast:
 
 # Of dense checkpoints: where each lies, and the state of the random numbers right after it was made.
 _MADE: dict[str, tuple[Path, torch.Tensor]] = {}
-_PLACE = TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+_PLACE = TemporaryDirectory(dir=IN_MEMORY)
+# Of text that is read.
+datasets.config.HF_DATASETS_CACHE = Path(os.environ.setdefault("HF_DATASETS_CACHE", f"{_PLACE.name}/datasets"))
 
 
 def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
@@ -332,9 +348,9 @@ def run_python(code: str, *arguments: str, cwd: str | Path = "/") -> str:
     return said
 
 
-def start_python(code: str, *arguments: str, cwd: str | Path = "/") -> Child:
+def start_python(code: str, *arguments: str, cwd: str | Path = "/", timeout: int = 900) -> Child:
     """Starts code as `run_python` does; the caller waits for its end."""
-    return _PROCESSES.start(f"import sys\n{code}", *arguments, cwd=cwd)
+    return _PROCESSES.start(f"import sys\n{code}", *arguments, cwd=cwd, timeout=timeout)
 
 
 def run_fresh(code: str, *arguments: str, cwd: str | Path = "/") -> str:
@@ -369,7 +385,7 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
 
 def _run_rank(rank: int, script: str, arguments: tuple, count: int, port: int, environment: dict[str, str]) -> None:
     """Runs a script of this folder, or a module, as one of the ranks, which meet at the store on this port."""
-    gc.freeze()  # what was imported before the fork; accelerate collects garbage after each training
+    gc.freeze()  # what was imported before the fork
     os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
@@ -401,13 +417,10 @@ def start_ranks(script: str, *arguments: str, count: int = 2, environment: Mappi
 # One backbone of each kind of FFN call, of head and of key names. All architectures that are proven stand in
 # matrix/test_backbones.py.
 COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")
-WIDE_BACKBONES = (
-    "cohere", "falcon", "gemma2", "gemma3n_text", "gpt2", "gpt_neo", "gptj", "lfm2", "mpt", "olmo2", "opt", "phi3",
-    "qwen3_5_text", "stablelm", "starcoder2",
-)  # fmt: skip
-# Their layers call an FFN of the same kind as llama's, qwen2's or gemma3_text's, which stand for them.
-ALIKE = ("gemma", "granite", "mistral", "qwen3", "smollm3")
-BACKBONE_NAMES = sorted((*COMMON_BACKBONES, *WIDE_BACKBONES, *ALIKE))
+BACKBONE_NAMES = sorted({
+    *COMMON_BACKBONES, *OTHER_SIZES, "cohere", "gemma", "gemma2", "granite", "mistral", "olmo2", "phi3", "qwen3",
+    "smollm3", "stablelm",
+})  # fmt: skip
 
 
 @pytest.fixture(params=COMMON_BACKBONES)
@@ -420,9 +433,10 @@ ADDED = {"expert_kind": "added", "expert_width": 16}
 
 @pytest.fixture
 def published() -> dict:
-    if not FIGURES.is_file():
-        pytest.skip(f"published figures are not at {FIGURES}")
-    return json.loads(FIGURES.read_text("utf-8"))
+    figures = DATA.parent / "reference" / "published_figures.json"
+    if not figures.is_file():
+        pytest.skip(f"published figures are not at {figures}")
+    return json.loads(figures.read_text("utf-8"))
 
 
 @pytest.fixture
@@ -451,5 +465,4 @@ def client(server, tmp_path_factory):
     """A process that talks to it, with a home of its own."""
     client = Client(server.environment(tmp_path_factory.mktemp("home")))
     yield client
-    client.process.stdin.close()
-    client.process.wait()
+    client.stop()

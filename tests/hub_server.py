@@ -328,11 +328,6 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in repo.commits[sha]]
         self._send({"id": name, "sha": sha, "private": repo.private, "siblings": siblings, "tags": []})
 
-    def refs(self, kind: str, name: str) -> None:
-        repo = self._repo(kind, name)
-        branches = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": sha} for b, sha in repo.branches.items()]
-        self._send({"branches": branches, "converts": [], "tags": []})
-
     def tree(self, kind: str, name: str, revision: str) -> None:
         repo = self._repo(kind, name)
         found = []
@@ -365,7 +360,6 @@ _ROUTES = [
     (("PUT",), "/upload/([0-9a-f]{64})", _Handler.upload),
     (("GET",), _KIND + _NAME, _Handler.info),
     (("GET",), _KIND + _NAME + "/revision/(.+)", _Handler.info),
-    (("GET",), _KIND + _NAME + "/refs", _Handler.refs),
     (("GET",), _KIND + _NAME + "/tree/" + _REVISION, _Handler.tree),
     (("GET", "HEAD"), "/" + _NAME + "/resolve/" + _REVISION + "/(.+)", _Handler.resolve),
 ]
@@ -410,6 +404,10 @@ class Client:
         answer = json.loads(self.process.stdout.readline())
         assert "error" not in answer or answer["error"] == "InputError", answer
         return answer
+
+    def stop(self):
+        self.process.kill()  # the end of an interpreter takes seconds
+        self.process.wait()
 
     def push(self, model, repo_id, token=TOKEN, check=False, **options):
         """`push_to_hub` in the process: {"value": the Push} or {"message": what it refused}, and "said"."""

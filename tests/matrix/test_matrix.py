@@ -1,12 +1,12 @@
 """Every form x every operation: a cell runs, or raises its one sentence. There is no skip."""
 
-import os
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
+from conftest import IN_MEMORY
 from datasets import disable_progress_bars
 
 from hf_moe_expand.core.errors import InputError
@@ -40,8 +40,7 @@ def forms():
             made[name] = Form(FORMS[name], root, helpers)
         return made[name]
 
-    # In memory, where that is a folder: a checkpoint that is written waits for the disk, up to seconds.
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+    with TemporaryDirectory(dir=IN_MEMORY) as folder:
         root, helpers = Path(folder, "forms"), SimpleNamespace(ranks=Ranks(), alone=Alone(Path(folder, "home")))
         root.mkdir()
         yield get
