@@ -1,24 +1,28 @@
 """Commands that are stopped at some of their writes, and run again: `run(inputs)` returns what went wrong."""
 
 import errno
+import gc
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 
+import accelerate.utils.other
 import datasets
 
 import hf_moe_expand.checkpoint.expand
 import hf_moe_expand.stages.run  # noqa: F401  # then the forks have it
 from hf_moe_expand import cli
+from hf_moe_expand.stages import all_stages
 
+accelerate.utils.other.is_deepspeed_available = lambda: False  # which each fork would import anew, for seconds
 TRAIN = "train post-pretrain {inputs}/expanded {work}/out --data el={inputs}/el.jsonl --config {inputs}/stage.yaml"
 FULL = -1  # the disk is full
 # Of each command: at which part of its writes something happens, and what.
 VERBS = {
     "expand {inputs}/base {work}/out --plan {inputs}/plan.json": [
-        *((part / 4, signal.SIGKILL) for part in range(1, 5)), (0.5, FULL), (0.6, signal.SIGTERM)
+        (0.3, signal.SIGKILL), (1.0, signal.SIGKILL), (0.5, FULL), (0.6, signal.SIGTERM)
     ],
     TRAIN: [(0.3, signal.SIGKILL), (0.7, signal.SIGKILL), (0.5, FULL), (0.6, signal.SIGTERM)],
     f"{TRAIN} --overwrite": [(0.9, signal.SIGKILL), (1.0, signal.SIGKILL)],
@@ -91,6 +95,8 @@ def begin(work: Path, replaced: Path | None) -> None:
 
 def run(inputs: Path) -> list[str]:
     work, wrong, made = inputs.with_name("work"), [], tree(inputs)
+    all_stages()  # imports them before the forks
+    gc.freeze()  # accelerate collects garbage after each training
     for verb, cases in VERBS.items():
         line, replaced = verb.format(inputs=inputs, work=work), inputs / "base" if "--overwrite" in verb else None
         begin(work, replaced)

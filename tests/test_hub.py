@@ -59,14 +59,9 @@ def change_weights(folder):
         save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
-@pytest.fixture(scope="module")
-def published(server, client, run_folder):
-    """The first push, with everything that a push does."""
-    return client.push(run_folder / "review", "tiny-el", check=True, private=True)
-
-
-def test_push_publishes_what_belongs_to_the_checkpoint_and_nothing_else(server, run_folder, published):
-    found = server.files("me/tiny-el")
+def test_push_publishes_what_belongs_to_the_checkpoint_and_an_unchanged_one_sends_nothing(server, client, run_folder):
+    said = client.push(run_folder / "review", "tiny-el", check=True, private=True)["value"]
+    found, repo = server.files("me/tiny-el"), server.repo("me/tiny-el")
     local = {file.name: file.read_bytes() for file in (run_folder / "review").iterdir()}
     del local["trainer_state.json"], local["base_check.json"]
     local |= {name: (run_folder / name).read_bytes() for name in ("plan.json", "recipe.yaml", "evaluation.json")}
@@ -74,22 +69,16 @@ def test_push_publishes_what_belongs_to_the_checkpoint_and_nothing_else(server, 
     assert set(found) - set(local) == {".gitattributes"}
     assert {name: found[name] for name in local} == local
     assert WEIGHTS in local
-    assert server.repo("me/tiny-el").private
-    assert published["value"]["repo_id"] == "me/tiny-el"  # the token's namespace
-    assert published["value"]["commit"] == server.repo("me/tiny-el").branches["main"]
-    assert card == published["value"]["card"]
+    assert repo.private
+    assert (said["repo_id"], said["commit"]) == ("me/tiny-el", repo.branches["main"])  # in the token's namespace
+    assert card == said["card"]
     data = yaml.safe_load(card.split("---")[1])
-    assert data["base_model"] == "org/tiny"
-    assert data["license"] == "apache-2.0"  # the base's
+    assert (data["base_model"], data["license"]) == ("org/tiny", "apache-2.0")  # the base's
     assert 'from_pretrained("me/tiny-el", trust_remote_code=True)' in card
     assert "| el (new) | 1.250 | 1.250 | +0.0 % |" in card
-
-
-def test_an_unchanged_push_sends_nothing(server, client, run_folder, published):
     commits, sent = server.count("POST", "/commit/"), server.count("PUT")
     again = client.push(run_folder / "review", "me/tiny-el")
-    assert not again["value"]["changed"]
-    assert again["value"]["commit"] == published["value"]["commit"]
+    assert (again["value"]["changed"], again["value"]["commit"]) == (False, said["commit"])
     assert "unchanged" in again["said"]
     assert (server.count("POST", "/commit/"), server.count("PUT")) == (commits, sent)
 
@@ -97,6 +86,7 @@ def test_an_unchanged_push_sends_nothing(server, client, run_folder, published):
 def test_a_broken_upload_goes_on_where_it_stopped(server, client, checkpoint):
     change_weights(checkpoint)  # nothing of it is on the server yet
     names = sorted(file.name for file in checkpoint.glob("*.safetensors"))
+    assert len(names) == 3
     server.uploads_left = 2
     try:
         broken = client.push(checkpoint, "me/broken")
@@ -105,10 +95,8 @@ def test_a_broken_upload_goes_on_where_it_stopped(server, client, checkpoint):
     assert broken["message"].startswith("me/broken: Error while uploading 'model-0")
     assert set(server.files("me/broken")) == {".gitattributes"}
     sent = server.count("PUT")
-    resumed = client.push(checkpoint, "me/broken")
-    assert resumed["value"]["changed"]
+    assert client.push(checkpoint, "me/broken")["value"]["changed"]
     assert server.count("PUT") - sent == 1
-    assert len(names) == 3
     found = server.files("me/broken")
     assert all(found[name] == (checkpoint / name).read_bytes() for name in names)
 
@@ -121,14 +109,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 first, local = sys.argv[1:]
 remote = {"trust_remote_code": True}
 found = {}
-config = AutoConfig.from_pretrained("me/pinned", **remote)
-found["experts"] = config.num_experts_per_layer
 model = AutoModelForCausalLM.from_pretrained("me/pinned", **remote)
+found["experts"] = model.config.num_experts_per_layer
 tokenizer = AutoTokenizer.from_pretrained("me/pinned", **remote)
 batch = tokenizer("text", return_tensors="pt")
 found["generated"] = model.generate(**batch, max_new_tokens=4, do_sample=False).shape[1] - batch.input_ids.shape[1]
-hidden = AutoModel.from_pretrained("me/pinned", **remote)(**batch).last_hidden_state
-found["hidden"] = list(hidden.shape)
 name = "model.layers.0.mlp.router.weight"
 old = AutoModelForCausalLM.from_pretrained("me/pinned", revision=first, **remote)
 found["step"] = (model.get_parameter(name) - old.get_parameter(name)).mean().item()
@@ -136,7 +121,7 @@ whole = AutoModelForCausalLM.from_pretrained(local, **remote).state_dict()
 AutoTokenizer.from_pretrained("me/pinned", trust_remote_code=False)  # the tokenizer is the library's own
 assembled = AutoModelForCausalLM.from_pretrained("me/added", **remote)
 found["added is whole"] = all(torch.equal(whole[key], value) for key, value in assembled.state_dict().items())
-found["added again"] = AutoModel.from_pretrained("me/added", **remote).config.hidden_size
+found["hidden"] = list(AutoModel.from_pretrained("me/added", **remote)(**batch).last_hidden_state.shape)
 try:
     AutoConfig.from_pretrained("me/pinned", token=False, cache_dir=local + "-cache", **remote)
 except OSError as error:
@@ -163,41 +148,31 @@ def test_anyone_with_transformers_alone_pulls_it(server, client, base, checkpoin
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["experts"] == [3, 1, 2]
-    assert found["generated"] == 4
-    assert found["hidden"] == [1, 4, 32]
+    assert (found["experts"], found["generated"], found["hidden"]) == ([3, 1, 2], 4, [1, 4, 32])
     assert found["step"] == pytest.approx(1, abs=1e-5)
     assert found["added is whole"]
-    assert found["added again"] == 32
     assert "me/pinned" in found["refused"]
 
 
-def test_shards_of_an_earlier_push_do_not_stay(server, client, checkpoint):
-    client.push(checkpoint, "me/resharded")
+def test_a_push_to_a_branch_leaves_main_alone_and_shards_of_an_earlier_push_do_not_stay(server, client, checkpoint):
+    client.push(checkpoint, "me/again")
+    before = server.files("me/again")
+    change_weights(checkpoint)
+    client.push(checkpoint, "me/again", revision="longer")
+    assert server.files("me/again") == before
+    assert server.files("me/again", "longer")[WEIGHTS] == (checkpoint / WEIGHTS).read_bytes() != before[WEIGHTS]
     code = "from hf_moe_expand.modeling import LayerMoEForCausalLM\n"
     code += "LayerMoEForCausalLM.from_pretrained(folder).save_pretrained(folder + '-one')"
     client.run(code, folder=str(checkpoint))
-    client.push(f"{checkpoint}-one", "me/resharded")
-    weights = {name for name in server.files("me/resharded") if "safetensors" in name}
-    assert weights == {"model.safetensors"}
-
-
-def test_a_push_to_a_branch_leaves_main_alone(server, client, checkpoint):
-    client.push(checkpoint, "me/branched")
-    before = server.files("me/branched")
-    change_weights(checkpoint)
-    client.push(checkpoint, "me/branched", revision="longer")
-    assert server.files("me/branched") == before
-    assert server.files("me/branched", "longer")[WEIGHTS] == (checkpoint / WEIGHTS).read_bytes() != before[WEIGHTS]
+    client.push(f"{checkpoint}-one", "me/again")
+    assert {name for name in server.files("me/again") if "safetensors" in name} == {"model.safetensors"}
 
 
 def test_a_dry_run_prints_files_and_card_and_asks_the_hub_for_nothing(server, client, checkpoint):
-    (checkpoint / "README.md").write_text("---\nlanguage: [el]\n---\n# mine\n")
     asked = len(server.requests)
     done = client.push(checkpoint, "me/dry", token="", dry_run=True)
     assert len(server.requests) == asked
     assert f"{readable_size((checkpoint / WEIGHTS).stat().st_size):>10}  {WEIGHTS}\n" in done["said"]
-    assert "# mine" in done["said"]
     assert "no evaluation" in done["said"]  # this folder lies in no run
     assert done["value"]["commit"] is None
     assert ("model", "me/dry") not in server.repos
@@ -228,6 +203,9 @@ def test_the_base_can_be_named_after_training(server, client, of_a_folder):
     assert json.loads(before)["expansions"][0]["base_model"] == "mine"
     said = client.push(of_a_folder, "me/local")["said"]
     assert "base: mine, a local folder; if it is published too, name it with --base HUB_ID" in said
+    files = server.files("me/local")  # of local paths the last part
+    assert files["recipe.yaml"].decode() == "base: mine\nold: {en: $DATA/en.jsonl}\nnew: {el: el.jsonl}  # me\n"
+    assert json.loads(files["settings.json"]) == {"base": "mine", "old": {"en": "$DATA/en.jsonl"}}
     client.push(of_a_folder, "me/named", base="org/mine")
     files = server.files("me/named")
     (record,) = json.loads(files["config.json"])["expansions"]
@@ -261,63 +239,46 @@ def test_packs_of_the_hub_join_and_the_joined_model_is_published(server, client,
     client.run(PACKS, folder=str(tmp_path))
     for code in ("el", "hu"):
         assert "value" in client.push(tmp_path / f"tiny-{code}", f"me/tiny-{code}", expansion_only=True)
-    joined = tmp_path / "joined"
-    names = ["me/tiny-el", "me/tiny-hu"]
+    joined, here, names = tmp_path / "joined", tmp_path / "here", ["me/tiny-el", "me/tiny-hu"]
     assert client.run(JOIN, packs=names, out=str(joined))["value"] == names
-    here = tmp_path / "here"
     client.run(JOIN, packs=[str(tmp_path / "tiny-el"), str(tmp_path / "tiny-hu")], out=str(here))
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (here, joined))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for repo, options in (("me/joined", {}), ("me/joined-only", {"expansion_only": True})):
-        answer = client.push(joined, repo, check=True, **options)
+        answer = client.push(joined, repo, **options)
         assert "[me/tiny-hu](https://huggingface.co/me/tiny-hu)" in answer["value"]["card"]
     assert "model.safetensors" not in server.files("me/joined-only")
     more = client.run(JOIN, packs=["me/joined-only", str(tmp_path / "tiny-el")], out=str(tmp_path / "no"))
     assert "me/joined-only and tiny-el both add it" in more["message"]
 
 
-def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, of_a_folder):
-    client.push(of_a_folder, "me/recipe")
-    written = server.files("me/recipe")["recipe.yaml"].decode()
-    assert written == "base: mine\nold: {en: $DATA/en.jsonl}\nnew: {el: el.jsonl}  # me\n"
-    values = json.loads(server.files("me/recipe")["settings.json"])
-    assert values == {"base": "mine", "old": {"en": "$DATA/en.jsonl"}}
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
-    [
-        (None, {"expansion_only": True}, "was expanded from mine, a local folder: give `base`"),
-        ("/", {}, "--base /: is a local folder; give the base model's hub id"),
-        ("org/nothing", {}, "--base org/nothing: 404 Client Error. Repository Not Found for url"),
-        ("org/wide", {}, "^--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32"),
-        ("org/empty", {}, "--base org/empty: .*config.json: no such file"),
-    ],
-)
-def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_path, given, options, message):
+def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_path):
     tiny_config("qwen2", hidden_size=64).save_pretrained(tmp_path)
     server.add("org/wide", {"config.json": (tmp_path / "config.json").read_bytes()})
     server.add("org/empty", {"README.md": b"x"})
-    answer = client.push(of_a_folder, "me/x", dry_run=True, **options, **({"base": given} if given else {}))
-    assert re.search(message, answer["message"])
+    for message, options in (
+        ("was expanded from mine, a local folder: give `base`", {"expansion_only": True}),
+        ("--base /: is a local folder; give the base model's hub id", {"base": "/"}),
+        ("--base org/nothing: 404 Client Error. Repository Not Found for url", {"base": "org/nothing"}),
+        ("^--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32", {"base": "org/wide"}),
+        ("--base org/empty: .*config.json: no such file", {"base": "org/empty"}),
+    ):
+        assert re.search(message, client.push(of_a_folder, "me/x", dry_run=True, **options)["message"])
 
 
-@pytest.mark.parametrize(
-    ("repo_id", "options", "message"),
-    [
-        ("me/x", {"token": ""}, "me/x: Token is required .* logged in to Hugging Face with `hf auth login`"),
-        ("me/x", {"token": "hf_" + "wrong" * 6}, "me/x: Invalid user token"),
-        ("other/x", {}, "other/x: 403 Forbidden: You don't have the rights to create a model"),
-        ("me/public", {"private": True}, "me/public: exists already and is public"),
-        ("a/b/c", {}, "a/b/c: Repo id must be in the form"),
-    ],
-)
-def test_what_a_push_refuses(server, client, checkpoint, repo_id, options, message):
+def test_what_a_push_refuses(server, client, checkpoint):
     server.add("me/public", {"README.md": b"x"})
     commits = server.count("POST", "/commit/")
-    answer = client.push(checkpoint, repo_id, **options)
-    assert re.search(message, answer["message"])
-    assert "\n" not in answer["message"]
+    for repo_id, options, message in (
+        ("me/x", {"token": ""}, "Token is required .* logged in to Hugging Face with `hf auth login`"),
+        ("me/x", {"token": "hf_" + "wrong" * 6}, "Invalid user token"),
+        ("other/x", {}, "403 Forbidden: You don't have the rights to create a model"),
+        ("me/public", {"private": True}, "exists already and is public"),
+        ("a/b/c", {}, "Repo id must be in the form"),
+    ):
+        said = client.push(checkpoint, repo_id, **options)["message"]
+        assert re.search(f"{repo_id}: {message}", said)
+        assert "\n" not in said
     assert server.count("POST", "/commit/") == commits
 
 
@@ -328,21 +289,10 @@ def test_a_checkpoint_that_does_not_load_alone_is_refused(server, client, checkp
     assert ("model", "me/unloadable") not in server.repos
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_code_of_strangers_is_neither_run_nor_published(server, client, checkpoint, tmp_path, dry_run):
-    file = checkpoint / "modeling_layer_moe.py"
-    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + file.read_text())
-    answer = client.push(checkpoint, "me/hostile", check=True, dry_run=dry_run)
-    assert "modeling_layer_moe.py differs from this package's, so it is not run. Write it again" in answer["message"]
-    assert not (tmp_path / "ran").exists()
-    assert ("model", "me/hostile") not in server.repos
-
-
-READ = "from hf_moe_expand.checkpoint.source import resolve_checkpoint; resolve_checkpoint(name)"
-
-
 def test_a_private_model_without_a_token_is_a_clear_error(server, client):
     server.add("me/secret", {"config.json": b"{}"}, private=True)
-    said = client.run(f"import os; os.environ.pop('HF_TOKEN', None)\n{READ}", name="me/secret")["message"]
+    client.run("import os; os.environ.pop('HF_TOKEN', None)")
+    code = "from hf_moe_expand.checkpoint.source import resolve_checkpoint; resolve_checkpoint(name)"
+    said = client.run(code, name="me/secret")["message"]
     assert said.startswith("me/secret: no such folder, and the hub does not give it: 401 Client Error.")
     assert "private or gated repo, make sure you are authenticated" in said

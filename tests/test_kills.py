@@ -4,8 +4,10 @@ import errno
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
+from unittest.mock import patch
 
 import pytest
 from conftest import HERE, interrupted, invoke, refused, run_python, save_dense, start_python, write_texts
@@ -13,16 +15,9 @@ from conftest import HERE, interrupted, invoke, refused, run_python, save_dense,
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.checkpoint.writer import new_folder
 from hf_moe_expand.cli import tell_full_disk
+from hf_moe_expand.core import scratch
 from hf_moe_expand.core.errors import is_full_disk
 from hf_moe_expand.core.jsonfile import read_json, write_json, write_text
-from hf_moe_expand.core.scratch import (
-    LOCK,
-    FolderLock,
-    is_work_folder,
-    remove_leftovers,
-    remove_work_folder,
-    work_folder,
-)
 from hf_moe_expand.report.inspection import inspect_checkpoint
 from hf_moe_expand.runs.pipeline import run_recipe
 from hf_moe_expand.runs.recipe import Recipe
@@ -78,7 +73,7 @@ def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, c
 def test_inspect_names_leftovers(root, tmp_path):
     out = shutil.copytree(root / "expanded", tmp_path / "out")
     assert "left over" not in invoke("inspect", out)
-    work_folder(tmp_path / "out.training")
+    scratch.work_folder(tmp_path / "out.training")
     for name in (f".out.partial-{DEAD}", f".out.partial-{os.getpid()}", ".out.partial-user", f".other.partial-{DEAD}"):
         (tmp_path / name).mkdir()
     left = [line for line in invoke("inspect", out).splitlines() if line.startswith("left over")]
@@ -94,8 +89,8 @@ def test_inspect_names_leftovers(root, tmp_path):
 
 
 @pytest.mark.parametrize("kept", range(1, 4))
-def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, kept):
-    folder = work_folder(tmp_path / "work")
+def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, kept):
+    folder = scratch.work_folder(tmp_path / "work")
     for name in (".a", "b", "c"):
         (folder / name).touch()
     removed, unlink = [], Path.unlink
@@ -106,32 +101,24 @@ def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, k
             raise KeyboardInterrupt
         unlink(path, missing_ok)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            remove_work_folder(folder)
-    assert is_work_folder(folder)
-    remove_work_folder(folder)
+    with patch.object(Path, "unlink", interrupted), pytest.raises(KeyboardInterrupt):
+        scratch.remove_work_folder(folder)
+    assert scratch.is_work_folder(folder)
+    scratch.remove_work_folder(folder)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["gated", "grown"])
-def test_the_next_command_removes_a_folder_of_a_process_that_died_while_it_removed_it(tmp_path, monkeypatch, kind):
-    folder = work_folder(tmp_path / f".out.{kind}-{DEAD}-{gethostname()}")
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            remove_work_folder(folder)
+def test_the_next_command_removes_a_folder_of_a_process_that_died_while_it_removed_it(tmp_path, kind):
+    folder = scratch.work_folder(tmp_path / f".out.{kind}-{DEAD}-{gethostname()}")
+    with patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        scratch.remove_work_folder(folder)
     assert list(tmp_path.iterdir())
-    remove_leftovers(tmp_path / "out")
+    scratch.remove_leftovers(tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_files_are_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "x.json"
     kept = [".x.json.partial", f".y.json.partial-{DEAD}", f".x.json.partial-{os.getppid()}", ".x.json.partial-user"]
     for name in kept:
@@ -140,37 +127,25 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     write_json(file, {"a": 1})
     assert {path.name for path in tmp_path.iterdir()} == {"x.json", *kept}
     assert {(tmp_path / name).read_text() for name in kept} == {"of another"}
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_json(file, {"a": 2})
-    with pytest.raises(KeyboardInterrupt):
-        write_text(file, "2")
+    for write, value in ((write_json, {"a": 2}), (write_text, "2")):
+        with patch.object(os, "replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            write(file, value)
     assert read_json(file, "x") == {"a": 1}
     assert {path.name for path in tmp_path.iterdir()} == {"x.json", *kept}
 
 
-@pytest.mark.parametrize(
-    ("error", "full"),
-    [
-        (OSError(errno.ENOSPC, "x"), True), (OSError(errno.EDQUOT, "x"), True), (OSError(errno.EFBIG, "x"), True),
-        (OSError(errno.EACCES, "x"), False), (RuntimeError("No space left on device (os error 28)"), True),
-        (OSError("x"), False), (ValueError("x"), False),
-    ],
-)  # fmt: skip
-def test_a_full_disk_is_told_in_one_line(error, full, capsys):
-    assert is_full_disk(error) == full
-    if full:
+def test_a_full_disk_is_told_in_one_line(capsys):
+    full = [*(OSError(number, "x") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+            RuntimeError("No space left on device (os error 28)")]  # fmt: skip
+    for error in full:
+        assert is_full_disk(error)
         assert tell_full_disk(error) == 2
         assert capsys.readouterr().err.startswith("error: the disk is full (")
+    assert not any(map(is_full_disk, (OSError(errno.EACCES, "x"), OSError("x"), ValueError("x"))))
 
 
 # Holds a folder's lock until its input ends.
 HOLD = """
-import sys
 from pathlib import Path
 from hf_moe_expand.core.scratch import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "works there")
@@ -180,64 +155,52 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def held():
-    """`held(folder)` lets another process hold the lock of a folder; returns the process."""
-    processes = []
-
-    def hold(folder):
-        started = start_python(HOLD, str(folder))
-        processes.append(started)
-        assert started.stdout.readline() == "held\n"
-        return started
-
-    yield hold
-    for process in processes:
-        process.communicate()
+@contextmanager
+def held(folder):
+    """Inside, another process holds the lock of a folder; then it dies."""
+    other = start_python(HOLD, str(folder))
+    try:
+        assert other.stdout.readline() == "held\n"
+        yield other.pid
+    finally:
+        other.kill()
+        other.communicate()
 
 
-def test_a_folder_has_one_worker(tmp_path, held):
-    other = held(tmp_path)
-    lock = FolderLock(tmp_path, "works here")
-    for take in (lock.acquire, lock.refuse_if_held):
-        refused(take, says=rf"process {other.pid} on \S+ works here already.*`kill {other.pid}`")
-    other.kill()  # as if it died
-    other.wait()
+def test_a_folder_has_one_worker(tmp_path):
+    lock = scratch.FolderLock(tmp_path, "works here")
+    with held(tmp_path) as other:
+        for take in (lock.acquire, lock.refuse_if_held):
+            refused(take, says=rf"process {other} on \S+ works here already.*`kill {other}`")
     lock.refuse_if_held()
     with lock.held():
-        assert (tmp_path / LOCK).read_text().startswith(f"{os.getpid()} ")
+        assert (tmp_path / scratch.LOCK).read_text().startswith(f"{os.getpid()} ")
     assert not list(tmp_path.iterdir())
     lock.refuse_if_held()
 
 
-def test_a_stage_is_trained_by_one_process(root, tmp_path, held):
-    work = work_folder(tmp_path / "out.training")
+def test_a_stage_is_trained_by_one_process(root, tmp_path):
+    work = scratch.work_folder(tmp_path / "out.training")
     (work / "checkpoint-1").mkdir()
-    other = held(work)
-    refused(train, root, tmp_path / "out", says=rf"out\.training: process {other.pid} on \S+ trains out already")
+    with held(work) as other:
+        refused(train, root, tmp_path / "out", says=rf"out\.training: process {other} on \S+ trains out already")
     assert (work / "checkpoint-1").is_dir()  # the other's
-    other.kill()
-    other.wait()
     train(root, tmp_path / "out", max_steps=2)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_recipe_is_run_by_one_process(root, tmp_path, held):
+def test_a_recipe_is_run_by_one_process(root, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"base: {root}/base\noutput: {tmp_path}/run\nold: {{en: {root}/el.jsonl}}\nnew: {{el: {root}/el.jsonl}}\n"
-        "plan: {method: moe-lpr, experts: 2}\n"
-        "post_pretrain: {block_size: 16, max_steps: 1, disable_tqdm: true}\n"
-        "review: {block_size: 16, old_documents: 1, new_per_old: 1, max_steps: 1, disable_tqdm: true}\n"
+        f"base: {root}/base\noutput: {tmp_path}/run\nnew: {{el: {root}/el.jsonl}}\nreview: null\n"
+        "plan: {method: moe-lpr, experts: 2}\npost_pretrain: {block_size: 16, max_steps: 1, disable_tqdm: true}\n"
     )
     (tmp_path / "run").mkdir()
-    other = held(tmp_path / "run")
-    said = rf"run: process {other.pid} on \S+ runs this recipe or another one there"
-    refused(run_recipe, Recipe.load(recipe), says=said)
-    other.kill()
-    other.wait()
+    with held(tmp_path / "run") as other:
+        said = rf"run: process {other} on \S+ runs this recipe or another one there"
+        refused(run_recipe, Recipe.load(recipe), says=said)
     run_recipe(Recipe.load(recipe))
-    assert not (tmp_path / "run" / LOCK).exists()
+    assert not (tmp_path / "run" / scratch.LOCK).exists()
 
 
 def test_an_output_that_another_process_made_meanwhile_is_not_replaced(root, tmp_path):
