@@ -55,6 +55,10 @@ def tagged(*codes):
     return Dataset.from_list([{"text": text, "language": code} for code in codes for text in texts(code)])
 
 
+def by_code(*codes):
+    return {code: tagged(code) for code in codes or ("el", "tr")}
+
+
 # The model, the stage, its settings, and the languages in the order of their rows.
 CASES = {
     "one language": ("one", "PostPretrain", {"balance_coef": 0.02}, ["el"]),
@@ -162,8 +166,7 @@ def in_form(how):
     """Text as it is, packed in blocks, or as rows of tokens."""
     if how == "text":
         return tagged("el", "tr")
-    by_code = {code: tagged(code) for code in ("el", "tr")}
-    packed = moe.pack_texts(by_code, byte_tokenizer(), 32, seed=5, groups=[["el"], ["tr"]])
+    packed = moe.pack_texts(by_code(), byte_tokenizer(), 32, seed=5, groups=[["el"], ["tr"]])
     return packed if how == "packed" else Dataset.from_list([*packed.dataset])
 
 
