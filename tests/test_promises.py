@@ -16,19 +16,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from hf_moe_expand import (
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    Plan,
-    average_checkpoints,
-    expand_checkpoint,
-    graft_delta,
-    grow_checkpoint,
-    save_expansion,
-)
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, graft_delta, grow_checkpoint
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.baselines.branches import expand_branches
+from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.promises import check_architecture, tiny_twin
 from hf_moe_expand.checkpoint.proven import LEFT_OUT, PROVEN, PROVEN_ENCODER_DECODERS, PROVEN_MIXTURES

@@ -15,13 +15,11 @@ import pytest
 import yaml
 from conftest import TABLES, invoke, refused, save_dense, shaken, tiny_config, write_texts
 from encoder_decoders import SENTENCES, save_tiny, tiny
-from guides import DOCS, EXTRA, bash_lines, small
+from guides import DOCS, EXTRA, bash_lines
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import LocalizedBalanceLoss, Plan, PostPretrainConfig
+from hf_moe_expand import Plan, PostPretrainConfig
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.records import History
-from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.core.yamlfile import parse_mapping
 from hf_moe_expand.data.sources import LanguageText
@@ -30,12 +28,12 @@ from hf_moe_expand.evaluation import harness
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.results import DeviationResult, RoutingResult
 from hf_moe_expand.runs import recommended
-from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
-from hf_moe_expand.runs.recipe import Recipe, keeps_null
+from hf_moe_expand.runs.pipeline import validate_recipe
+from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import WholeRecipe, find_recipe, packaged_files, packaged_recipes
 from hf_moe_expand.runs.recommended import blocks_a_step, new_recipe, rates_for
 
-NAMES = list(packaged_files())
+NAMES, FACTS = list(packaged_files()), list(papers.facts())
 # Of the real bases: backbone, layers, positions.
 BASES = TABLES["bases of recipes"]
 
@@ -54,43 +52,16 @@ def load(name):
     return Recipe.load(find_recipe(name), unset_ok=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
-    recipe = load(name)
-    assert recipe.output == f"runs/{name}"
-    assert validate_recipe(recipe, offline=True)
-    backbone, layers, positions = BASES[recipe.base]
-    depth = {"n_layer" if backbone == "bloom" else "num_hidden_layers": layers}
-    if positions is not None:
-        depth["max_position_embeddings"] = positions
-    if backbone == "m2m_100":
-        config = tiny(backbone, encoder_layers=12, decoder_layers=12, max_position_embeddings=positions).config
-    else:
-        config = tiny_config(backbone, **depth)
-    config.save_pretrained(tmp_path / "base")
-    narrow = changed(recipe.expand, lora_rank=8) if recipe.expand.expert_kind == "lora" else recipe.expand
-    found = validate_recipe(changed(recipe, base=str(tmp_path / "base"), expand=narrow), offline=True)
-    assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
-    assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == len(recipe.all_expansions)
-
-
-# What is no number of a paper: recipes (patterns), dotted keys of the first expansion, values.
-OURS = TABLES["recipes"]
-
-
 def found_at(recipe, key):
     """What a recipe has where the table names it."""
-    first = recipe.all_expansions[0]
-    if key.startswith("second."):
-        first, key = recipe.all_expansions[1], key.removeprefix("second.")
-    if key == "new":
-        return " ".join(first.new)
-    if key == "languages":
-        return len(first.new)
+    expansion = recipe.all_expansions[key.startswith("second.")]
+    key = key.removeprefix("second.")
+    if key in ("new", "languages"):
+        return " ".join(expansion.new) if key == "new" else len(expansion.new)
     if key.startswith("sequences."):
-        stage = getattr(first, key.partition(".")[2])
+        stage = getattr(expansion, key.partition(".")[2])
         return stage.per_device_train_batch_size * stage.gradient_accumulation_steps * 8
-    value = first
+    value = expansion
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return len(value) if key == "plan.groups" and isinstance(value, list) else value
@@ -102,17 +73,29 @@ def of_recipes(words):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_papers_numbers(name):
-    wanted = {key: value for words, of in OURS.items() if name in of_recipes(words) for key, value in of.items()}
-    for _, _, words, key, value in papers.facts():
+def test_each_has_the_papers_numbers_and_its_plans_fit_its_base(name, tmp_path):
+    ours = TABLES["recipes"].items()  # what is no number of a paper
+    wanted = {key: value for words, of in ours if name in of_recipes(words) for key, value in of.items()}
+    for _, _, words, key, value in FACTS:
         if name in of_recipes(words):
             wanted[key] = value["is"] if isinstance(value, dict) else value
     recipe = load(name)
     assert len(wanted) > 5
     assert {key: found_at(recipe, key) for key in wanted} == wanted
     assert ("graft" in recipe.model_fields_set) == name.startswith(("deltamoe", "mola"))
-    if name.startswith(("layermoe", "moe-lpr")):
-        assert list(recipe.old) == ["en", "es", "zh"]
+    assert not name.startswith(("layermoe", "moe-lpr")) or list(recipe.old) == ["en", "es", "zh"]
+    assert recipe.output == f"runs/{name}"
+    backbone, layers, positions = BASES[recipe.base]
+    more = {} if positions is None else {"max_position_embeddings": positions}
+    if backbone == "m2m_100":
+        config = tiny(backbone, encoder_layers=12, decoder_layers=12, **more).config
+    else:
+        config = tiny_config(backbone, **{"n_layer" if backbone == "bloom" else "num_hidden_layers": layers}, **more)
+    config.save_pretrained(tmp_path / "base")
+    narrow = changed(recipe.expand, lora_rank=8) if recipe.expand.expert_kind == "lora" else recipe.expand
+    found = validate_recipe(changed(recipe, base=str(tmp_path / "base"), expand=narrow), offline=True)
+    assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
+    assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == len(recipe.all_expansions)
 
 
 def test_the_128_languages_are_in_the_papers_groups(published):
@@ -125,13 +108,13 @@ def test_the_128_languages_are_in_the_papers_groups(published):
 def test_names_and_files(tmp_path, monkeypatch):
     assert {recipe.name for recipe in packaged_recipes()} == set(NAMES)
     name = "moe-lpr-qwen1.5-1.8b"
-    listed = next(line for line in invoke("recipes", "ls").splitlines() if line.startswith(name))
-    assert listed.split("  ")[0] == name
+    *lines, last = invoke("recipes", "ls").splitlines()
+    listed = next(line for line in lines if line.startswith(f"{name}  "))
     assert all(word in listed for word in ("MoE-LPR", "Qwen/Qwen1.5-1.8B", "Greek"))
+    assert last == "to inherit: deltamoe, dmoe, layermoe, moe-lpr"
     shown = invoke("recipes", "show", name)
     assert yaml.safe_load(shown)["plan"]["experts"] == 6
     assert "inherits" not in shown
-    assert invoke("recipes", "ls").splitlines()[-1] == "to inherit: deltamoe, dmoe, layermoe, moe-lpr"
     assert f"{name}: ok" in invoke("validate", "--offline", name)
     # A file of the same name wins.
     monkeypatch.chdir(tmp_path)
@@ -142,45 +125,15 @@ def test_names_and_files(tmp_path, monkeypatch):
     refused(find_recipe, "zzz", says=r"zzz: no such file, .* `hf-moe-expand recipes ls` shows them")
 
 
-@pytest.mark.parametrize("name", ["moe-qwen1.5-1.8b", "loramoe-qwen1.5-1.8b", "mola-qwen2.5-7b"])
-def test_a_baseline_runs_on_a_tiny_base(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    whole = WholeRecipe.load(packaged_files()[name], keeps_null).mapping
-    save_dense(tmp_path / "base", num_hidden_layers=4)
-    for key in ("old", "new"):
-        for code in whole[key]:
-            write_texts(tmp_path / f"{code}.jsonl", [f"{code} {number} text. " * 9 for number in range(20)])
-            whole[key][code] = f"{code}.jsonl"
-    whole = {key: value for key, value in whole.items() if key not in ("test", "evaluation")} | {"base": "base"}
-    stage = small(whole["post_pretrain"])
-    whole["post_pretrain"] = {key: value for key, value in stage.items() if key != "tokens_per_language"}
-    if "replay_share" in stage:
-        whole["post_pretrain"]["replay_share"] = 0.2
-    if "expand" in whole and "lora_rank" in whole["expand"]:
-        whole["expand"]["lora_rank"] = 4
-    if "graft" in whole:
-        whole["graft"]["instruct"] = str(save_dense(tmp_path / "chat", num_hidden_layers=4))
-    Path("recipe.yaml").write_text(yaml.safe_dump(whole), "utf-8")
-    final = run_recipe(Recipe.load("recipe.yaml"), lambda line: None)
-    assert final.name == ("graft" if "graft" in whole else "post_pretrain")
-    record = History.of(load_config(final)).last.stages[0]
-    given = whole["post_pretrain"]
-    assert record.settings["learning_rate"] == given["learning_rate"]
-    assert record.settings["masking"].get("lora_dropout") == given.get("masking", {}).get("lora_dropout")
-
-
 @pytest.mark.skipif(not papers.TEXTS.is_dir(), reason=f"the papers are not at {papers.TEXTS}")
 def test_the_papers_have_these_numbers():
-    for paper, section, _, key, value in papers.facts():
+    for paper, section, _, key, value in FACTS:
         printed = value["of"] if isinstance(value, dict) else [value]
         text = papers.section_text(paper, section)
         for number in printed:
             if number is not None and not isinstance(number, bool):
                 assert papers.has(text, number), (paper, section, key, number)
-
-
-@pytest.mark.skipif(not papers.TEXTS.is_dir(), reason=f"the papers are not at {papers.TEXTS}")
-def test_the_page_of_choice_quotes_table_1_of_moe_lpr():
+    # The page of choice quotes table 1 of MoE-LPR.
     (row,) = [line for line in (DOCS / "choose.md").read_text("utf-8").splitlines() if line.startswith("| billions |")]
     expanded, original = papers.section_text("MoE-LPR", "Experiment Results").split("Original Languages", 1)
     for part, base, ours in ((expanded, "34.36", "45.07"), (original, "53.97", "52.12")):
@@ -215,10 +168,9 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     recommended = Recipe.load(find_recipe("recommended"))
     assert recipe.plan == recommended.plan == plan_settings("exclusive")
     assert recipe.gates == GateSettings() == recommended.gates
-    assert dict(recipe.new) == {"hu": str(texts["hu"]), "tr": str(texts["tr"])}
-    assert dict(recipe.old) == {"en": str(texts["en"])}
-    assert dict(recipe.test) == {"hu": str(test)}
-    assert recipe.output == "runs/tiny-hu-tr"
+    found = (dict(recipe.new), dict(recipe.old), dict(recipe.test), recipe.output)
+    of = {code: {code: str(path)} for code, path in texts.items()}
+    assert found == (of["hu"] | of["tr"], of["en"], {"hu": str(test)}, "runs/tiny-hu-tr")
     for one in (recipe, recommended):
         assert [stage.key for stage, _ in one.stages()] == ["post_pretrain", "gates", "average"]
         assert one.average.weight == 0.6
@@ -227,8 +179,7 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     sources = [LanguageText(code, str(texts[code])) for code in ("hu", "tr")]
     tokens = sum(len(document.encode()) + 1 for source in sources for document in source.documents())  # bytes, an end
     assert f"about {max(tokens // 512, 1)} steps, of {tokens:,} tokens" in text
-    assert recipe.post_pretrain.num_train_epochs == 1
-    assert recipe.post_pretrain.per_device_train_batch_size == 1
+    assert (ours.num_train_epochs, ours.per_device_train_batch_size) == (1, 1)
     assert re.search(r"post_pretrain: about \d+ steps.* text: 1; tokens at hand, about: hu [\d,]+", said)
     assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
 
@@ -281,13 +232,15 @@ def test_readme_defaults_demo_and_notebook_have_the_rates_of_their_sizes():
     assert PostPretrainConfig("x").learning_rate == float(rates_for(1_800_000_000).stage)
 
 
-@pytest.mark.parametrize(("here", "gpu", "half", "cpu"), [
-    (False, None, False, False), (False, True, True, False), (False, False, False, False),
-    (True, None, True, False), (True, True, True, False), (True, False, False, True),
+@pytest.mark.parametrize(("here", "gpu", "able", "half", "cpu"), [
+    (False, None, True, False, False), (False, True, True, True, False), (False, False, True, False, False),
+    (True, None, True, True, False), (True, None, False, False, False), (True, True, True, True, False),
+    (True, False, True, False, True),
 ])  # fmt: skip
-def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
+def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, able, half, cpu):
+    """A GPU that emulates bfloat16 is not asked for it."""
     monkeypatch.setattr(recommended.torch.cuda, "is_available", lambda: here)
-    monkeypatch.setattr(recommended, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(recommended, "has_bfloat16", lambda: able)
     monkeypatch.setattr(recommended, "device_memory", lambda: 10**12)
     text = new_recipe(str(base), {}, {"hu": "hub:some/text"}, {}, gpu=gpu)
     made = Recipe.of_text(text, "x").post_pretrain
@@ -295,6 +248,12 @@ def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, half, cpu):
     elsewhere = gpu and not here
     assert made.per_device_train_batch_size == (1 if elsewhere else 16)
     assert ("a GPU that this machine does not know" in text) == bool(elsewhere)
+    if gpu is None:  # the batch fits the memory
+        monkeypatch.setattr(recommended, "device_memory", lambda: 1)
+        text = new_recipe(str(base), {}, {"hu": "hub:some/text"}, {})
+        made = Recipe.of_text(text, "x").post_pretrain
+        assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (1, 16)
+        assert "checkpointing: true" in text
 
 
 def test_what_it_refuses(base, texts, tmp_path):
@@ -370,7 +329,7 @@ def workplace(tmp_path, monkeypatch):
 def test_the_commands_have_the_papers_numbers():
     page = {what.partition(":")[0]: (what, settings, commands) for what, settings, commands in rows()}
     held = 0
-    for paper, section, row, key, value in papers.facts():
+    for paper, section, row, key, value in FACTS:
         if of_recipes(row):
             continue
         what, settings, commands = page[row]
@@ -406,54 +365,19 @@ def test_every_command_of_the_papers_runs(workplace):
     assert Plan.load("random.json").classifier_layers == Plan.load("layer-moe.json").classifier_layers
     assert len(DeviationResult.from_json("deviation.json").similarity_at) == 1
     assert [*RoutingResult.from_json("directions.json").classes] == ["en-el", "el-en"]
-    assert len(RoutingResult.from_json("pairs-routing.json").random_seeds) == 2
     assert Path("comet/lpr-2/en-el.txt").is_file()
-
-    def answer(start):
-        return next(text for words, text in said.items() if words.startswith(start))
-
-    assert "trained in post-pretrain" in answer("inspect base")
-    assert "mean of old" in answer("evaluate base lpr-1 lpr-2")
+    answer = lambda start: next(text for words, text in said.items() if words.startswith(start))  # noqa: E731
     assert "random experts" in answer("analyze routing lpr-2")
     assert "(total 10)" in answer("plan random")
-    assert "classifier layers  none: the paper's ablation" in said["plan layer-moe --analysis analysis.json "
-                                                                   "--total-experts 10 --out none.json"]  # fmt: skip
-    assert "wrote written.jsonl: 30 documents" in answer("sample base")
+    assert "classifier layers  none: the paper's ablation" in answer("plan layer-moe --analysis analysis.json "
+                                                                     "--total-experts 10 --out none.json")  # fmt: skip
     for stage in ("post-pretrain lpr lpr-1", "review lpr-1 lpr-2", "dense deep pro", "post-pretrain pairs eom"):
         assert "frozen tensors are byte-identical" in answer(f"train {stage}"), stage
     assert "frozen tensors are byte-identical, and so are the routers' other rows" in answer("train adapt")
-    assert "es (new)" in answer("train adapt")
-    assert len(config("layer-placed")["classifier_layers"]) == 2
+    stages = lambda name: json.loads(Path(name, "config.json").read_text())["expansions"][-1]["stages"]  # noqa: E731
     assert stages("und-2")[-1]["written_by"] == {"und": "base"}
     assert [stages(name)[0]["stage"] for name in ("lpr-one", "lpr-all")] == ["post-pretrain", "everything"]
     assert stages("eom")[-1]["settings"]["masking"]["expert_output"] == 0.1
-    log = json.loads(Path("cmr-1/trainer_state.json").read_text("utf-8"))["log_history"]
-    assert any({"budget_loss", "gate"} <= set(entry) for entry in log)
-    scored = Path("pairs-1/validation.json").read_text("utf-8")
-    assert '"es"' in scored
-    assert '"el"' in scored
-    assert json.loads(Path("steps.json").read_text("utf-8"))["steps"] == 2
+    log = json.loads(Path("cmr-1/trainer_state.json").read_text())["log_history"]
+    assert {"budget_loss", "gate"} <= set().union(*log)
     assert json.loads(Path("counts.json").read_text("utf-8"))["steps"] == 100_000
-
-
-def config(name):
-    return json.loads(Path(name, "config.json").read_text("utf-8"))
-
-
-def stages(name):
-    return config(name)["expansions"][-1]["stages"]
-
-
-def test_the_batch_fits_the_memory(base, texts, monkeypatch):
-    given = ({"en": str(texts["en"])}, {"hu": "hub:some/text"}, {})
-    sizes = []
-    for memory in (10**12, 1):
-        monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
-        training = Recipe.of_text(text := new_recipe(str(base), *given), "x").post_pretrain
-        assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 16
-        sizes.append((training.per_device_train_batch_size, "checkpointing: true" in text))
-    assert sizes == [(16, False), (1, True)]
-
-
-def test_the_constraint_of_loramoe_has_the_papers_alpha():
-    assert LocalizedBalanceLoss(0.1).delta == 0.1  # MoE-LPR, appendix B: blc-alpha

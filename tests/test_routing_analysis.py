@@ -10,15 +10,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, invoke, refused, save_dense, shaken, tiny_config, tiny_dense, write_texts
 
-from hf_moe_expand import (
-    DMoEConfig,
-    DMoEForCausalLM,
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    Plan,
-    expand_checkpoint,
-    measure_similarity,
-)
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.analysis import routers
 from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routers import (
@@ -30,6 +22,7 @@ from hf_moe_expand.analysis.routers import (
     random_experts,
     random_routing,
 )
+from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.planning.results import NO_CHOICE, RoutingResult
 
 TEXTS = {
