@@ -20,7 +20,7 @@ from datasets import Dataset
 from encoder_decoders import SENTENCES, byt5_tokenizer, mbart50_tokenizer, mbart_tokenizer, nllb_tokenizer, t5_tokenizer
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, Trainer
+from transformers import PreTrainedTokenizerFast, Trainer
 
 from hf_moe_expand import DenseConfig, Plan, PostPretrainConfig, ReviewConfig, expand_checkpoint, freeze, train_stage
 from hf_moe_expand.checkpoint.stored import network_of
@@ -327,7 +327,6 @@ def normalised(normalizer):
 
 KEPT = {
     "bytes": (byte_tokenizer, GREEK), "a space in front, bytes to fall back on": (fallback, f"{GREEK} 👍 ไทย"),
-    "ByT5, a slow tokenizer": (ByT5Tokenizer, GREEK),
     "NFC": (lambda: normalised(normalizers.NFC()), unicodedata.normalize("NFD", GREEK)),
     "NFKC": (lambda: normalised(normalizers.NFKC()), "ﬁne ① ｆｕｌｌ … x²"),
     "white space": (lambda: normalised(normalizers.Replace(Regex(r"\s+"), " ")), "one\n\n  two\tthree\u00a0four"),
@@ -341,7 +340,6 @@ LOST = {
     "dropped letters": (dropping, "fox éé", (4, 7)),
     "marks": (lambda: normalised(normalizers.StripAccents()), "कु कि", (6, 12)),
     "capitals": (lambda: normalised(normalizers.Lowercase()), "Fox FOX", (4, 6)),
-    "Greek capitals": (lambda: normalised(normalizers.Lowercase()), "Ξένος", (2, 10)),
     "joiners": (lambda: normalised(normalizers.Replace("\u200d", "")), "क\u200dष", (3, 9)),
     "a replaced letter": (lambda: normalised(normalizers.Replace("ß", "ss")), "groß", (2, 5)),
 }  # fmt: skip

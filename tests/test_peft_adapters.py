@@ -122,7 +122,6 @@ KINDS = {
     "Conv1D": ("gpt2", {"fan_in_fan_out": True}),
     "Conv1D that nobody named": ("gpt2", {"target_modules": ["c_attn"]}),
     "one map for three": ("gpt_neox", {}),
-    "other names": ("bloom", {}),
     "maps in the layer": ("opt", {}),
     "Gemma, half precision": ("gemma3_text", {"dtype": torch.bfloat16}),
     "linear attention": ("qwen3_5_text", {}),

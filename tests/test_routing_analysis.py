@@ -258,7 +258,6 @@ TOO_MANY = r"Language '\w\w' has \d+ tokens, but 9,000 were asked for"
         (measure_routing, {"tokens": 9000}, TOO_MANY),
         (measure_routing, {"texts": {"el": ["a", "b"]}, "tokens": 2}, "Language 'el': no token follows another"),
         (measure_similarity, {"tokens": 9000}, TOO_MANY),
-        (measure_similarity, {"block_size": -4}, "greater than or equal to 1"),
         (measure_similarity, {"old": [], "new": ["el"]}, "Similarity needs two languages"),
     ],
 )
