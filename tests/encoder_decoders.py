@@ -104,20 +104,16 @@ def byt5_tokenizer() -> ByT5Tokenizer:
 
 def plain_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer without language codes whose vocabulary is the pieces alone, as a single pair's model has it."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=pieces(["<s>", "<pad>", "</s>", "<unk>"]),
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-    )
+    model, special = pieces(["<s>", "<pad>", "</s>", "<unk>"]), {"pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", **special)
 
 
 TOKENIZERS = {"m2m_100": nllb_tokenizer, "mbart": mbart50_tokenizer, "t5": t5_tokenizer, "byt5": byt5_tokenizer}
 
 
-def save_tiny(folder: Path, shape: str = "m2m_100", **changes) -> Path:
-    """A dense checkpoint with the tokenizer of its kind, as a user would bring it."""
-    tokenizer = TOKENIZERS[shape]()
+def save_tiny(folder: Path, shape: str = "m2m_100", tokenizer=None, **changes) -> Path:
+    """A dense checkpoint with this tokenizer, or that of its kind, as a user would bring it."""
+    tokenizer = tokenizer or TOKENIZERS[shape]()
     model = tiny(shape, vocabulary=len(tokenizer) + 3, **changes)
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(folder)

@@ -9,21 +9,7 @@ from conftest import checkpointed, tiny_config
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 
-from hf_moe_expand import (
-    BalanceLoss,
-    ClassifierLoss,
-    DistillationLoss,
-    GateBudgetLoss,
-    LanguagePriorLoss,
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
-    LocalizedBalanceLoss,
-    PostPretrainConfig,
-    PostPretrainTrainer,
-    ReviewConfig,
-    ReviewTrainer,
-)
-from hf_moe_expand.data.packing import collate_blocks
+import hf_moe_expand as moe
 from hf_moe_expand.stages.distributed import leave_ranks
 
 PAD = 256
@@ -40,28 +26,20 @@ def rows():
 
 def collate_padded(batch):
     """The same tokens, six more of padding behind them."""
-    found = collate_blocks(batch)
-    mask = torch.ones_like(found["input_ids"])
-    pad = torch.nn.functional.pad
-    return {
-        "input_ids": pad(found["input_ids"], (0, 6), value=PAD),
-        "labels": pad(found["labels"], (0, 6), value=-100),
-        "language_ids": pad(found["language_ids"], (0, 6), value=0),
-        "attention_mask": pad(mask, (0, 6)),
-    }
+    found = moe.collate_blocks(batch)
+    found["attention_mask"] = torch.ones_like(found["input_ids"])
+    values = {"input_ids": PAD, "labels": -100}
+    return {name: torch.nn.functional.pad(ids, (0, 6), value=values.get(name, 0)) for name, ids in found.items()}
 
 
 def build(backbone="qwen2", vocab_size=257, **fields):
     """The model before the step; `fields` of its configuration."""
     torch.manual_seed(0)
-    config = LayerMoEConfig.from_dense(
-        tiny_config(backbone, vocab_size=vocab_size),
-        num_experts_per_layer=[3, 1, 4],
-        classifier_layers=[0, 2],
-        router_top_k=2,
-        **fields,
-    )
-    model = LayerMoEForCausalLM(config)
+    config = moe.LayerMoEConfig.from_dense(
+        tiny_config(backbone, vocab_size=vocab_size), num_experts_per_layer=[3, 1, 4], classifier_layers=[0, 2],
+        router_top_k=2, **fields,
+    )  # fmt: skip
+    model = moe.LayerMoEForCausalLM(config)
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():
             ffn.router.weight.normal_()
@@ -81,7 +59,8 @@ def train(
     if halves:
         ids = in_halves(ids)
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
-    kind, config = (ReviewTrainer, ReviewConfig) if stage == "review" else (PostPretrainTrainer, PostPretrainConfig)
+    name = "Review" if stage == "review" else "PostPretrain"
+    kind, config = getattr(moe, f"{name}Trainer"), getattr(moe, f"{name}Config")
     arguments = config(
         output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True,
@@ -90,22 +69,18 @@ def train(
         **({"everything": True} if everything else {}),
     )  # fmt: skip
     if losses is None:
-        losses = [BalanceLoss(balance), LanguagePriorLoss(prior), GateBudgetLoss(budget)]
-        losses += [LocalizedBalanceLoss(localized), ClassifierLoss(classifier)]
-        losses += [DistillationLoss(distillation)] if distillation else []
+        losses = [moe.BalanceLoss(balance), moe.LanguagePriorLoss(prior), moe.GateBudgetLoss(budget)]
+        losses += [moe.LocalizedBalanceLoss(localized), moe.ClassifierLoss(classifier)]
+        losses += [moe.DistillationLoss(distillation)] if distillation else []
     trainer = kind(
-        model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
+        model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else moe.collate_blocks,
         router_losses=losses, language_classes=[0, 1],
     )  # fmt: skip
     scores = {}
     if scored:
         trainer.evaluate(dataset.select(range(scored)))
-        found = trainer.state.log_history.pop().items()
-        scores = {
-            name: torch.tensor(value)
-            for name, value in found
-            if name.startswith("eval_") and not name.endswith(("time", "second"))
-        }
+        found = {name: value for name, value in trainer.state.log_history.pop().items() if name.startswith("eval_")}
+        scores = {name: torch.tensor(found[name]) for name in found if not name.endswith(("time", "second"))}
     trainer.train()
     if logs is not None:
         logs.update(trainer.state.log_history[0])

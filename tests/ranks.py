@@ -23,16 +23,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 from uneven_rows import scores
 
-from hf_moe_expand import (
-    AdaptConfig,
-    DenseConfig,
-    LayerMoEForCausalLM,
-    PostPretrainConfig,
-    ReviewConfig,
-    adapt_language,
-    train_stage,
-)
-from hf_moe_expand.data.sources import LanguageText
+import hf_moe_expand as moe
 from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.stages import run
 from hf_moe_expand.stages.distributed import leave_ranks
@@ -103,7 +94,7 @@ def one_step(folder, name, step, ranks, backbone="qwen2", **sharding):
     """A step of a stage trainer, where `ranks` of the processes have data of their own."""
     if sharding:
         base = saved(folder, name, backbone, step)
-        model = LayerMoEForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(**sharding))
+        model = moe.LayerMoEForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(**sharding))
     else:
         model = model_of(step, backbone)
     options = dict(STEPS[step])
@@ -150,8 +141,8 @@ def tensor_parallel(folder):
         ("gpt_neox", {"tp_plan": "auto"}),
     ):
         base = saved(folder, f"tp {backbone}", backbone)
-        whole = LayerMoEForCausalLM.from_pretrained(base).train()
-        model = LayerMoEForCausalLM.from_pretrained(base, **how).train()
+        whole = moe.LayerMoEForCausalLM.from_pretrained(base).train()
+        model = moe.LayerMoEForCausalLM.from_pretrained(base, **how).train()
         losses = [loss_of(one, ids, languages) for one in (model, whole)]
         for loss in losses:
             loss.backward()
@@ -176,7 +167,7 @@ def judging(folder):
     if dist.get_rank() == 0:
         whole.save_pretrained(folder / "gated")
     dist.barrier()
-    load = partial(LayerMoEForCausalLM.from_pretrained, folder / "gated")
+    load = partial(moe.LayerMoEForCausalLM.from_pretrained, folder / "gated")
 
     def by_hand():
         model = load()
@@ -222,16 +213,16 @@ class DifferentTokens(TrainerCallback):
 
 def stage(folder, name, config, callback=None, start="ffn"):
     """`train_stage` on the texts and an expanded checkpoint that the test has put into the folder."""
-    data = {code: LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
-    if isinstance(config, PostPretrainConfig):
+    data = {code: moe.LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
+    if isinstance(config, moe.PostPretrainConfig):
         del data["en"]
     watched = interrupted(0, callback=callback) if callback else nullcontext()
     with watched, suppress(*[KeyboardInterrupt] if isinstance(callback, StopAt) else []):
-        train_stage(folder / start, folder / name, data, config)
+        moe.train_stage(folder / start, folder / name, data, config)
 
 
 def post_pretraining(per_device, **changes):
-    return PostPretrainConfig(block_size=16, **options(per_device, **changes))
+    return moe.PostPretrainConfig(block_size=16, **options(per_device, **changes))
 
 
 def options(per_device, **changes):
@@ -250,20 +241,22 @@ def stage_native(folder):
     with patch.object(run, "whole_weights", counted):
         stage(folder, "native", post_pretraining(2, distributed_config={"fsdp_size": 2}))
         split = options(4, max_steps=2, distributed_config={"tp_size": 2})
-        stage(folder, "native tp", ReviewConfig(block_size=16, **split))
+        stage(folder, "native tp", moe.ReviewConfig(block_size=16, **split))
     return counts
 
 
 def dense(folder, name, method, per_device, **changes):
     """Dense training of the base on its text."""
-    config = DenseConfig(block_size=16, method=method, **options(per_device, **changes))
-    return train_stage(folder / "base", folder / name, {"en": LanguageText("en", str(folder / "en.jsonl"))}, config)
+    config = moe.DenseConfig(block_size=16, method=method, **options(per_device, **changes))
+    return moe.train_stage(
+        folder / "base", folder / name, {"en": moe.LanguageText("en", str(folder / "en.jsonl"))}, config
+    )
 
 
 def adapt(folder, name, per_device, **changes):
     """`adapt_language` of a DMoE checkpoint; one step, before which a router scores an expert and its copy alike."""
-    config = AdaptConfig(block_size=16, sample_tokens=200, **options(per_device, max_steps=1, **changes))
-    return adapt_language(folder / "dmoe", folder / name, LanguageText("el", str(folder / "el.jsonl")), config)
+    config = moe.AdaptConfig(block_size=16, sample_tokens=200, **options(per_device, max_steps=1, **changes))
+    return moe.adapt_language(folder / "dmoe", folder / name, moe.LanguageText("el", str(folder / "el.jsonl")), config)
 
 
 def streamed(folder):

@@ -7,19 +7,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
-from hf_moe_expand import (
-    DenseConfig,
-    LanguagePriorLoss,
-    MoESFTTrainer,
-    Plan,
-    PostPretrainConfig,
-    PostPretrainTrainer,
-    ReviewConfig,
-    ReviewTrainer,
-    RouterLossMixin,
-    expand_model,
-)
-from hf_moe_expand.data.packing import collate_blocks
+import hf_moe_expand as moe
 from hf_moe_expand.stages.kinds.dense import DenseTrainer
 
 PRIOR = 0.3
@@ -30,8 +18,8 @@ SETTINGS = ((7, 7), (2, 7), (3, 7), (1, 5), (4, 1))  # rows in a batch, and in a
 def model_of(kind):
     if kind == "dense":
         return tiny_dense("qwen2")
-    plan = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el"], exclusive=kind == "exclusive")
-    model, draw = expand_model(tiny_dense("qwen2"), plan), torch.Generator().manual_seed(2)
+    plan = moe.Plan("moe-lpr", [1, 2, 2], old=["en"], new=["el"], exclusive=kind == "exclusive")
+    model, draw = moe.expand_model(tiny_dense("qwen2"), plan), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():
             for parameter in [*ffn.experts[1].parameters(), *(() if ffn.router is None else ffn.router.parameters())]:
@@ -70,7 +58,7 @@ def slow_loss(model, kind, rows):
     return nats / targets + (PRIOR * prior / old if old else 0.0)
 
 
-class Plain(RouterLossMixin, Trainer):
+class Plain(moe.RouterLossMixin, Trainer):
     pass
 
 
@@ -87,21 +75,21 @@ def scoring(kind, folder, batch, rows):
         "save_strategy": "no",
     }  # fmt: skip
     if kind == "review":
-        losses, config = [LanguagePriorLoss(PRIOR)], ReviewConfig(folder, block_size=16, **settings)
-        return ReviewTrainer(model, config, train_dataset=rows, eval_dataset=rows, router_losses=losses)
+        losses, config = [moe.LanguagePriorLoss(PRIOR)], moe.ReviewConfig(folder, block_size=16, **settings)
+        return moe.ReviewTrainer(model, config, train_dataset=rows, eval_dataset=rows, router_losses=losses)
     if kind in ("exclusive", "own loss"):
-        config = PostPretrainConfig(folder, block_size=16, **settings)
+        config = moe.PostPretrainConfig(folder, block_size=16, **settings)
         own = {"compute_loss_func": own_loss} if kind == "own loss" else {}
-        return PostPretrainTrainer(model, config, train_dataset=rows, eval_dataset=rows, router_losses=[], **own)
+        return moe.PostPretrainTrainer(model, config, train_dataset=rows, eval_dataset=rows, router_losses=[], **own)
     rows = rows.remove_columns("language_ids")
     if kind == "dense":
-        return DenseTrainer(model, DenseConfig(folder, block_size=16, **settings), collate_blocks, rows, rows)
+        return DenseTrainer(model, moe.DenseConfig(folder, block_size=16, **settings), moe.collate_blocks, rows, rows)
     if kind == "sft":
         config = SFTConfig(str(folder), bf16=False, **checkpointed(False), **settings)
-        return MoESFTTrainer(
+        return moe.MoESFTTrainer(
             model, config, train_dataset=rows, eval_dataset=rows, processing_class=byte_tokenizer(), router_losses=[]
         )
-    return Plain(model, TrainingArguments(str(folder), **settings), collate_blocks, rows, rows, router_losses=[])
+    return Plain(model, TrainingArguments(str(folder), **settings), moe.collate_blocks, rows, rows, router_losses=[])
 
 
 def scores(folder):

@@ -1,12 +1,17 @@
 """A process without the package, which loads forms."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from hub_server import Client
+from conftest import start_python
+from hub_server import LOOP, Client
 
+START = f"""
+import transformers.dynamic_module_utils
+transformers.dynamic_module_utils.HF_MODULES_CACHE = sys.argv[1]
+{LOOP}
+"""
 PROGRAM = """
 import sys
 sys.modules["hf_moe_expand"] = None
@@ -22,24 +27,23 @@ model.save_pretrained(place + "/again")
 """
 
 
-class Alone:
+class Alone(Client):
     """Started when it is first asked."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.client = home, None
+        self.home, self.process = home, None
 
     def load(self, form: Any, place: Path, inputs: dict, asked: list[dict]) -> list[torch.Tensor]:
         """The logits of the form's checkpoint, which is saved again to the folder `again`."""
-        if self.client is None:
-            self.client = Client({**os.environ, "HF_HOME": str(self.home)})
+        if self.process is None:
+            self.process = start_python(START, str(self.home), timeout=7200)
         place.mkdir()
         torch.save([inputs, asked], place / "asked.pt")
         kind = "AutoModelForSeq2SeqLM" if "encoder-decoder" in form else "AutoModelForCausalLM"
-        answer = self.client.run(PROGRAM, place=str(place), kind=kind, folder=str(form.folder))
+        answer = self.run(PROGRAM, place=str(place), kind=kind, folder=str(form.folder))
         assert "message" not in answer, answer
         return torch.load(place / "found.pt")
 
     def stop(self) -> None:
-        if self.client is not None:
-            self.client.process.stdin.close()
-            self.client.process.wait()
+        if self.process is not None:
+            super().stop()

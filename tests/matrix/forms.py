@@ -18,20 +18,10 @@ from unittest.mock import patch
 import torch
 from added import EXPERTS
 from conftest import byte_tokenizer, moved, save_dense, write_texts
-from encoder_decoders import BART_SIZES, SENTENCES, nllb_tokenizer, tiny
-from transformers import AutoConfig, GenerationConfig
+from encoder_decoders import SENTENCES, nllb_tokenizer, save_tiny
+from transformers import AutoConfig
 
-from hf_moe_expand import (
-    LanguageText,
-    Plan,
-    expand_checkpoint,
-    expand_model,
-    expand_tuned,
-    fit_gates,
-    grow_checkpoint,
-    join_expansions,
-    save_expansion,
-)
+import hf_moe_expand as moe
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.modeling import auto_class
 from matrix.together import refusals
@@ -44,8 +34,11 @@ BASES: dict[str, Callable[[Path], Any]] = {
         folder, "gpt2", n_layer=LAYERS, n_positions=256, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0
     ),
     "olmoe": lambda folder: save_dense(folder, "olmoe", **SIZES, **EXPERTS),
-    "m2m_100": lambda folder: _save_translator(folder),
+    "m2m_100": lambda folder: save_tiny(
+        folder, tokenizer=nllb_tokenizer(CODES), encoder_layers=LAYERS, decoder_layers=LAYERS, decoder_ffn_dim=48
+    ),
 }
+CODES = ["rus_Cyrl", "heb_Hebr"]  # more of the translator's
 NEW = ("el", "ru", "he", "ka")  # the language of each expansion, in order
 # Each language has bytes of its own; anchors are other ASCII letters than English has here.
 ALPHABETS = {"en": "aeiou nt", "el": "αβγδεζη", "ru": "бгджзлф", "he": "אבגדהוז", "ka": "აბგდევზ"}
@@ -186,7 +179,7 @@ class Form:
         count = 2 if "exclusive" in self else 3
         return count + 1 if "uneven" in self and "adapters" not in self else count
 
-    def plan(self, new: str = NEW[0]) -> Plan:
+    def plan(self, new: str = NEW[0]) -> moe.Plan:
         """The plan of its first expansion."""
         layers = 2 * LAYERS if "encoder-decoder" in self else LAYERS
         counts = [1 if "uneven" in self and layer % 2 == 0 else self.count for layer in range(layers)]
@@ -195,7 +188,7 @@ class Form:
             fields |= PARTS[name].plan
         if "groups" in fields:
             fields["groups"] = [["en"], [new]]
-        return Plan("dmoe" if "groups" in fields else "moe-lpr", counts, **fields)
+        return moe.Plan("dmoe" if "groups" in fields else "moe-lpr", counts, **fields)
 
     @property
     def made(self) -> dict[str, Any]:
@@ -206,16 +199,16 @@ class Form:
     def expand(self, out: Path, new: str = NEW[0], seed: int = 3) -> Path:
         """Its first expansion, or a pack beside it."""
         if "tuned" in self:
-            expand_tuned(self.base, {new: self.fine_tune(new, seed)}, out, ["en"])
+            moe.expand_tuned(self.base, {new: self.fine_tune(new, seed)}, out, ["en"])
             return out
-        expand_checkpoint(self.base, out, self.plan(new), seed=seed, **self.made)
+        moe.expand_checkpoint(self.base, out, self.plan(new), seed=seed, **self.made)
         return out
 
     def in_memory(self) -> Any:
         """Its first expansion of the loaded base."""
         if "tuned" in self:
-            return expand_tuned(self.copy_of_base(), {NEW[0]: load(self.fine_tune(NEW[0]))}, None, ["en"])
-        return expand_model(self.copy_of_base(), self.plan(), seed=3, **self.made)
+            return moe.expand_tuned(self.copy_of_base(), {NEW[0]: load(self.fine_tune(NEW[0]))}, None, ["en"])
+        return moe.expand_model(self.copy_of_base(), self.plan(), seed=3, **self.made)
 
     def fine_tune(self, new: str, seed: int = 3) -> Path:
         """A fine-tune of its base."""
@@ -236,14 +229,14 @@ class Form:
 
     def join(self, before: Path, out: Path) -> None:
         """The model with a second pack."""
-        join_expansions([f"first={before}", f"second={self.pack(NEW[1])}"], out)
+        moe.join_expansions([f"first={before}", f"second={self.pack(NEW[1])}"], out)
 
-    def growth(self, before: Path, new: str) -> Plan:
+    def growth(self, before: Path, new: str) -> moe.Plan:
         """The plan of a further expansion by one expert in each expanded layer."""
         config = AutoConfig.from_pretrained(before)
         counts = config.num_experts_per_layer
         known = [code for code in NEW if NEW.index(code) < NEW.index(new)]
-        return Plan(
+        return moe.Plan(
             "moe-lpr", [count + (count > 1) for count in counts], old=["en", *known], new=[new], grows_from=counts,
             exclusive=config.exclusive_experts, classifier_layers=config.classifier_layers,
             encoder_layers=LAYERS if "encoder-decoder" in self else 0,
@@ -252,15 +245,15 @@ class Form:
     def grow(self, before: Path, out: Path) -> None:
         if "tuned" in self:
             new = NEW[self.expansions - 1]
-            expand_tuned(before, {new: self.fine_tune(new)}, out)
+            moe.expand_tuned(before, {new: self.fine_tune(new)}, out)
             return
-        grow_checkpoint(before, out, self.growth(before, NEW[self.expansions - 1]))
+        moe.grow_checkpoint(before, out, self.growth(before, NEW[self.expansions - 1]))
 
     def gate(self, before: Path, out: Path) -> None:
         texts = {code: lines(ALPHABETS[code], 30) for code in self.languages}
         anchors = {f"q{chr(97 + n)}a": lines(letters, 15, n) for n, letters in enumerate(ANCHORS)}
         with patch("hf_moe_expand.analysis.gating.shipped_anchors", lambda leave_out: {}):
-            fit_gates(before, out, texts, anchors, GATE)
+            moe.fit_gates(before, out, texts, anchors, GATE)
 
     @cached_property
     def fresh(self) -> Path:
@@ -287,7 +280,7 @@ class Form:
         if "expansion-only" not in self.parts:
             return self.whole
         out = self.root / "added"
-        save_expansion(self.whole, out, self.base)
+        moe.save_expansion(self.whole, out, self.base)
         # A folder where a hub's name would stand.
         fields = json.loads((out / "config.json").read_text())
         fields["parts"]["expansion_only"]["base_model"] = str(self.base)
@@ -317,7 +310,7 @@ class Form:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return nllb_tokenizer(["rus_Cyrl", "heb_Hebr"]) if "encoder-decoder" in self else byte_tokenizer()
+        return nllb_tokenizer(CODES) if "encoder-decoder" in self else byte_tokenizer()
 
     @cached_property
     def model(self) -> Any:
@@ -341,14 +334,14 @@ class Form:
             self.kept[name] = make()
         return self.kept[name]
 
-    def text(self, language: str) -> LanguageText:
+    def text(self, language: str) -> moe.LanguageText:
         """Text to train on: documents, or sentence pairs with English."""
         file = self.root / f"{language}.jsonl"
         if not file.exists() and "encoder-decoder" in self:
             write_pairs(file, language if language != "en" else "es")
         elif not file.exists():
             write_texts(file, lines(ALPHABETS[language], 12, seed=7))
-        return LanguageText(language, str(file))
+        return moe.LanguageText(language, str(file))
 
 
 def load(folder: Path) -> Any:
@@ -357,15 +350,6 @@ def load(folder: Path) -> Any:
     for value in (*model.parameters(), *model.buffers()):
         value.data = value.data.clone()
     return model
-
-
-def _save_translator(folder: Path) -> None:
-    tokenizer = nllb_tokenizer(["rus_Cyrl", "heb_Hebr"])
-    sizes = {**BART_SIZES, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "decoder_ffn_dim": 48}
-    model = tiny("m2m_100", vocabulary=len(tokenizer) + 3, **sizes)
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def pairs(language: str) -> list[dict[str, str]]:

@@ -18,10 +18,7 @@ from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from transformers import AutoConfig, AutoModel
 
-from hf_moe_expand import (
-    evaluate_model,
-    freeze,
-)
+from hf_moe_expand import evaluate_model, freeze
 from hf_moe_expand.data.pairs import SentencePair
 from hf_moe_expand.modeling import auto_class
 from hf_moe_expand.modeling.language_modules import OuterModules
@@ -377,12 +374,12 @@ def in_pieces(form: Form) -> None:
 
 
 @operation
-def left_padded(form: Form) -> None:
+def left_padded(form: Form, **options: Any) -> None:
     """P5: cached, batched, padded generation is the uncached one of each row alone."""
     rows = [ids for ids, _ in prompts(form)]
     for asked, codes in ways(form):
         expected = [greedy(form, row, code) for row, code in zip(rows, codes, strict=True)]
-        assert answers(form, form.model, rows, **GREEDY, **asked) == expected
+        assert answers(form, form.model, rows, **GREEDY, **options, **asked) == expected
 
 
 @operation
@@ -406,33 +403,26 @@ def sampled_sequences(form: Form) -> None:
 
 @operation
 def static_cache(form: Form) -> None:
-    rows = [ids for ids, _ in prompts(form)]
-    for asked, codes in ways(form):
-        expected = [greedy(form, row, code) for row, code in zip(rows, codes, strict=True)]
-        options = {"cache_implementation": "static", "disable_compile": True}
-        assert answers(form, form.model, rows, **GREEDY, **options, **asked) == expected
+    left_padded(form, cache_implementation="static", disable_compile=True)
 
 
 @operation
 def prompt_lookup(form: Form) -> None:
     """Drafts of tokens from the prompt, of which the model keeps those that it would write."""
-    for ids, code in prompts(form):
-        for asked, wanted in [({}, code if "gated" in form else None), *_told(form, code)]:
-            expected = greedy(form, ids, wanted)
-            assert answers(form, form.model, [ids], prompt_lookup_num_tokens=2, **GREEDY, **asked) == [expected]
+    _drafted(form, prompt_lookup_num_tokens=2)
 
 
 @operation
 def assisted(form: Form) -> None:
     """Drafts of the base, of which the model keeps those that it would write."""
+    _drafted(form, assistant_model=form.dense)
+
+
+def _drafted(form: Form, **options: Any) -> None:
     for ids, code in prompts(form):
-        for asked, wanted in [({}, code if "gated" in form else None), *_told(form, code)]:
-            expected = greedy(form, ids, wanted)
-            assert answers(form, form.model, [ids], assistant_model=form.dense, **GREEDY, **asked) == [expected]
-
-
-def _told(form: Form, code: str) -> list[tuple[dict[str, str], str | None]]:
-    return [({"languages": code}, code)] if form.is_told else []
+        told = [({"languages": code}, code)] if form.is_told else []
+        for asked, wanted in [({}, code if "gated" in form else None), *told]:
+            assert answers(form, form.model, [ids], **options, **GREEDY, **asked) == [greedy(form, ids, wanted)]
 
 
 @operation

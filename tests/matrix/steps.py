@@ -8,13 +8,7 @@ from conftest import checkpointed
 from datasets import Dataset
 from trl import SFTConfig
 
-from hf_moe_expand import (
-    JointConfig,
-    LanguagePriorLoss,
-    MoESFTTrainer,
-    PostPretrainConfig,
-    train_stage,
-)
+import hf_moe_expand as moe
 from hf_moe_expand.stages.config import StageConfig
 from matrix import oracles
 from matrix.forms import ALPHABETS, Form, lines
@@ -33,7 +27,7 @@ def trainer_of(
         disable_tqdm=True, train_sampling_strategy="sequential", logging_steps=1, **checkpointed(checkpointing),
         **settings,
     )  # fmt: skip
-    losses = None if stage else [LanguagePriorLoss(0.5)] if "routed" in form else []
+    losses = None if stage else [moe.LanguagePriorLoss(0.5)] if "routed" in form else []
     return kind.trainer_class(
         model, args=arguments, train_dataset=form.once("blocks", lambda: blocks(form)), router_losses=losses,
         language_classes=[*range(len(form.languages))],
@@ -41,7 +35,7 @@ def trainer_of(
 
 
 def stage_of(form: Form) -> type[StageConfig]:
-    return JointConfig if "dmoe" in form else PostPretrainConfig
+    return moe.JointConfig if "dmoe" in form else moe.PostPretrainConfig
 
 
 def blocks(form: Form) -> Dataset:
@@ -72,7 +66,7 @@ def whole_step(form: Form) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return form.once("step", lambda: step(form))
 
 
-def train(form: Form, out: Path, stage: type[StageConfig] | None = None, stop: Any = None, **settings: Any) -> None:
+def train(form: Form, out: Path, stage: type[StageConfig] | None = None, **settings: Any) -> None:
     """Three steps of a stage, by default the form's first, from folder to folder."""
     kind = stage or stage_of(form)
     config = kind(
@@ -81,18 +75,7 @@ def train(form: Form, out: Path, stage: type[StageConfig] | None = None, stop: A
     )  # fmt: skip
     languages = form.languages[1:] if form.joins else form.languages[-1:]
     data = {code: form.text(code) for code in (form.languages if "dmoe" in form or stage else languages)}
-    made = StageConfig.make_trainer
-
-    def with_callback(*arguments: Any) -> Any:
-        trainer = made(*arguments)
-        trainer.add_callback(stop)
-        return trainer
-
-    StageConfig.make_trainer = with_callback if stop else made  # type: ignore[method-assign]
-    try:
-        train_stage(form.folder, out, data, config)
-    finally:
-        StageConfig.make_trainer = made  # type: ignore[method-assign]
+    moe.train_stage(form.folder, out, data, config)
 
 
 def sft(form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -114,7 +97,7 @@ def sft(form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], d
         max_length=64, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
         **checkpointed(False),
     )  # fmt: skip
-    trainer = MoESFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer = moe.MoESFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     after = {name: value.detach() for name, value in model.named_parameters()}
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]

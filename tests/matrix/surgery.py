@@ -1,23 +1,14 @@
 """Further columns of the matrix: what surgery and training make of a form, against the base or a slow definition."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import StopAt
+from conftest import interrupted
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from hf_moe_expand import (
-    Masking,
-    ReviewConfig,
-    average_checkpoints,
-    average_experts,
-    export_peft,
-    graft_delta,
-    grow_checkpoint,
-    join_expansions,
-    make_card,
-)
+import hf_moe_expand as moe
 from hf_moe_expand.checkpoint.export import export_dense
 from hf_moe_expand.checkpoint.stored import places
 from hf_moe_expand.core.errors import InputError
@@ -55,7 +46,7 @@ def grow(form: Form) -> None:
     """A further expansion leaves every earlier byte, and what the model computes for its languages."""
     new = NEW[form.expansions]
     out = form.place("further")
-    grow_checkpoint(form.folder, out, form.growth(form.folder, new))
+    moe.grow_checkpoint(form.folder, out, form.growth(form.folder, new))
     model = load(out)
     before, after = weights(form.model), weights(model)
     for name, value in before.items():
@@ -71,7 +62,7 @@ def grow(form: Form) -> None:
         close(logits(model, form, languages=new), logits(form.dense, form))
         layers = range(len(form.model.config.num_experts_per_layer))
         origin = {layer: int(layer in form.model.expanded_ffns()) for layer in layers}
-        grow_checkpoint(form.folder, out, form.growth(form.folder, new), copy_from=origin, overwrite=True)
+        moe.grow_checkpoint(form.folder, out, form.growth(form.folder, new), copy_from=origin, overwrite=True)
         close(logits(load(out), form, languages=new), logits(form.model, form, languages="el"))
 
 
@@ -80,7 +71,7 @@ def join(form: Form) -> None:
     """Joined with another pack, each language gets what its pack alone computes."""
     new = NEW[form.expansions]
     pack, out = form.pack(new), form.place("joined")
-    join_expansions([form.folder, f"other={pack}"], out)
+    moe.join_expansions([form.folder, f"other={pack}"], out)
     model, other = load(out), load(pack)
     for code in form.languages:
         close(logits(model, form, languages=code), logits(form.model, form, languages=code))
@@ -100,9 +91,9 @@ def graft(form: Form) -> None:
     tuned.save_pretrained(instruct)
     form.tokenizer.save_pretrained(instruct)
     out = form.place("grafted")
-    graft_delta(form.folder, out, form.base, instruct, scale=0.5)
+    moe.graft_delta(form.folder, out, form.base, instruct, scale=0.5)
     half = weights(out)
-    graft_delta(form.folder, out, form.base, instruct, overwrite=True)
+    moe.graft_delta(form.folder, out, form.base, instruct, overwrite=True)
     model = load(out)
     with model.use_expert(0):
         close(logits(model, form), logits(tuned, form), rtol=1e-5)
@@ -130,7 +121,7 @@ def graft(form: Form) -> None:
 def average(form: Form) -> None:
     """The mean of two checkpoints, tensor by tensor."""
     out = form.place("mean")
-    average_checkpoints([form.folder, form.fresh], out, [0.25, 0.75])
+    moe.average_checkpoints([form.folder, form.fresh], out, [0.25, 0.75])
     a, b, model = weights(form.model), weights(form.fresh), load(out)
     for name, value in weights(model).items():
         torch.testing.assert_close(value, 0.25 * a[name] + 0.75 * b[name], rtol=0, atol=1e-6, msg=name)
@@ -141,13 +132,13 @@ def average(form: Form) -> None:
 def average_with_the_base(form: Form) -> None:
     """New experts nearer to the FFNs that they copied: at weight 0 the model is as right after it was made."""
     out = form.place("nearer")
-    average_experts(form.folder, out, 0.5)
+    moe.average_experts(form.folder, out, 0.5)
     half = load(out)
     last = changed(form.model, half)
     assert last
     assert all(".experts." in name or ".adapters." in name for name in last)
     assert not any(".experts.0." in name for name in last)
-    model = load(Path(average_experts(form.folder, form.place("nothing"), 0.0)))
+    model = load(Path(moe.average_experts(form.folder, form.place("nothing"), 0.0)))
     before, middle, start = map(weights, (form.model, half, model))
     for name in last:
         torch.testing.assert_close(middle[name], (before[name] + start[name]) / 2, rtol=0, atol=1e-6, msg=name)
@@ -187,7 +178,7 @@ def export_language(form: Form) -> None:
 def export_to_peft(form: Form) -> None:
     """PEFT computes what the model computes that is told the language."""
     out = form.place("peft")
-    found = export_peft(form.folder, out)
+    found = moe.export_peft(form.folder, out)
     for (name, folder), code in zip(found.folders.items(), form.languages[1:], strict=True):
         assert name == code
         adapted = PeftModel.from_pretrained(form.copy_of_base(), folder).eval()
@@ -224,7 +215,7 @@ def inspect(form: Form) -> None:
 @operation
 def card(form: Form) -> None:
     """What the card says, against the tensors in the files."""
-    text = str(make_card(form.folder, "me/model"))
+    text = str(moe.make_card(form.folder, "me/model"))
     assert "me/model" in text
     assert all(f"{size_of(model):,}" in text for model in (form.model, form.dense)), text
     assert all(code in text for code in form.languages)
@@ -275,7 +266,7 @@ def frozen(form: Form) -> None:
 def review(form: Form) -> None:
     """Stage 2 moves routers and classifiers alone."""
     out = form.place("reviewed")
-    train(form, out, ReviewConfig, save_strategy="no")
+    train(form, out, moe.ReviewConfig, save_strategy="no")
     moved = changed(form.model, out)
     assert moved
     assert all(".router." in name or ".classifier." in name or "conditional_gate" in name for name in moved)
@@ -284,7 +275,7 @@ def review(form: Form) -> None:
 @operation
 def masking(form: Form) -> None:
     """A step with masked experts is another one, and the same one for the same seed."""
-    first, again = (step(form, masking=Masking(expert_output=0.5)) for _ in range(2))
+    first, again = (step(form, masking=moe.Masking(expert_output=0.5)) for _ in range(2))
     assert all(torch.equal(first[name][1], again[name][1]) for name in first)
     assert any(not torch.equal(first[name][1], value) for name, (_, value) in whole_step(form).items())
 
@@ -292,7 +283,7 @@ def masking(form: Form) -> None:
 @operation
 def distillation(form: Form) -> None:
     """A review that keeps the base's predictions of old text."""
-    trainer = trainer_of(form.copy(), form, ReviewConfig, distillation_coef=1.0)
+    trainer = trainer_of(form.copy(), form, moe.ReviewConfig, distillation_coef=1.0)
     trainer.train()
     assert trainer.state.log_history[0]["distillation_loss"] > 0
 
@@ -301,10 +292,9 @@ def distillation(form: Form) -> None:
 def resume(form: Form) -> None:
     """P7, P8: a stage that is interrupted and run again writes the same bytes."""
     whole, out = trained(form), form.place("resumed")
-    try:
-        train(form, out, stop=StopAt(3))
-    except KeyboardInterrupt:
-        assert not out.exists()
+    with suppress(KeyboardInterrupt), interrupted(3):
+        train(form, out)
+    assert not out.exists()
     train(form, out)
     again, expected = contents(out), contents(whole)
     assert again.keys() == expected.keys()

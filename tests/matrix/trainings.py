@@ -24,17 +24,7 @@ from datasets import disable_progress_bars
 from safetensors.torch import load_file
 from transformers.utils import logging
 
-from hf_moe_expand import (
-    AdaptConfig,
-    DenseConfig,
-    GroupConfig,
-    JointConfig,
-    Masking,
-    PostPretrainConfig,
-    ReviewConfig,
-    adapt_language,
-    train_stage,
-)
+import hf_moe_expand as moe
 from matrix.forms import PARTS, Form, name_of, refused
 from matrix.steps import sft
 
@@ -42,19 +32,19 @@ QUICK = {"block_size": 16, "max_steps": 3, "per_device_train_batch_size": 4, "le
          "disable_tqdm": True}  # fmt: skip
 # Name: configuration, and whether the text is that of all languages.
 STAGES: dict[str, tuple[Callable[..., Any], bool]] = {
-    "post-pretrain": (PostPretrainConfig, False),
-    "one-stage": (partial(PostPretrainConfig, replay=True, language_prior_coef=0.1), True),
-    "everything": (partial(PostPretrainConfig, everything=True), False),
-    "masked": (partial(PostPretrainConfig, masking=Masking(expert_output=0.2, gating_dropout=0.2)), False),
-    "localized": (partial(PostPretrainConfig, localized_balance_coef=0.1, replay=True), True),
-    "tempered": (partial(PostPretrainConfig, replay=True, temperature=2.0), True),
+    "post-pretrain": (moe.PostPretrainConfig, False),
+    "one-stage": (partial(moe.PostPretrainConfig, replay=True, language_prior_coef=0.1), True),
+    "everything": (partial(moe.PostPretrainConfig, everything=True), False),
+    "masked": (partial(moe.PostPretrainConfig, masking=moe.Masking(expert_output=0.2, gating_dropout=0.2)), False),
+    "localized": (partial(moe.PostPretrainConfig, localized_balance_coef=0.1, replay=True), True),
+    "tempered": (partial(moe.PostPretrainConfig, replay=True, temperature=2.0), True),
     "recomputed": (
-        partial(PostPretrainConfig, gradient_checkpointing=True, gradient_accumulation_steps=2), False
+        partial(moe.PostPretrainConfig, gradient_checkpointing=True, gradient_accumulation_steps=2), False
     ),
-    "review": (ReviewConfig, True),
-    "distilled": (partial(ReviewConfig, distillation_coef=1.0), True),
-    "group": (GroupConfig, True),
-    "joint": (JointConfig, True),
+    "review": (moe.ReviewConfig, True),
+    "distilled": (partial(moe.ReviewConfig, distillation_coef=1.0), True),
+    "group": (moe.GroupConfig, True),
+    "joint": (moe.JointConfig, True),
 }  # fmt: skip
 DENSE = {"dense": {}, "dense-lora": {"method": "lora"}}
 FORMS = [(), *((name,) for name in PARTS if name not in ("copies", "expansion-only")), ("exclusive", "gated"),
@@ -92,30 +82,22 @@ def quietly(run: Callable[[], str]) -> str:
             return f"refused: {str(error)[:150]}"
 
 
-def trained(form: Form, stage: str) -> str:
-    config, everything = STAGES[stage]
-    newest = form.languages[1:] if form.joins else form.languages[-1:]
-    data = {code: form.text(code) for code in (form.languages if everything or "dmoe" in form else newest)}
+def run(form: Form, stage: str) -> str:
+    """Trains a stage; returns what there is to compare."""
     out = form.place(stage)
-    train_stage(form.whole, out, data, config(**QUICK))
+    if stage == "sft":
+        _, after, _ = sft(form)
+        return f"weights {digest([(name, value.double().sum().item()) for name, value in after.items()])}"
+    if stage == "adapt":
+        moe.adapt_language(form.whole, out, form.text("ru"), moe.AdaptConfig(sample_tokens=200, **QUICK))
+    elif stage in DENSE:
+        moe.train_stage(form.base, out, {"el": form.text("el")}, moe.DenseConfig(**DENSE[stage], **QUICK))
+    else:
+        config, everything = STAGES[stage]
+        newest = form.languages[1:] if form.joins else form.languages[-1:]
+        data = {code: form.text(code) for code in (form.languages if everything or "dmoe" in form else newest)}
+        moe.train_stage(form.whole, out, data, config(**QUICK))
     return said_of(out)
-
-
-def adapted(form: Form) -> str:
-    out = form.place("adapt")
-    adapt_language(form.whole, out, form.text("ru"), AdaptConfig(sample_tokens=200, **QUICK))
-    return said_of(out)
-
-
-def dense(form: Form, options: dict[str, Any]) -> str:
-    out = form.place("dense")
-    train_stage(form.base, out, {"el": form.text("el")}, DenseConfig(**options, **QUICK))
-    return said_of(out)
-
-
-def tuned(form: Form) -> str:
-    _, after, _ = sft(form)
-    return f"weights {digest([(name, value.double().sum().item()) for name, value in after.items()])}"
 
 
 def main(root: Path) -> None:
@@ -124,14 +106,10 @@ def main(root: Path) -> None:
         if refused(parts):
             continue
         form = Form(parts, root)
-        runs = {stage: partial(trained, form, stage) for stage in STAGES} | {"sft": partial(tuned, form)}
-        if "dmoe" in form:
-            runs["adapt"] = partial(adapted, form)
-        if form.base not in bases:
-            bases.add(form.base)
-            runs |= {name: partial(dense, form, options) for name, options in DENSE.items()}
-        for stage, run in runs.items():
-            print(f"{name_of(parts):<20} {stage:<14} {quietly(run)}", flush=True)
+        dense = () if form.base in bases else DENSE
+        bases.add(form.base)
+        for stage in (*STAGES, "sft", *(["adapt"] if "dmoe" in form else []), *dense):
+            print(f"{name_of(parts):<20} {stage:<14} {quietly(partial(run, form, stage))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import pickle
 import traceback
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,14 @@ class Ranks:
         """Every parameter after one step."""
         if self.started is None:
             self.started, self.store = start_ranks("matrix.two_ranks")
-        self._tell((form.parts, str(form.root.parent)))
+        self.asked += 1
+        self.store.set(f"matrix/task/{self.asked}", pickle.dumps((form.parts, str(form.root.parent))))
         answer = Path(self.store.get(f"matrix/answer/{self.asked}").decode())
         return torch.load(answer) if answer.suffix == ".pt" else _raise(answer)
 
     def stop(self) -> None:
-        if self.started is not None:
-            self._tell(None)
-            while not self.started.join(timeout=1):
-                pass
-
-    def _tell(self, task: Any) -> None:
-        self.asked += 1
-        self.store.set(f"matrix/task/{self.asked}", pickle.dumps(task))
+        for process in self.started.processes if self.started else ():
+            process.kill()
 
 
 def _raise(answer: Path) -> Any:
@@ -57,13 +53,8 @@ def serve() -> None:
     logging.disable_progress_bar()
     dist.init_process_group("gloo")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_LONG)
-    number = 0
-    while True:
-        number += 1
-        task = pickle.loads(store.get(f"matrix/task/{number}"))
-        if task is None:
-            break
-        parts, root = task
+    for number in count(1):
+        parts, root = pickle.loads(store.get(f"matrix/task/{number}"))
         form = Form(parts, Path(root))
         try:
             model = load(form.root / "whole")
