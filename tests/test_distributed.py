@@ -2,8 +2,10 @@
 
 import json
 import logging
+from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,14 +57,8 @@ def found(root):
 @pytest.fixture(scope="module")
 def alone(root):
     """`alone("review")`: the parameters after the same step in this process."""
-    made = {}
-
-    def step(name, backbone="qwen2"):
-        if (name, backbone) not in made:
-            made[name, backbone] = train(str(root / "alone"), model=model_of(name, backbone), **STEPS[name])
-        return made[name, backbone]
-
-    return step
+    folder = str(root / "alone")
+    return cache(lambda step, backbone="qwen2": train(folder, model=model_of(step, backbone), **STEPS[step]))
 
 
 def same(parameters, expected):
@@ -71,43 +67,47 @@ def same(parameters, expected):
         torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_data_parallel_with_the_loss_in_pieces_and_experts_that_get_no_token(found, alone):
-    same(found["ddp_in_pieces"][0], alone("idle"))
+@pytest.fixture(scope="module")
+def scored_alone(tmp_path_factory):
+    return scores(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_counts_each_row_and_target_once(found, tmp_path, kind):
-    alone, model = scores(tmp_path), uneven_model(kind)
+def test_evaluation_counts_each_row_and_target_once(found, scored_alone, kind):
     for batch, count in SETTINGS:
-        expected = slow_loss(model, kind, uneven_rows(count))
-        for loss, of_text in (found["evaluation"][kind, batch, count], alone[kind, batch, count]):
+        expected = slow_loss(uneven_model(kind), kind, uneven_rows(count))
+        for loss, of_text in (found["evaluation"][kind, batch, count], scored_alone[kind, batch, count]):
             assert loss == pytest.approx(expected, abs=2e-5), (batch, count)
             assert kind == "review" or of_text == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("step", ["review", "checkpointing", "post", "idle, checkpointing", "everything"])
-def test_transformers_own_fsdp(found, alone, step):
-    same(found["fsdp_native"][step][0], alone(step))
-
-
-def test_transformers_own_fsdp_of_tied_embeddings(found, alone):
-    same(found["fsdp_native"]["tied"][0], alone("post", "gemma3_text"))
+def test_data_parallel_with_the_loss_in_pieces_and_fsdp_of_tied_embeddings(found, alone):
+    same(found["ddp_in_pieces"], alone("idle"))  # experts that get no token
+    same(found["fsdp_native"]["tied"], alone("post", "gemma3_text"))
     assert "The embeddings train and are tied to the head" in found["fsdp_native"]["refused"]
+
+
+@pytest.mark.parametrize("step", ["review", "post", "idle, checkpointing", "everything"])
+def test_transformers_own_fsdp(found, root, alone, step):
+    same(found["fsdp_native"][step], alone(step))
+    model = LayerMoEForCausalLM.from_pretrained(root / f"fsdp {step}")  # which two ranks saved
+    same({name: parameter.detach() for name, parameter in model.named_parameters()}, alone(step))
+    frozen = compare_checkpoints(root / f"fsdp {step}.base", root / f"fsdp {step}")
+    moved = {name.rsplit(".", 2)[1] if "experts" not in name else "experts" for name in frozen.changed}
+    assert step == "everything" or moved <= {"router", "classifier" if step == "review" else "experts"}
 
 
 @pytest.mark.parametrize("step", ["review", "post", "everything"])
 def test_tensor_parallel_through_the_trainers(found, alone, step):
-    same(found["tensor_parallel"][step][0], alone(step))
+    same(found["tensor_parallel"][step], alone(step))
 
 
-@pytest.mark.parametrize("backbone", ["qwen2", "llama", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("backbone", ["qwen2", "gemma3_text", "gpt_neox"])
 def test_tensor_parallel_experts_are_split_and_compute_the_same(found, root, backbone):
     result = found["tensor_parallel"][backbone]
-    assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)
+    torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-5)
     assert any(".experts.1." in name for name in result["split"])
     assert not any("router" in name or "classifier" in name for name in result["split"])
-    for name, (parallel, whole) in result["gradients"].items():
-        torch.testing.assert_close(parallel, whole, rtol=1e-4, atol=1e-5, msg=name)
     kept = compare_checkpoints(root / f"tp {backbone}.base", root / f"tp {backbone}")
     assert not kept.changed + kept.removed
     assert set(kept.added) <= {"lm_head.weight"}  # transformers writes a tied head of a split model out as well
@@ -120,25 +120,15 @@ def test_texts_are_judged_as_in_one_process(found, way):
     assert len(whole.unique()) > 1
 
 
-@pytest.mark.parametrize("step", ["review", "post"])
-def test_checkpoints_saved_by_several_ranks_load_here(found, root, alone, step):
-    model = LayerMoEForCausalLM.from_pretrained(root / f"fsdp {step}")
-    same({name: parameter.detach() for name, parameter in model.named_parameters()}, alone(step))
-    frozen = compare_checkpoints(root / f"fsdp {step}.base", root / f"fsdp {step}")
-    moved = {name.rsplit(".", 2)[1] if "experts" not in name else "experts" for name in frozen.changed}
-    assert moved <= ({"router", "classifier"} if step == "review" else {"router", "experts"})
-    assert frozen.identical
-
-
 @pytest.fixture(scope="module")
 def one_process(root):
     """`one_process("ffn")`: the checkpoint that stage 1 leaves in one process."""
 
+    @cache
     def made(start):
-        out = root / f"one process {start}"
-        if not out.exists():
-            stage(root, out.name, post_pretraining(2, gradient_accumulation_steps=2, use_cpu=True), start=start)
-        return out
+        config = post_pretraining(2, gradient_accumulation_steps=2, use_cpu=True)
+        stage(root, f"one process {start}", config, start=start)
+        return root / f"one process {start}"
 
     return made
 
@@ -165,7 +155,8 @@ def under_accelerate(request, root, tmp_path_factory):
 def test_a_stage_under_the_packaged_configurations(under_accelerate, one_process, start):
     folder, found = under_accelerate
     out = folder / f"trained {start}"
-    assert "checkpoint-2" in found[start]["left"]  # it went on from there, and ends as one process does
+    # Interrupted ones went on from there; all end as one process does.
+    assert ("checkpoint-2" in found[start]["left"]) == (start in ("ffn", "adapters"))
     same_checkpoint(out, one_process(start))
     assert not any(
         "self_attn.q_proj" in name or "experts.0" in name for name in compare_checkpoints(folder / start, out).changed
@@ -190,21 +181,19 @@ def test_dense_training_under_the_packaged_configurations(under_accelerate, root
     assert compare_checkpoints(root / "base", alone).changed
 
 
-def test_an_interruption_of_a_stream_on_two_ranks_changes_nothing(found, root):
+def test_an_interruption_of_a_stream_on_two_ranks_changes_nothing(found, root, capsys):
+    def record(name):
+        return json.loads((root / name / "config.json").read_text())["expansions"][-1]["stages"][-1]
+
     assert compare_checkpoints(root / "streamed", root / "streamed again").changed == []
-    records = [json.loads((root / name / "config.json").read_text())["expansions"][-1]["stages"][-1] for name in
-               ("streamed", "streamed again")]  # fmt: skip
-    assert records[0] == records[1]
-    assert records[0]["tokens"] == {"el": 4 * 2 * 2 * 16}
-
-
-def test_a_stream_goes_on_with_fewer_ranks(found, root, capsys):
+    assert record("streamed") == record("streamed again")
+    assert record("streamed")["tokens"] == {"el": 4 * 2 * 2 * 16}
+    # It goes on with fewer ranks, too.
     stage(root, "streamed left", post_pretraining(2, stream=True, save_steps=2))
     out = capsys.readouterr().out
     assert "by 2 x 2 readers (ranks x workers) before the interruption, and is by 1 x 2 now" in out
     assert "resumes at step 2 of 4" in out
-    record = json.loads((root / "streamed left" / "config.json").read_text())["expansions"][-1]["stages"][-1]
-    assert record["tokens"] == {"el": 2 * 2 * 2 * 16 + 2 * 2 * 16}
+    assert record("streamed left")["tokens"] == {"el": 2 * 2 * 2 * 16 + 2 * 2 * 16}
 
 
 def test_two_ranks_adapt_a_model_to_a_language(found, root):
@@ -215,8 +204,7 @@ def test_two_ranks_adapt_a_model_to_a_language(found, root):
 
 
 def test_a_stage_on_a_model_that_transformers_splits(found, root):
-    alone = post_pretraining(4, use_cpu=True)
-    stage(root, "native alone", alone)
+    stage(root, "native alone", post_pretraining(4, use_cpu=True))
     same_checkpoint(root / "native", root / "native alone")
     stage(root, "native tp alone", ReviewConfig(block_size=16, **options(4, max_steps=2, use_cpu=True)))
     same_checkpoint(root / "native tp", root / "native tp alone")
@@ -227,17 +215,11 @@ def test_a_stage_on_a_model_that_transformers_splits(found, root):
 
 def test_deepspeeds_greeting_stays_out_of_the_output():
     """Where it is installed, it greets on the standard output of every training, also of those without it."""
-    heard = []
-
-    class Ear(logging.Handler):
-        def emit(self, record):
-            heard.append(record.getMessage())
-
-    logger, ear = logging.getLogger("DeepSpeed"), Ear()
+    logger, ear = logging.getLogger("DeepSpeed"), Mock(level=0)
     logger.addHandler(ear)
     try:
         logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
         logger.warning("something is wrong")
     finally:
         logger.removeHandler(ear)
-    assert heard == ["something is wrong"]
+    assert [call.args[0].getMessage() for call in ear.handle.call_args_list] == ["something is wrong"]

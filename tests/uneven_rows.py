@@ -12,7 +12,7 @@ from hf_moe_expand.stages.kinds.dense import DenseTrainer
 
 PRIOR = 0.3
 KINDS = ("review", "exclusive", "dense", "sft", "plain", "own loss")
-SETTINGS = ((7, 7), (2, 7), (3, 7), (1, 5), (4, 1))  # rows in a batch, and in all
+SETTINGS = ((3, 7), (1, 5), (4, 1))  # rows in a batch, and in all
 
 
 def model_of(kind):
