@@ -1,33 +1,28 @@
-"""The command line as a user meets it: help, the README's commands, errors and signals."""
+"""The command line as a user meets it: help, options, errors and signals."""
 
 import json
 import platform
 import re
-import shlex
+import runpy
 import signal
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 import torch
 import typer
-import yaml
-from conftest import invoke, refused, save_dense, start_python, verb, write_texts
+from conftest import invoke, run_python, save_dense, start_python, verb, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
 import hf_moe_expand
-from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
+from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.cli import groups, orderly_stops
 from hf_moe_expand.cli.groups import version_line
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.schema import Count, Schema
 from hf_moe_expand.core.verbs import Given, Keys, Kind, belongs, without_effect
-
-README = Path(__file__).parents[1] / "README.md"
 
 
 def commands(*words):
@@ -43,12 +38,7 @@ def commands(*words):
 def test_every_verb_has_help_with_an_example(words):
     text = invoke(*words, "--help")
     assert f"Example: hf-moe-expand {' '.join(words)}" in " ".join(text.split()) or "accelerate launch" in text
-
-
-@pytest.mark.parametrize("verb", ["", "train", "plan layer-moe"])
-def test_help_waits_for_neither_torch_nor_transformers(verb):
-    code, error, imported = heavy_imports(*verb.split(), "--help")
-    assert (code, imported) == (0, set()), error
+    assert [option.name for option in verb(*words).params if not getattr(option, "help", None)] == []
 
 
 @pytest.fixture
@@ -66,53 +56,10 @@ def error_of(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_errors_are_one_line_without_a_traceback(tmp_path, error_of):
-    assert error_of("inspect", "nowhere/at-all/x").startswith("error: nowhere/at-all/x: no such folder")
-    (tmp_path / "recipe.yaml").write_text("bsae: x\noutput: y\nnew: {el: z.jsonl}\n")
-    assert error_of("validate", "recipe.yaml") == "error: recipe.yaml: unknown key `bsae`; did you mean `base`?"
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch, help_text):
-    """The README's files, with a tiny model in the place of the real one and settings to match."""
-    monkeypatch.chdir(tmp_path)
-    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=24)
-    for code in ("en", "el"):
-        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 20)])
-        write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
-    ((name, text),) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    assert name == "recipe.yaml"
-    settings = yaml.safe_load(text)
-    stage = settings["post_pretrain"]
-    stage |= {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True, "bf16": False, "block_size": 32}
-    stage["learning_rate"] = float(stage["learning_rate"])
-    # A tiny model with random weights knows no language.
-    settings["gates"] = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.99}
-    (tmp_path / name).write_text(yaml.safe_dump(settings))
-    return tmp_path
-
-
-def test_every_command_of_the_readme_runs(workplace, quick_gates, monkeypatch):
-    """The recipe from its check to the list of files that a push uploads; the tiny tokenizer has no chat template."""
-    blocks = re.findall(r"```bash\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("hf-moe-expand")]
-    said = {words[0]: invoke(*words) for line in lines if (words := shlex.split(line)[1:])[0] != "chat"}
-    assert [*said] == ["validate", "run", "report", "push"]
-    assert len(lines) == 5
-    assert "recipe.yaml: ok" in said["validate"]
-    assert "frozen tensors are byte-identical" in said["run"]
-    assert "el (new)" in said["run"]
-    assert (workplace / "runs" / "qwen-el" / "report.html").exists()
-    assert "model.safetensors" in said["push"]
-    assert "post-pretrain, 1 steps" in invoke("inspect", "runs/qwen-el/post_pretrain")
-    refused(invoke, "chat", "runs/qwen-el/post_pretrain", "--base", "inside", says="its tokenizer has no chat template")
-
-
 def test_a_plan_to_grow_knows_the_models_languages(base, error_of):
     expand_checkpoint(base, "moe", Plan("x", [2, 2, 3], old=["en"], new=["el"]))
     grow = ["plan", "moe-lpr", "--experts", 1, "--from", "moe", "--out", "p.json"]
     invoke(*grow, "--new", "tr")
-    grow_checkpoint("moe", "grown", Plan.load("p.json"))
     assert Plan.load("p.json") == Plan("moe-lpr", [3, 3, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 3])
     again = [*grow, "--overwrite", "--new"]
     assert error_of(*again, "tr,el").endswith("error: el: already a language of moe; leave it out of --new.")
@@ -121,53 +68,50 @@ def test_a_plan_to_grow_knows_the_models_languages(base, error_of):
     assert "does not grow by plans" in error_of(*again, "hu", "--from", "dmoe")
 
 
-@pytest.fixture
-def deviation(tmp_path, monkeypatch):
-    """`analyze deviation` of a tiny model on four languages, run in `tmp_path`: its arguments."""
-    monkeypatch.chdir(tmp_path)
+def test_deviation_to_dmoe_plan(tmp_path, error_of):
     save_dense(tmp_path / "base", num_hidden_layers=5)
     words = {"en": "a plain sentence ", "es": "una frase ", "el": "μια απλή πρόταση ", "tr": "yalın bir cümle "}
-    data = [("--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', [t * 30])}") for code, t in words.items()]
+    data = [f"--data={code}={write_texts(tmp_path / f'{code}.jsonl', [text * 30])}" for code, text in words.items()]
     sizes = ["--steps", 2, "--batch-size", 2, "--block-size", 32]
-    return ["analyze", "deviation", "base", *(word for pair in data for word in pair), *sizes]
-
-
-def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
-    text = invoke(*deviation, "--out", "deviation.json")
+    text = invoke("analyze", "deviation", "base", *data, *sizes, "--out", "deviation.json")
     assert re.search(r"\n    4  0\.\d{6}\n", text)
     assert re.search(r"\nen +(es|el|tr) -?\d\.\d{3}\n", text)
     assert not (tmp_path / "deviation.json.work").exists()
-    text = invoke("plan", "dmoe", "--deviation", "deviation.json", "--groups", 2, "--out", "a.json")
+    dmoe = ["plan", "dmoe", "--deviation", "deviation.json"]
+    text = invoke(*dmoe, "--groups", 2, "--out", "a.json")
     plan = Plan.load("a.json")
     assert sorted(plan.experts_per_layer) == [1, 1, 1, 2, 2]
     assert f"expert 1  {', '.join(plan.groups[1])}" in text
-    dmoe = ["plan", "dmoe", "--deviation", "deviation.json"]
-    by_hand = ["--by-hand", "en, es; el; tr", "--threshold", 0]
-    invoke(*dmoe, *by_hand, "--out", "b.json")
-    plan = Plan.load("b.json")
-    assert (plan.groups, plan.experts_per_layer) == ([["en", "es"], ["el"], ["tr"]], [3] * 5)
-    for arguments, message in [
-        (["--groups", 2, "--vectors", "v.csv", "--random"], "give only one of them"),
-        (["--groups", 2, *by_hand], "--groups and --by-hand: give only one of them"),
-        ([], "error: Give --groups or --by-hand."),
-    ]:
-        assert message in error_of(*dmoe, *arguments, "--out", "d.json")
+    for words, message in (
+        ("--groups 2 --vectors v.csv --random", "give only one of them"),
+        ("--groups 2 --by-hand en,es;el;tr", "--groups and --by-hand: give only one of them"),
+        ("", "error: Give --groups or --by-hand."),
+        ("--groups 2 --deviation a.json", "not a deviation analysis"),
+    ):
+        assert message in error_of(*dmoe, *words.split(), "--out", "d.json")
     assert not (tmp_path / "d.json").exists()
-    assert "not a deviation analysis" in error_of("plan", "dmoe", "--deviation", "a.json", "--groups", 2, "--out", "d")
 
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "transformers.trainer", "matplotlib")
+PROGRAM = """
+import sys
+sys.argv[0] = "/bin/hf-moe-expand"
+from hf_moe_expand.cli import main
+code = 0
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code
+print("IMPORTED", code, *sys.modules)
+"""
 
 
 def heavy_imports(*arguments):
     """Exit code and standard error of the console script in a fresh process, and the heavy modules that it imported."""
-    code = "import sys\nsys.argv[0] = '/bin/hf-moe-expand'\nfrom hf_moe_expand.cli import main\n"
-    code += "try:\n    main()\nexcept SystemExit as stop:\n    code = stop.code\nelse:\n    code = 0\n"
-    code += f"print('IMPORTED', code, *(name for name in {HEAVY} if name in sys.modules))"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     _, exit_code, *found = done.stdout.splitlines()[-1].split()
-    return int(exit_code), done.stderr, set(found)
+    return int(exit_code), done.stderr, {*HEAVY} & {*found}
 
 
 class Sized(Schema):
@@ -221,38 +165,38 @@ def test_the_options_of_a_verb_follow_from_its_signature_and_docstring():
     assert "Args:" not in shown
 
 
-def test_the_verbs_are_few_and_each_has_a_summary(error_of):
-    shown = invoke("--help")
-    (_, *blocks) = re.split(r"^\w.*:\n", shown, flags=re.MULTILINE)[1:]
+def test_the_verbs_are_few_each_has_a_summary_and_an_old_one_says_its_new_form(error_of):
+    (_, *blocks) = re.split(r"^\w.*:\n", invoke("--help"), flags=re.MULTILINE)[1:]
     verbs = [line.split()[0] for block in blocks for line in block.splitlines() if re.match(r"  \w+  +\S", line)]
     assert len(verbs) == len({*verbs}) == len(verb().commands) <= 24
+    for gone in groups._GONE:
+        said = error_of(*gone.split(), "x", "--help")
+        assert said.startswith(f"error: `{gone}` is gone. Its new form: hf-moe-expand ")
+        assert said.partition("hf-moe-expand ")[2].split()[0] in verbs
 
 
-@pytest.mark.parametrize("gone", groups._GONE)
-def test_an_old_verb_says_its_new_form_in_one_sentence(gone, error_of):
-    said = error_of(*gone.split(), "x", "--help")
-    assert said.startswith(f"error: `{gone}` is gone. Its new form: hf-moe-expand ")
-    words = said.partition("hf-moe-expand ")[2].split()
-    assert words[0] in verb().commands
+MISSPELT = "unknown key `learning_rat`; did you mean `learning_rate`?"
 
 
-def test_a_misspelt_key_waits_for_neither_torch_nor_transformers(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "said"), [("--help", ""), ("plan layer-moe --help", ""), ("validate recipe.yaml", MISSPELT)]
+)
+def test_help_and_a_misspelt_key_wait_for_neither_torch_nor_transformers(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text("base: x\noutput: y\nnew: {el: z}\npost_pretrain: {learning_rat: 1}\n")
-    code, error, imported = heavy_imports("validate", tmp_path / "recipe.yaml")
-    assert (code, imported) == (2, set()), error
-    assert "post_pretrain: unknown key `learning_rat`; did you mean `learning_rate`?" in error
+    code, error, imported = heavy_imports(*words.split())
+    assert (code, imported) == (2 if said else 0, set()), error
+    assert said in error
 
 
 def test_the_console_script_loads_expanded_checkpoints_and_no_more_than_it_needs(base, tmp_path):
     expand_checkpoint(base, tmp_path / "moe", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
-    for words, imports, waits in (
-        (["inspect", tmp_path / "moe"], set(), {"trl", "matplotlib"}),
-        (["chat", tmp_path / "moe", "--prompt", "a", "--max-new-tokens", 1], {"torch", "transformers"}, {"matplotlib"}),
-    ):
-        code, error, imported = heavy_imports(*words)
-        assert code == 0, error
-        assert imports <= imported
-        assert not imported & waits
+    code, error, imported = heavy_imports("inspect", tmp_path / "moe")
+    assert (code, imported & {"trl", "matplotlib"}) == (0, set()), error
+    asked = ("chat", str(tmp_path / "moe"), "--prompt", "a", "--max-new-tokens", "1")
+    said = run_python(PROGRAM, *asked).splitlines()[-1].split()  # a process that has torch and transformers already
+    assert said[:2] == ["IMPORTED", "0"]
+    assert "matplotlib" not in said
 
 
 # A verb that writes a folder until something stops it. It undoes the SIG_IGN that `nohup` and `&` hand down.
@@ -328,13 +272,17 @@ def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsy
     code, said = ended(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
     assert code == 70
     assert len(said.splitlines()) == 1
-    assert said.startswith(
-        "error: ZeroDivisionError: division by zero. This error was not expected. The traceback is in "
-    )
+    begin = "error: ZeroDivisionError: division by zero. This error was not expected. The traceback is in "
+    assert said.startswith(begin)
     (file,) = tmp_path.iterdir()
     assert str(file) in said
     assert file.read_text().startswith(f"hf-moe-expand inspect x\n{version_line()}\n")
     assert "Traceback (most recent call last)" in file.read_text()
+    # Who asks for the traceback is shown it.
+    for words in (["--debug", "inspect", "x"], ["inspect", "x", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *words])
+        with pytest.raises(ZeroDivisionError):
+            cli.main()
     monkeypatch.setenv("HF_MOE_EXPAND_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         cli.main()
@@ -353,23 +301,11 @@ def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
     assert ended(*given, KeyboardInterrupt(), "run", "--x") == (130, "")
 
 
-def test_the_package_is_a_program_that_says_its_versions():
-    program = [sys.executable, "-m", "hf_moe_expand", "--help"]
-    assert "expand" in subprocess.run(program, capture_output=True, text=True, check=True, timeout=100).stdout
-    said = CliRunner().invoke(cli.app, ["--version"]).stdout
+def test_the_package_is_a_program_that_says_its_versions(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("hf_moe_expand", run_name="__main__")
+    said = capsys.readouterr().out
     for name, found in (("hf-moe-expand", hf_moe_expand.__version__), ("torch", torch.__version__)):
         assert f"{name} {found}, " in said
     assert said.endswith(f", Python {platform.python_version()}\n")
-
-
-def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for words in (["--debug", "inspect", "nowhere/at-all/x"], ["inspect", "nowhere/at-all/x", "--debug"]):
-        monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *words])
-        with pytest.raises(InputError, match="no such folder"):
-            cli.main()
-
-
-@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
-def test_every_option_has_a_help(words):
-    assert [one.name for one in verb(*words).params if not getattr(one, "help", None)] == []

@@ -1,4 +1,4 @@
-"""The guides' commands, recipes and Python, with a tiny model; `make guides` runs all, `make test` the one to costs."""
+"""The guides' commands, recipes and Python, with a tiny model; `make guides` runs all, `make test` few of them."""
 
 import argparse
 import importlib
@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import transformers
 import trl
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import BACKBONE_NAMES, DATA, byte_tokenizer, invoke, keywords, save_dense, tiny_config, tiny_dense
+from conftest import BACKBONE_NAMES, CHAT, byte_tokenizer, invoke, keywords, refused, save_dense, tiny_config
 from encoder_decoders import SENTENCES, save_tiny
 from guides import DOCS, LAUNCH, ROOT, bash_lines, blocks, commands, expanded, parsed, plain, run, small, workplace_in
 from test_peft_adapters import make
@@ -36,7 +35,8 @@ from hf_moe_expand.runs.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.runs.recipe import Recipe
 from hf_moe_expand.runs.recipes import packaged_files
 
-FOLDERS = ("expanded", "post_pretrain", "average")  # of the tutorial's run
+# A tiny model with random weights tells no languages apart.
+GATES = ["--tokens", "200", "--anchor-tokens", "100", "--unseen-share", "0.99", "--layer", "2"]
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -47,6 +47,39 @@ def guide_text(name):
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, help_text):
     return workplace_in(tmp_path, monkeypatch, help_text)
+
+
+@pytest.fixture
+def pushed(monkeypatch):
+    """What `push` would have been told: its arguments, and its options."""
+    pushed = []
+    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
+    return pushed
+
+
+def exec_all(guide, section="", **small):
+    """Runs the Python of a guide, with words in the place of others; its names."""
+    names = {}
+    for program in blocks(guide, "python", section):
+        for word, other in small.items():
+            program = program.replace(word, other)
+        exec(compile(program, guide, "exec"), names)
+    return names
+
+
+def test_every_command_of_the_readme_runs(workplace, quick_gates):
+    """The recipe from its check to the list of files that a push uploads; the tiny tokenizer has no chat template."""
+    workplace("../README.md")
+    said = {words[0]: invoke(*words) for words in commands("../README.md") if words[0] != "chat"}
+    assert [*said] == ["validate", "run", "report", "push"]
+    assert "recipe.yaml: ok" in said["validate"]
+    assert "frozen tensors are byte-identical" in said["run"]
+    assert "el (new)" in said["run"]
+    assert Path("runs/qwen-el/report.html").exists()
+    assert "model.safetensors" in said["push"]
+    assert "post-pretrain, 1 steps" in invoke("inspect", "runs/qwen-el/post_pretrain")
+    (chat,) = (words for words in commands("../README.md") if words[0] == "chat")
+    refused(invoke, *chat, says="its tokenizer has no chat template")
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
@@ -72,10 +105,6 @@ def test_every_block_reads(guide, tmp_path, monkeypatch):
         compile(text, guide.name, "exec")
 
 
-class OptionsReadError(Exception):
-    """Carries what a script's parser made of its command line."""
-
-
 def test_benchmarks_take_the_options_that_the_guides_give(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     for script in (ROOT / "benchmarks").glob("*.py"):
@@ -83,7 +112,7 @@ def test_benchmarks_take_the_options_that_the_guides_give(monkeypatch):
     parse = argparse.ArgumentParser.parse_args
 
     def read(parser, given=None, namespace=None):
-        raise OptionsReadError(parse(parser, given, namespace))
+        raise InterruptedError(parse(parser, given, namespace))  # the options were read
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read)
     lines = [line for guide in GUIDES for line in bash_lines(guide) if line.startswith("python ")]
@@ -91,23 +120,19 @@ def test_benchmarks_take_the_options_that_the_guides_give(monkeypatch):
     for line in lines:
         _, script, *options = shlex.split(line)
         monkeypatch.setattr(sys, "argv", [script, *options])
-        with pytest.raises(OptionsReadError):
+        with pytest.raises(InterruptedError):
             importlib.import_module(Path(script).stem).main()
 
 
 @pytest.mark.guides
-def test_the_tutorial(workplace, monkeypatch):
+def test_the_tutorial(workplace, pushed):
     workplace("tutorial.md")
     save_dense(Path("Qwen/Qwen2.5-0.5B"), num_hidden_layers=8, max_position_embeddings=1024)
-    pushed = []
-    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
     small = Path("recipe.yaml").read_text("utf-8")
     Path("recipe.yaml").unlink()
-    small_options = {"gates": ["--tokens", "200", "--anchor-tokens", "100", "--unseen-share", "0.99", "--layer", "2"]}
     said = {}
     for words in commands("tutorial.md"):
-        verb = words[0]
-        said[verb] = invoke(*words, *small_options.get(verb, []))
+        said[words[0]] = invoke(*words, *(GATES if words[0] == "gates" else []))
         if words[:2] == ["recipes", "new"]:
             validate_recipe(Recipe.load("recipe.yaml"))
             Path("recipe.yaml").write_text(small, "utf-8")
@@ -115,9 +140,9 @@ def test_the_tutorial(workplace, monkeypatch):
     assert said["validate"].rstrip("\n").endswith("recipe.yaml: ok")
     assert "final checkpoint: runs/qwen-el/average" in said["run"]
     (listed,) = (rows for rows in re.findall(r"\| in `runs/qwen-el` .*?\n\n", guide_text("tutorial.md"), re.DOTALL))
-    for name in {*FOLDERS, *re.findall(r"`([\w.]+\.(?:json|yaml|safetensors))`", listed)}:
+    folders = {"expanded", "post_pretrain", "average"}
+    for name in {*folders, "report.html", *re.findall(r"`([\w.]+\.(?:json|yaml|safetensors))`", listed)}:
         assert Path("runs/qwen-el", name).exists(), name
-    assert Path("runs/qwen-el/report.html").is_file()
     assert "license" in said["card"]
     assert [(where, how["dry_run"]) for where, how in pushed] == [(("runs/qwen-el", "me/qwen-el"), True)]
     assert "in layer 2\n" in said["gates"]
@@ -126,43 +151,62 @@ def test_the_tutorial(workplace, monkeypatch):
     assert "el (new)" in said["evaluate"]
     Path("me").mkdir()
     Path("me/qwen-el").symlink_to(Path("runs/qwen-el/average").resolve())
-    (program,) = blocks("tutorial.md", "python")
-    exec(compile(program, "tutorial.md", "exec"), {})
+    exec_all("tutorial.md")
 
 
-def test_the_size_is_the_one_that_the_guide_shows(tmp_path, monkeypatch):
+def test_the_size_and_the_recommended_recipe_are_those_that_the_guide_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     section = "Costs, before anything runs"
     (expected,), (config,) = (blocks("choose.md", kind, section) for kind in ("text", "json"))
     Path("Qwen/Qwen2.5-7B").mkdir(parents=True)
     Path("Qwen/Qwen2.5-7B/config.json").write_text(config)
-    said = run("choose.md", section)
-    assert said["inspect Qwen/Qwen2.5-7B"] == expected
+    assert run("choose.md", section)["inspect Qwen/Qwen2.5-7B"] == expected
     assert "24,725,632,512" in expected
+    (recommended,) = blocks("choose.md", "yaml", "What to take")
+    recipe = "base: Qwen/Qwen2.5-0.5B\noutput: runs/x\nold: {en: en.jsonl}\nnew: {hu: hu.jsonl}\n" + recommended
+    Path("recommended.yaml").write_text(recipe)
+    stages = [stage.key for stage, _ in Recipe.load("recommended.yaml").stages()]
+    assert stages == ["post_pretrain", "gates", "average"]
+
+
+BACKBONES_SAY = {
+    "Encoder-decoders": {
+        "plan layer-moe": "(total 60)",
+        "train review": "frozen tensors are byte-identical",
+        "evaluate nllb": "en-el",
+        "analyze routing": "encoder.1, encoder.3",
+        "inspect nllb-el-2": "12 encoder and 12 decoder layers",
+    },
+    "LoRA experts": {
+        "inspect qwen-mola-2": "expert 0 with updates of rank 8, alpha 16",
+        "export qwen-mola-2": "Qwen2ForCausalLM",
+    },
+    "Added experts": {
+        "inspect Qwen/Qwen3-30B-A3B": "expert 0 with an added FFN of width 512",
+        "inspect moe-el-3": "language gate",
+    },
+}
 
 
 @pytest.mark.guides
-def test_the_guide_to_translation_models(workplace, tmp_path):
-    section = "Encoder-decoders"
+@pytest.mark.parametrize("section", BACKBONES_SAY)
+def test_the_guide_to_backbones(workplace, tmp_path, quick_gates, section):
     workplace("backbones.md")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
+    save_dense(tmp_path / "Qwen" / "Qwen3-30B-A3B", "qwen3_moe", **sizes)
     save_tiny(tmp_path / "nllb", encoder_layers=12, decoder_layers=12)
-    for code in ("es", "el"):
+    (tmp_path / "flores").mkdir()
+    for code in ("en", "es", "el"):
         rows = [{"translation": {"en": b, code: a}} for a, b in zip(SENTENCES[code], SENTENCES["en"], strict=True)]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (tmp_path / f"en-{code}.jsonl").write_text(text * 15, "utf-8")
         (tmp_path / f"en-{code}.test.jsonl").write_text(text, "utf-8")
-    (tmp_path / "flores").mkdir()
-    for code in ("en", "el"):
         (tmp_path / "flores" / f"{code}.txt").write_text("\n".join(SENTENCES[code][:2]) + "\n", "utf-8")
     said = run("backbones.md", section)
-    assert "(total 60)" in said["plan layer-moe"]
-    assert "frozen tensors are byte-identical" in said["train review"]
-    assert "en-el" in said["evaluate nllb"]
-    assert "encoder.1, encoder.3" in said["analyze routing"]
-    assert "12 encoder and 12 decoder layers" in said["inspect nllb-el-2"]
-    (program,) = blocks("backbones.md", "python", section)
-    small_program = program.replace("max_steps=100", "max_steps=1, use_cpu=True").replace("size=256", "size=32")
-    exec(compile(small_program, "backbones.md", "exec"), {})
+    for verb, text in BACKBONES_SAY[section].items():
+        assert text in said[verb]
+    if section == "Encoder-decoders":
+        exec_all("backbones.md", section, **{"max_steps=100": "max_steps=1, use_cpu=True", "size=256": "size=32"})
 
 
 @pytest.mark.guides
@@ -199,40 +243,21 @@ def test_the_page_of_the_papers_names_every_recipe():
     assert f"{shown} " in invoke("recipes", "ls")
 
 
-@pytest.mark.guides
+@pytest.mark.guides  # the harness takes half a minute to list its tasks
 def test_the_evaluation_guide():
-    """Every task that the guide names is one of lm_eval's."""
-    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-    if not (DATA / "flores").is_dir():
-        pytest.skip(f"FLORES is not at {DATA / 'flores'}")
-    import lm_eval.tasks
-
-    own = Path(lm_eval.tasks.__file__).parent
-    places = [
-        "arc", "arc_mt", "belebele", "cmmlu", "global_mmlu/full/el", "global_mmlu/full/tr", "hellaswag", "okapi",
-        "include/default/Hungarian", "include/default/Turkish", "multiblimp",
-    ]  # fmt: skip
-    manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)
-    known = {name for place in places for name in manager(include_path=str(own / place)).all_tasks}
-    text = (DOCS / "evaluation.md").read_text("utf-8")
+    """Every task that the guide names is one of lm_eval's; those of papers' lists have the numbers of examples."""
+    harness = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    known = {*importlib.import_module("lm_eval.tasks").TaskManager().all_tasks}
+    text = guide_text("evaluation.md")
     asked = [part for part in re.findall(r"--tasks (\S+)", text) if task_list(part) is None]
     named = {name for part in asked for name in re.sub(r"@\d+", "", part).split(",")}
+    assert named | set(re.findall(r"`((?:arc|m_mmlu|hellaswag|belebele|global|cmmlu)\w*)`", text)) <= known
+    assert f"lm_eval {harness.__version__} has" in text
+    assert not {"hellaswag_zh", "hellaswag_el", "hellaswag_tr", "arc_el", "arc_tr", "m_mmlu_el", "m_mmlu_tr"} & known
     examples = {"arc": "25", "m_mmlu": "5", "global": "5", "hellaswag": "10", "belebele": "5"}
     for of in (of for paper in ("moe-lpr", "layermoe") for of in task_list(paper).values()):
         for name, _, shots in (task.partition("@") for task in of.values()):
-            named.add(name)
             assert shots == next(count for start, count in examples.items() if name.startswith(start))
-    assert named | set(re.findall(r"`((?:arc|m_mmlu|hellaswag|belebele|global|cmmlu)\w*)`", text)) <= known
-    assert f"lm_eval {lm_eval.__version__} has" in text
-    assert not {"hellaswag_zh", "hellaswag_el", "hellaswag_tr", "arc_el", "arc_tr", "m_mmlu_el", "m_mmlu_tr"} & known
-
-
-@pytest.mark.guides
-def test_the_lora_guide(workplace):
-    workplace("backbones.md")
-    said = run("backbones.md", "LoRA experts")
-    assert "expert 0 with updates of rank 8, alpha 16" in said["inspect qwen-mola-2"]
-    assert "Qwen2ForCausalLM" in said["export qwen-mola-2"]
 
 
 @pytest.mark.guides
@@ -243,28 +268,15 @@ def test_the_guide_to_languages(workplace, quick_gates):
         tuned = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
         tuned.lm_head.weight.data *= 1.1
         tuned.save_pretrained(f"me/qwen-{code}")
-    gates = ["--tokens", "200", "--anchor-tokens", "100", "--unseen-share", "0.99", "--layer", "2"]
     said = {}
     for words in commands("languages.md"):
-        said[" ".join(words[:3])] = invoke(*words, *(gates if words[0] == "gates" else []))
+        said[" ".join(words[:3])] = invoke(*words, *(GATES if words[0] == "gates" else []))
     assert "told" in said["expand Qwen/Qwen2.5-0.5B qwen-el-hu"]
     assert compare_checkpoints("me/qwen-el", "qwen-greek").same
     assert "no gate" in said["grow qwen-el qwen-el-tr"]
     assert "el=lora/el hu=lora/hu" in said["export qwen-el-hu lora"]
-    for block in blocks("languages.md", "python"):
-        exec(block, {})
+    exec_all("languages.md")
     assert Path("qwen-el-16/config.json").is_file()
-
-
-@pytest.mark.guides
-def test_the_guide_to_added_experts(workplace, tmp_path, quick_gates):
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
-    save_dense(tmp_path / "Qwen" / "Qwen3-30B-A3B", "qwen3_moe", **sizes)
-    workplace("backbones.md")
-    said = run("backbones.md", "Added experts")
-    assert "expert 0 with an added FFN of width 512" in said["inspect Qwen/Qwen3-30B-A3B"]
-    assert "mixtures before     all layers" in said["inspect moe-el-3"]
-    assert "language gate" in said["inspect moe-el-3"]
 
 
 @pytest.mark.guides
@@ -288,27 +300,13 @@ def test_the_lifelong_guide(workplace, quick_gates):
     assert "nearest experts: layer 0: " in said["grow qwen-el-2"]
 
 
-def test_the_recommended_settings_make_a_recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (recommended,) = blocks("choose.md", "yaml", "What to take")
-    recipe = "base: Qwen/Qwen2.5-0.5B\noutput: runs/x\nold: {en: en.jsonl}\nnew: {hu: hu.jsonl}\n" + recommended
-    Path("recommended.yaml").write_text(recipe)
-    stages = [stage.key for stage, _ in Recipe.load("recommended.yaml").stages()]
-    assert stages == ["post_pretrain", "gates", "average"]
-
-
 @pytest.mark.guides
-def test_a_recipe_without_old_text(workplace, quick_gates):
+def test_the_guide_to_what_to_take(workplace, quick_gates):
     workplace("choose.md")
     run("choose.md", "Without any old text")
     recipe = Recipe.load("no-old-text.yaml")
     validate_recipe(recipe)
     assert run_recipe(recipe, lambda line: None).name == "post_pretrain"
-
-
-@pytest.mark.guides
-def test_an_average_with_the_base(workplace):
-    workplace("choose.md")
     expanded("qwen-el-2", [2] * 8)
     run("choose.md", "An average with the base")
     run("choose.md", "Averaged experts")
@@ -328,12 +326,10 @@ def test_an_average_with_the_base(workplace):
 
 
 @pytest.mark.guides
-def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
+def test_the_guide_to_packs(workplace, quick_gates, pushed):
     workplace("packs.md")
     plan = Plan("moe-lpr", [2] * 8, old=["en"], new=["el"], exclusive=True)
     expand_checkpoint("Qwen/Qwen2.5-0.5B", "me/qwen-el", plan)
-    pushed = []
-    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
     said = {" ".join(words[:3]): invoke(*words) for words in commands("packs.md", "Packs")}
     assert [where for where, _ in pushed] == [("qwen-hu-1", "me/qwen-hu")]
     assert "pack 2  qwen-hu-1: hu" in said["join qwen-el-hu me/qwen-el"]
@@ -341,10 +337,6 @@ def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
     assert "unseen languages" in said["gates qwen-el-hu qwen-el-hu-gated"]
     assert said["validate join.yaml"].rstrip("\n").endswith("join.yaml: ok")
     assert "final checkpoint: runs/qwen-el-hu/gates" in said["run join.yaml"]
-
-
-TRAINERS = Path(__file__).parents[1] / "docs" / "trainers.md"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 class Small(trl.SFTConfig):
@@ -358,21 +350,13 @@ class Small(trl.SFTConfig):
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL uses the old name
 def test_the_chat_guide(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     save_dense(tmp_path / "chat", max_position_embeddings=256)
-    tokenizer.save_pretrained(tmp_path / "chat")
-    changed = tiny_dense("qwen2", max_position_embeddings=256)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(1e-3)
-    changed.save_pretrained(tmp_path / "chat")
-    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
-    expand_checkpoint("chat", tmp_path / "qwen-el-2", plan)
+    byte_tokenizer(CHAT).save_pretrained(tmp_path / "chat")
+    expand_checkpoint("chat", tmp_path / "qwen-el-2", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
     row = {"messages": [{"role": "user", "content": "Μία λέξη;"}, {"role": "assistant", "content": "Δύο."}]}
     Path("chat.el.jsonl").write_text(f"{json.dumps(row)}\n" * 8, "utf-8")
     monkeypatch.setattr(trl, "SFTConfig", Small)
-    (program,) = re.findall(r"```python\n(# chat\.py\n.*?)```", TRAINERS.read_text("utf-8"), re.DOTALL)
+    (program,) = re.findall(r"```python\n(# chat\.py\n.*?)```", guide_text("trainers.md"), re.DOTALL)
     exec(compile(program, "chat.py", "exec"), {})
     found = compare_checkpoints("qwen-el-2", "qwen-el-chat")
     assert found.changed
@@ -384,41 +368,30 @@ def test_the_chat_guide(tmp_path, monkeypatch):
     assert re.search(r"other experts .* 9 ", said.output)
     assert "base inside" in invoke(*generate[:-1], "4")
     invoke(*chat, "--max-new-tokens", "2")
-    model = AutoModelForCausalLM.from_pretrained("qwen-el-chat").eval()
-    with torch.no_grad(), model.use_expert(0):
-        here = model(torch.arange(20)[None]).logits
-        assert torch.equal(here, AutoModelForCausalLM.from_pretrained("chat").eval()(torch.arange(20)[None]).logits)
 
 
 @pytest.mark.guides
-def test_the_serving_guide(workplace, monkeypatch):
+def test_the_serving_guide(workplace, monkeypatch, pushed):
     plan = Plan("moe-lpr", [2] * 8, old=["en"], new=["el"], exclusive=True)
     expand_checkpoint("Qwen/Qwen2.5-0.5B", "qwen-el-2", plan)
     Path("me").mkdir()
     Path("me/qwen-el").symlink_to(Path("qwen-el-2").resolve())
-    pushed = []
-    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
     said = run("serving.md")
-    assert [where for where, _ in pushed] == [("qwen-el-2", "me/qwen-el")]
-    assert pushed[0][1]["expansion_only"]
-    assert pushed[0][1]["dry_run"]
+    ((where, how),) = pushed
+    assert (where, how["expansion_only"], how["dry_run"]) == (("qwen-el-2", "me/qwen-el"), True, True)
     assert Path("qwen-greek/config.json").is_file()
     assert said["export qwen-el-2"].strip().endswith(": Qwen2ForCausalLM")
-    served = []
-    vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))
+    served, loaded = [], []
+    vllm = SimpleNamespace(LLM=lambda model, **options: served.append(model))
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # which is not installed: the block alone is looked at
     monkeypatch.setattr(transformers, "LayerMoEForCausalLM", None, raising=False)
-    manager, loaded = ModelManager(device="cpu", trust_remote_code=True), []  # of `transformers serve`
+    manager = ModelManager(device="cpu", trust_remote_code=True)  # of `transformers serve`
     load = manager.load_model_and_processor
     monkeypatch.setattr("transformers.cli.transformers.main", lambda: loaded.append(load("qwen-el-2@main")[0]))
-    namespace = {}
-    for block in blocks("serving.md", "python"):
-        exec(block, namespace)
-    for model in (namespace["model"], *loaded):
-        assert type(model).__name__ == "LayerMoEForCausalLM"
-    assert len(loaded) == 1
+    names = exec_all("serving.md")
     manager.shutdown()
-    assert [name for name, _ in served] == ["qwen-el-2"]
+    assert [type(model).__name__ for model in (names["model"], *loaded)] == ["LayerMoEForCausalLM"] * 2
+    assert served == ["qwen-el-2"]
     assert AutoTokenizer.from_pretrained("qwen-el-2", trust_remote_code=True).padding_side == "right"
 
 
