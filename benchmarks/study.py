@@ -8,13 +8,14 @@
 DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAGE.dev.jsonl (objects with `text`).
 `study.yaml` has the rows, each a recipe's fragment, the bases, and the claims that `report` judges. `run` trains and
 scores what is left and writes OUT/study.csv after each row, a line a model; stop it with Ctrl-C, and the same command
-goes on; other settings take another OUT. py3langid, if installed, judges the language of answers. `--workers N` runs N
-rows side by side on one device. `report` takes several CSVs, such as docs/study.csv and one of further seeds.
+goes on; other settings take another OUT. `--workers N` runs N rows side by side on one device. `report` takes several
+CSVs, such as docs/study.csv and one of further seeds.
 
 Text is scored in float32 (on a GPU with products of 19 bits, TF32): bits per byte, judged first where a model has a
 gate, and told the language where it is a new one; and the share of texts that go to new languages. `averages: best`
-takes the weight, of `weights`, by which told sentences and documents of FLORES score best that are scored nowhere else.
-A row with `tuned` joins full fine-tunes, one for each new language, which all such rows share. Seconds a step of rows
+takes the weight, of `weights`, by which told sentences and documents of FLORES score best that are scored nowhere else;
+`thirds` also one for each third of the layers, one after the other. A row with `tuned` joins full fine-tunes, one for
+each new language, which all such rows share; one with `rate` has another than its kind's. Seconds a step of rows
 that ran side by side are upper bounds (`workers` says how many ran).
 """
 
@@ -22,7 +23,6 @@ import argparse
 import gc
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -39,8 +39,9 @@ import pandas
 import torch
 import yaml
 from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
 from study_report import report
-from study_scores import chat, lines_of, scores, share_in, texts_of
+from study_scores import chat, lines_of, scores, texts_of
 from timing import reset_peak, resident_bytes
 from transformers import AutoTokenizer
 
@@ -48,6 +49,8 @@ import hf_moe_expand as moe
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.analysis.settings import GateSettings
 from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
+from hf_moe_expand.checkpoint.source import load_config
+from hf_moe_expand.core.jsonfile import write_text
 from hf_moe_expand.data.anchors import shipped_anchors
 from hf_moe_expand.trainers.bfloat16 import has_bfloat16
 
@@ -118,9 +121,10 @@ class Study:
                 homes: dict[tuple[str, str, int], float] = {}
                 lines: list[dict[str, Any]] = []
                 for weight, model, cost in self.made(job, folder):
-                    same = next((one for one in lines if one["weight"] == weight), None)
+                    is_same = lambda one: (one["weight"], one.get("thirds")) == (weight, cost.get("thirds"))  # noqa: E731, B023
+                    same = next(filter(is_same, lines), None)
                     lines.append(same | cost if same else self.scored(job, weight, model, cost, homes))
-                write(kept, json.dumps(lines, ensure_ascii=False, indent=1))
+                write_text(kept, json.dumps(lines, ensure_ascii=False, indent=1))
                 shutil.rmtree(folder, ignore_errors=True)
                 self.write_csv()
                 print(f"{job}: {time.time() - begun:.0f} s", flush=True)
@@ -134,7 +138,7 @@ class Study:
             yield 1.0, base, {"held.0": self.held_out(base)}
             return
         folder.mkdir(parents=True)
-        reset_memory()
+        free()
         if "tuned" in row:
             tuned = self.fine_tunes(row, tokens, seed)
             cost = json.loads((tuned / "cost.json").read_text("utf-8"))
@@ -163,12 +167,31 @@ class Study:
 
         yield 1.0, averaged(1.0), dict(cost)
         weights = row.get("averages", [])
-        if weights == "best":
+        if weights in ("best", "thirds"):
             held = {weight: self.held_out(averaged(weight)) for weight in self.settings["weights"]}
-            weights = [min(held, key=lambda weight: held[weight])]
+            best = min(held, key=lambda weight: held[weight])
             cost |= {"is_best": 1} | {f"held.{weight:g}": bits for weight, bits in held.items()}
+            if weights == "thirds":
+                found = self.best_thirds(trained, folder / "thirds", best)
+                yield best, folder / "thirds", cost | {"thirds": " ".join(map("{:g}".format, found))}
+            weights = [best]
         for weight in weights:
             yield weight, averaged(weight), dict(cost)
+
+    def best_thirds(self, trained: Path, out: Path, weight: float) -> list[float]:
+        """Averages a dense model with the base: each third of the layers at the weight that is best on held-out text,
+        one third after the other, all else at `weight`."""
+        found = [weight] * 3
+
+        def bits(third: int, weight: float) -> float:
+            return self.held_out(
+                in_thirds(trained, self.options.base, out, [*found[:third], weight, *found[third + 1 :]])
+            )
+
+        for third in range(3):
+            found[third] = min(self.settings["weights"], key=lambda weight: bits(third, weight))
+        in_thirds(trained, self.options.base, out, found)
+        return found
 
     def fine_tunes(self, row: Mapping[str, Any], tokens: int, seed: int) -> Path:
         """A folder with a full fine-tune of each new language, on its share of the tokens, and the gate; kept."""
@@ -192,7 +215,7 @@ class Study:
                         settings=GateSettings(**row["gates"]), overwrite=True,
                     )  # fmt: skip
                 cost = step_cost(folder) | {"gate_in": round(time.time() - begun, 1)}
-                write(folder / "cost.json", json.dumps(cost))
+                write_text(folder / "cost.json", json.dumps(cost))
         return folder
 
     def held_out(self, model_folder: Path) -> float:
@@ -213,7 +236,7 @@ class Study:
         shares |= dict.fromkeys(self.languages["kept"] if replay else [], replay / len(self.languages["kept"]))
         data = {code: moe.LanguageText(code, self.text(code, tokens * share)) for code, share in shares.items()}
         rate = "lora" if row["dense"].get("method") == "lora" else "dense"
-        config = moe.DenseConfig(str(folder / "work"), **self.stage(rate, tokens), **row["dense"])
+        config = moe.DenseConfig(str(folder / "work"), **self.stage(rate, tokens, row), **row["dense"])
         moe.train_stage(self.options.base, out, data, config, seed)
         return out
 
@@ -231,13 +254,13 @@ class Study:
             with self.without_anchors():
                 return moe.run_recipe(moe.Recipe.load(file), say=say)
 
-        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs")}
+        recipe = {key: value for key, value in row.items() if key not in ("averages", "packs", "rate")}
         reviewed = self.settings["review_share"] if recipe.get("review") is not None else 0.0
         parts = len(self.new) if row.get("packs") else 1
         kind = "lora" if recipe.get("expand", {}).get("expert_kind") == "adapter" else "post_pretrain"
-        recipe["post_pretrain"] = self.stage(kind, tokens * (1 - reviewed) / parts)
+        recipe["post_pretrain"] = self.stage(kind, tokens * (1 - reviewed) / parts, row)
         if reviewed:
-            recipe["review"] = self.stage("review", tokens * reviewed) | recipe["review"]
+            recipe["review"] = self.stage("review", tokens * reviewed, {}) | recipe["review"]
         if recipe["plan"]["method"] == "layer-moe":
             recipe["analysis"] = self.settings["analysis"]
         if not row.get("packs"):
@@ -250,12 +273,13 @@ class Study:
         codes = [code for part in ("kept", "unnamed", "new") for code in self.languages[part]]
         return patch.object(gating, "shipped_anchors", lambda leave_out: shipped_anchors([*codes, *leave_out]))
 
-    def stage(self, kind: str, tokens: float) -> dict[str, Any]:
-        """The settings of a stage on a number of tokens."""
+    def stage(self, kind: str, tokens: float, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a stage on a number of tokens, at the row's `rate` or that of its kind."""
         settings = self.settings
         steps = max(1, round(tokens / (settings["block"] * settings["batch"])))
         found = {
-            "learning_rate": settings["rates"][kind], "max_steps": steps, "block_size": settings["block"],
+            "learning_rate": row.get("rate", settings["rates"][kind]),
+            "max_steps": steps, "block_size": settings["block"],
             "per_device_train_batch_size": settings["batch"], "lr_scheduler_type": "cosine", "warmup_steps": 0.05,
             "save_strategy": "no", "logging_steps": 20, "disable_tqdm": True,
         }  # fmt: skip
@@ -275,17 +299,15 @@ class Study:
                 size += len(tokenizer(json.loads(line)["text"]).input_ids) + 1
                 if size >= tokens:
                     break
-            write(file, "".join(taken))
+            write_text(file, "".join(taken))
         return str(file)
 
     def scored(
         self, job: tuple[str, int, int], weight: float, model_folder: Path, cost: dict, homes: dict
     ) -> dict[str, Any]:
         """A line of the CSV, and the answers of the chat."""
-        device = f"CPU {torch.backends.cpu.get_cpu_capability()}"
-        if torch.cuda.is_available():
-            device = torch.cuda.get_device_name()
-        name, tokens, seed = job
+        on_gpu, (name, tokens, seed) = torch.cuda.is_available(), job
+        device = torch.cuda.get_device_name() if on_gpu else f"CPU {torch.backends.cpu.get_cpu_capability()}"
         line = {
             "base": self.options.name, "row": name, "weight": weight, "tokens": tokens, "seed": seed, "device": device,
             "workers": self.options.beside, **cost,
@@ -302,7 +324,6 @@ class Study:
         if name != "base":
             (base,) = self.result(("base", 0, 0))
             line["chat.en"] = statistics.mean(map(str.__eq__, base["answers"]["en"], answers["en"]))
-        line["chat.hu"] = share_in("hu", answers["hu"])
         return line
 
     def write_csv(self) -> None:
@@ -311,7 +332,21 @@ class Study:
         order = list(self.rows)
         lines.sort(key=lambda one: (one["base"], -one["tokens"], order.index(one["row"]), -one["weight"], one["seed"]))
         frame = pandas.DataFrame(lines).drop(columns="answers", errors="ignore")
-        write(self.out / "study.csv", frame.to_csv(index=False))
+        write_text(self.out / "study.csv", frame.to_csv(index=False))
+
+
+def in_thirds(trained: Path, base: Path, out: Path, weights: Sequence[float]) -> Path:
+    """Writes the average of a dense model with its base, at a weight for each third of the layers; what is in no layer
+    has the middle third's."""
+    shutil.copytree(trained, out, dirs_exist_ok=True)
+    theirs, ours = load_file(base / "model.safetensors"), load_file(trained / "model.safetensors")
+    layers = load_config(base).num_hidden_layers
+    for name in ours:
+        number = re.search(r"\.(\d+)\.", name)
+        third = 3 * int(number[1]) // layers if number else 1
+        ours[name] = torch.lerp(theirs[name], ours[name], weights[third])
+    save_file(ours, out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 def step_cost(folder: Path) -> dict[str, Any]:
@@ -323,19 +358,14 @@ def step_cost(folder: Path) -> dict[str, Any]:
     return {"seconds_a_step": round(seconds / steps, 4), "peak_gigabytes": round(peak / 1e9, 2)}
 
 
-def reset_memory() -> None:
-    free()
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak()
-
-
 def free() -> None:
+    """Frees memory, and forgets how much was taken."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:
@@ -343,13 +373,6 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     free()
     model, tokenizer = moe.load_for_inference(folder)
     return model.float().eval(), tokenizer
-
-
-def write(file: Path, text: str) -> None:
-    """Writes a file whole, or not at all."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    partial.write_text(text, "utf-8")
-    partial.rename(file)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -363,9 +386,7 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(f"{', '.join(missing)}: no such file; --data names a folder with help and flores.")
     codes = [code for group in study.languages.values() for code in group]
     if missing := [code for code in codes if not texts_of(options.data, code, 6)]:
-        sys.exit(
-            f"{options.data}: has no test text of {', '.join(missing)} (help/CODE.test.jsonl, flores/CODE.dev.jsonl)."
-        )
+        sys.exit(f"{options.data}: no test text of {', '.join(missing)} (help/CODE.test.jsonl, flores/CODE.dev.jsonl).")
     if options.workers > 1:
         again = [sys.executable, __file__, *options.words, "--workers", "1", "--beside", str(options.workers)]
         workers = [subprocess.Popen(again) for _ in range(options.workers)]
@@ -379,10 +400,8 @@ def run(options: argparse.Namespace) -> None:
 
 def left(options: argparse.Namespace) -> None:
     """Prints the rows that are left."""
-    jobs = Study(options).left()
-    print(
-        f"{len(jobs)} rows are left", *(f"{n}, {tokens:,} tokens, seed {seed}" for n, tokens, seed in jobs), sep="\n  "
-    )
+    rows = [f"{name}, {tokens:,} tokens, seed {seed}" for name, tokens, seed in Study(options).left()]
+    print(f"{len(rows)} rows are left", *rows, sep="\n  ")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -407,7 +426,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     page = verbs.add_parser("report", parents=[settings], help="tables, judged claims and the figure")
     page.set_defaults(work=report)
     page.add_argument("--csv", type=Path, nargs="+", required=True, help="of one run or of several")
-    page.add_argument("--table", type=Path, help="also write the tables here")
     page.add_argument("--figure", type=Path, help="draw it here (SVG)")
     options = parser.parse_args(arguments)
     options.words = sys.argv[1:] if arguments is None else list(arguments)

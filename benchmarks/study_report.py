@@ -14,7 +14,8 @@ from tables import markdown_table
 
 GENERAL = ("documents", "sentences")
 KINDS = (*GENERAL, "pages")
-WAYS = {"read": "token by token", "end": "by the end", "told": "told"}
+SHOWN = (*(f"new: {kind}" for kind in KINDS), "kept", "unnamed, mean", "unnamed, worst", "chat en")
+WAYS = ("judged", "told")
 HELD = r"^held\.(?!0$)"
 TUNED = "tuned"
 WHOLE = "full fine-tuning"  # the measure of what a gate lets through
@@ -26,25 +27,28 @@ def report(options: argparse.Namespace) -> None:
     """Prints the tables of one CSV or of several, and draws their figure."""
     settings = yaml.safe_load(options.settings.read_text("utf-8"))
     frame = pandas.concat([changes(file) for file in options.csv], ignore_index=True)
-    parts: list[str] = []
-    panels, verdicts, groups = {}, [], {}
+    parts, panels, verdicts, groups = list[str](), {}, [], {}
     for base, lines in frame.groupby("base", sort=False):
         if base not in settings["bases"]:
             sys.exit(f"{base}: no such base in {options.settings}; it has {', '.join(settings['bases'])}.")
         languages = settings["bases"][base].get("languages", settings["languages"])
+        lines = ways_of(lines)
         found = measures(lines, languages)
         lines = lines.join(found).copy()  # in one piece
         for tokens, some in lines.groupby("tokens", sort=False):
-            panels[f"{base}, {tokens:,} tokens"] = some
+            if settings["bases"][base].get("figure", True):
+                panels[f"{base}, {tokens:,} tokens"] = some[some["row"].isin([*settings["rows"]])]
             groups[tokens] = some, languages
-            parts += [f"**{base}, {tokens:,} tokens**", quality(some, list(found))]
+            parts += [
+                f"**{base}, {tokens:,} tokens**",
+                quality(some),
+            ]
             if (some["name"] == TUNED).any():
                 parts += ["**Joined fine-tunes**", joined(some, languages["new"])]
             if some.filter(regex=HELD).notna().any(axis=None):
                 parts += ["**Weights on held-out text, told**", swept(some)]
         gated = lines[lines.filter(regex=r"^new\.").notna().any(axis=1)]
-        if len(gated):
-            parts += ["**To new experts, %**", astray(gated, languages)]
+        if len(gated) and (lines["name"] == WHOLE).any():
             parts += [f"**Share of the gain of {WHOLE}, %**", let_through(lines, gated, languages["new"])]
         verdicts.append(judged(lines, settings["claims"]).add_prefix(f"{base}, "))
     claims = pandas.concat(verdicts, axis=1)
@@ -54,8 +58,6 @@ def report(options: argparse.Namespace) -> None:
     for page, sentences in settings["pages"].items():
         parts += [f"**{page}**", "\n".join(said(groups, sentences))]
     print("\n\n".join(parts))
-    if options.table:
-        options.table.write_text("\n\n".join(parts) + "\n", "utf-8")
     if options.figure:
         draw(panels, options.figure)
 
@@ -64,12 +66,7 @@ def changes(file: Path) -> pandas.DataFrame:
     """The lines of a CSV but the base's, their bits per byte as changes in % against the base on the same device."""
     if not file.is_file():
         sys.exit(f"{file}: no such file; `study.py run` writes OUT/study.csv.")
-    try:
-        frame, found = pandas.read_csv(file), []
-    except ValueError as error:  # empty, of another kind, or no text
-        sys.exit(f"{file}: no CSV of `study.py run`: {str(error).strip()}")
-    if missing := [name for name in ("base", "row", "weight", "tokens", "seed", "device") if name not in frame]:
-        sys.exit(f"{file}: no CSV of `study.py run`: it has no column {', '.join(missing)}.")
+    frame, found = pandas.read_csv(file), []
     for (base, device), lines in frame.groupby(["base", "device"], sort=False):
         own = lines[lines["row"] == "base"]
         if own.empty:
@@ -81,40 +78,51 @@ def changes(file: Path) -> pandas.DataFrame:
             lines[name] = 100 * (lines[name] / own.iloc[0]["held.0"] - 1)
         found.append(lines)
     frame = pandas.concat(found).copy()  # in one piece
-    best = frame["is_best"] == 1 if "is_best" in frame else [False] * len(frame)
-    names = zip(frame["row"], frame["weight"], best, strict=True)
-    weights = [", best" if chosen else "" if weight == 1 else f", {weight:g}" for _, weight, chosen in names]
-    return frame.assign(name=frame["row"] + weights)
+    frame["name"] = frame["row"] + ["" if weight == 1 else f", {weight:g}" for weight in frame["weight"]]
+    for column, word in (("is_best", ", best"), ("thirds", ", thirds")):
+        if column in frame:
+            frame.loc[frame[column].notna(), "name"] = frame["row"] + word
+    return frame
+
+
+def ways_of(lines: pandas.DataFrame) -> pandas.DataFrame:
+    """What a text costs judged by its end where a model has a gate, else as it reads it; and told, else as judged."""
+
+    def named(way: str, new: str) -> pandas.DataFrame:
+        return lines.filter(regex=rf"^{way}\.").rename(columns=lambda name: name.replace(way, new, 1))
+
+    judged = named("end", "judged").combine_first(named("read", "judged"))
+    told = named("told", "told").combine_first(judged.rename(columns=lambda name: name.replace("judged", "told", 1)))
+    return pandas.concat([lines[lines.columns.drop(list(lines.filter(regex=r"^told\.")))], judged, told], axis=1)
 
 
 def measures(lines: pandas.DataFrame, languages: Languages) -> pandas.DataFrame:
-    """What tables and claims are about, in %; new text is judged by its end where a model has a gate."""
+    """What tables and claims are about, in %."""
 
-    def over(codes: Sequence[str], kinds: Sequence[str] = GENERAL, way: str = "read", how: str = "mean") -> Any:
+    def over(codes: Sequence[str], kinds: Sequence[str] = GENERAL, how: str = "mean", way: str = "judged") -> Any:
         return lines.reindex(columns=[f"{way}.{kind}.{code}" for kind in kinds for code in codes]).agg(how, axis=1)
 
-    new = languages["new"]
-    found = {f"new: {kind}": over(new, [kind], "end").fillna(over(new, [kind])) for kind in KINDS}
+    found = {f"new: {kind}": over(languages["new"], [kind]) for kind in KINDS}
+    found |= {f"told: {kind}": over(languages["new"], [kind], way="told") for kind in GENERAL}
     found["kept"] = over(languages["kept"])
     found["anchored, worst"] = over(languages["anchored"], how="max")
     found["unnamed, mean"] = over(languages["unnamed"])
     found["unnamed, worst"] = over(languages["unnamed"], how="max")
     others = [code for group, codes in languages.items() if group != "new" for code in codes]
     found["all others"] = over(others)
-    found["others by the end, worst"] = over(others, way="end", how="max")
-    for code in ("en", "hu"):
-        found[f"chat {code}"] = 100 * lines[f"chat.{code}"] if f"chat.{code}" in lines else math.nan
+    found["others, worst"] = over(others, how="max")
+    found["chat en"] = 100 * lines["chat.en"]
     return pandas.DataFrame(found)
 
 
-def quality(lines: pandas.DataFrame, names: Sequence[str]) -> str:
+def quality(lines: pandas.DataFrame) -> str:
     """A row's means over its seeds, and the worst of them all."""
     rows = []
     for name, some in lines.groupby("name", sort=False):
-        figures = [some[one].agg("max" if "worst" in one else "mean") for one in names]
-        forms = ["{:.0f}" if one.startswith("chat") else "{:+.1f}" for one in names]
+        figures = [some[one].agg("max" if "worst" in one else "mean") for one in SHOWN]
+        forms = ["{:.0f}" if one.startswith("chat") else "{:+.1f}" for one in SHOWN]
         rows.append([name, seeds_of(some), *map(cell, figures, forms)])
-    return markdown_table(["row", "seed", *names], rows)
+    return markdown_table(["row", "seed", *SHOWN], rows)
 
 
 def joined(lines: pandas.DataFrame, new: Sequence[str]) -> str:
@@ -126,33 +134,18 @@ def joined(lines: pandas.DataFrame, new: Sequence[str]) -> str:
         gains = [(gain(some, "told", kind, new), gain(whole, "told", kind, new)) for kind in KINDS]
         cells = [f"{cell(ours)} ({cell(100 * ours / theirs, '{:.0f}')})" for ours, theirs in gains]
         facts = [cell(some["parameters"].mean() / 1e6, "{:.1f}"), cell(some["made_in"].mean(), "{:.1f}")]
-        rows.append([name, seeds_of(some), *cells, cell(some["others by the end, worst"].max()), *facts])
+        rows.append([name, seeds_of(some), *cells, cell(some["others, worst"].max()), *facts])
     return markdown_table(["row", "seed", *KINDS, "others, worst", "M parameters", "made in s"], rows)
 
 
 def swept(lines: pandas.DataFrame) -> str:
-    """The change on held-out text at each weight, a row's mean over its seeds, and the best weight of each seed."""
-    lines = lines[lines["name"].str.endswith(", best")]
-    weights = list(lines.filter(regex=HELD))
-    rows = [
-        [row, seeds_of(some), *map(cell, some[weights].mean()), ", ".join(map("{:g}".format, some["weight"]))]
-        for row, some in lines.groupby("row", sort=False)
-    ]
-    return markdown_table(["row", "seed", *(name.removeprefix("held.") for name in weights), "best"], rows)
-
-
-def astray(gated: pandas.DataFrame, languages: Languages) -> str:
-    """The share of tokens that the gates send to new experts, the mean of a length's seeds: of the gates that were
-    fitted for all new languages at once."""
-    gates = gated.drop_duplicates(["tokens", "seed"])
-    shares = 100 * gates.groupby("tokens", sort=False)[list(gates.filter(regex=r"^new\."))].mean()
-    head = [f"{kind}, {tokens / 1e6:.1f} M" for kind in KINDS for tokens in shares.index]
-    rows = []
-    for group, codes in languages.items():
-        for code in codes:
-            of = shares.reindex(columns=[f"new.{kind}.{code}" for kind in KINDS])
-            rows.append([code, group, *(cell(share, "{:.1f}") for name in of for share in of[name])])
-    return markdown_table(["", "", *head], rows)
+    """The change on held-out text at each weight, a row's mean over its seeds, and each seed's best weight, or that of
+    each third of the layers."""
+    names, rows = list(lines.filter(regex=HELD)), []
+    for name, some in lines[lines["is_best"] == 1].groupby("name", sort=False):
+        chosen = some["thirds"] if name.endswith(", thirds") else some["weight"].map("{:g}".format)
+        rows.append([name, seeds_of(some), *map(cell, some[names].mean()), "; ".join(chosen)])
+    return markdown_table(["row", "seed", *(name.removeprefix("held.") for name in names), "weights"], rows)
 
 
 def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[str]) -> str:
@@ -162,36 +155,30 @@ def let_through(lines: pandas.DataFrame, gated: pandas.DataFrame, new: Sequence[
         whole = lines[(lines["name"] == WHOLE) & (lines["tokens"] == tokens) & lines["seed"].isin(some["seed"])]
         some, cells = some[some["seed"].isin(whole["seed"])], []
         for kind in KINDS:
-            of = gain(whole, "read", kind, new)
-            gains = [gain(some, way, kind, new) for way in WAYS]
-            if gains[0] == gains[1]:
-                gains[0] = math.nan  # judged first alone
-            cells += [cell(100 * one / of, "{:.0f}") if of < 0 else "" for one in gains]
+            of = gain(whole, "judged", kind, new)
+            cells += [cell(100 * gain(some, way, kind, new) / of, "{:.0f}") if of < 0 else "" for way in WAYS]
         rows.append([f"{tokens:,}", name, seeds_of(some), *cells])
-    return markdown_table(["tokens", "row", "seed", *(f"{k}, {w}" for k in KINDS for w in WAYS.values())], rows)
+    return markdown_table(["tokens", "row", "seed", *(f"{kind}, {way}" for kind in KINDS for way in WAYS)], rows)
 
 
 def gain(some: pandas.DataFrame, way: str, kind: str, new: Sequence[str]) -> float:
-    """The mean change of the new languages, scored in one way; of a model without a gate all ways are one."""
-    if way == "end" and some.filter(regex=r"^end\.").isna().all(axis=None):
-        way = "read"
+    """The mean change of the new languages, judged or told."""
     return some.reindex(columns=[f"{way}.{kind}.{code}" for code in new]).mean().mean(skipna=False)
 
 
 def overview(groups: Groups, rows: Mapping[str, str]) -> str:
     """The table of README.md, of the longest training: rows by their names there."""
     lines, languages = groups[max(groups)]
-    new = "Hungarian and Turkish, token by token: documents, sentences"
-    head = ["", "English", "six unnamed languages: mean, worst", new, "the same, judged by the end"]
+    head = ["", "English", "six unnamed languages: mean, worst", "Hungarian and Turkish: documents, sentences"]
     cells = []
     for label, name in rows.items():
         some = lines[lines["name"] == name]
         if some.empty:
             continue
-        gains = [[cell(gain(some, way, kind, languages["new"])) for kind in GENERAL] for way in ("read", "end")]
+        gains = [cell(gain(some, "judged", kind, languages["new"])) for kind in GENERAL]
         others = [cell(some["unnamed, mean"].mean()), cell(some["unnamed, worst"].max())]
         kept = cell(some["kept"].mean())
-        cells.append([label, f"{kept} %", *(f"{', '.join(pair)} %" for pair in (others, *gains))])
+        cells.append([label, f"{kept} %", *(f"{', '.join(pair)} %" for pair in (others, gains))])
     return markdown_table(head, cells)
 
 
@@ -212,9 +199,8 @@ def figure(groups: Groups, row: str, measure: str, tokens: str = "", seed: str =
     """One figure, without its sign: the mean over the seeds, or the worst.
 
     Args:
-        measure: one of `measures`; `WAY: KIND`, of the new languages; `astray: KIND CODE`, the share of tokens that go
-            to new experts, or `astray: KIND`, of the unnamed language of which most go there; `M parameters`, `GB`, or
-            `times`, the parameters of full fine-tuning.
+        measure: one of `measures`; `WAY: KIND`, of the new languages; `astray: KIND CODE`, the share of texts that go
+            to new modules; a column of the CSV; `M parameters`, `GB`, or `times`, those of full fine-tuning.
         tokens: of the longest training by default.
     """
     lines, languages = groups[int(tokens or max(groups))]
@@ -231,9 +217,7 @@ def figure(groups: Groups, row: str, measure: str, tokens: str = "", seed: str =
     elif measure == "GB":
         value = some["peak_gigabytes"].mean()
     elif way == "astray":
-        kind, _, code = kind.partition(" ")
-        shares = some.reindex(columns=[f"new.{kind}.{one}" for one in ([code] if code else languages["unnamed"])])
-        value = 100 * (shares.mean().mean() if code else shares.max().max())
+        value = 100 * some[f"new.{kind.replace(' ', '.')}"].mean()
     elif way in WAYS:
         value = gain(some, way, kind, languages["new"])
     else:
@@ -245,11 +229,8 @@ def figure(groups: Groups, row: str, measure: str, tokens: str = "", seed: str =
 
 def judged(lines: pandas.DataFrame, claims: Sequence[Sequence[Any]]) -> pandas.DataFrame:
     """The claims, a column a length: each seed's difference, and whether all are below the limit, or above, beyond the
-    spread.
-
-    The spread is the wider one of the two rows' ranges over the seeds, of the length where it is widest. One seed, or a
-    row that has one at every length, is not judged.
-    """
+    spread: the wider one of the two rows' ranges over the seeds, of the length where it is widest. One seed, or a row
+    that has one at every length, is not judged."""
 
     def range_of(some: pandas.Series) -> float:
         return some.max() - some.min() if len(some) > 1 else math.nan
@@ -302,8 +283,9 @@ def draw(panels: Mapping[str, pandas.DataFrame], file: Path) -> None:
     colours: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     for (title, lines), ax in zip(panels.items(), axes[0], strict=True):
+        lines = lines[~lines["row"].str.match(rf"{TUNED} \d")]  # they lie where whole ones do
         lines = lines[(lines["name"] == lines["row"]) | (lines["weight"] != 1)]  # a best weight of 1 is no average
-        means = lines.assign(gain=-lines[[f"new: {kind}" for kind in GENERAL]].mean(axis=1))
+        means = lines.assign(gain=-lines[[f"told: {kind}" for kind in GENERAL]].mean(axis=1))
         means = means.groupby(["row", "name"], sort=False)[["gain", "all others"]].mean()
         for row, some in means.groupby("row", sort=False):
             colour = colours.setdefault(row, pyplot.get_cmap("tab20")(2 * len(colours) % 20 + len(colours) // 10))
@@ -313,7 +295,7 @@ def draw(panels: Mapping[str, pandas.DataFrame], file: Path) -> None:
                 (dot,) = ax.plot(gain, lost, "o", color=colour, markerfacecolor=face)
                 if name == row:
                     shown.setdefault(row, dot)
-        ax.set(title=title, xlabel="new languages, general text: gained, %", ylabel="all others: lost, %")
+        ax.set(title=title, xlabel="new languages, told, general text: gained, %", ylabel="all others: lost, %")
     place = {"bbox_to_anchor": (1.02, 1), "loc": "upper left", "title": "hollow: averaged with the base"}
     axes[0][-1].legend(shown.values(), shown.keys(), **place)
     figure.tight_layout()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,3 @@ def chat(model: Any, tokenizer: Any, asked: Sequence[str], tokens: int = 24) -> 
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def share_in(code: str, answers: Sequence[str]) -> float | None:
-    """The share of answers in a language; None without py3langid."""
-    try:
-        import py3langid
-    except ImportError:
-        print("py3langid is not installed: the language of the answers is not judged", flush=True)
-        return None
-    return statistics.mean(py3langid.classify(one)[0] == code for one in answers)
