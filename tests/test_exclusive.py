@@ -1,21 +1,18 @@
 """Exclusive experts: a token of a new language takes its expert alone, from the plan to training, growth and export."""
 
 import copy
-import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, load, move, refused, tiny_config, tiny_dense
+from conftest import byte_tokenizer, checkpointed, load, move, refused, tiny_dense
 from datasets import Dataset
-from gated_models import tokens
+from gated_models import all_go_to, gated_model, tokens
 from peft import PromptTuningConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
 from hf_moe_expand import (
     LanguagePriorLoss,
-    LayerMoEConfig,
-    LayerMoEForCausalLM,
     MoESFTTrainer,
     Plan,
     PostPretrainConfig,
@@ -29,13 +26,12 @@ from hf_moe_expand import (
 from hf_moe_expand.analysis.routers import measure_routing
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.report.inspection import inspect_config
 
 PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
-ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 IDS = tokens(2, 12)
+QUICK = {"max_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
 @pytest.fixture(scope="module")
@@ -46,47 +42,24 @@ def el(base, tmp_path_factory):
     return move(folder)
 
 
-@pytest.fixture(scope="module")
-def grown(el, tmp_path_factory):
-    """The same with a second expansion, for Turkish."""
-    folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
-    plan = Plan("moe-lpr", [3, 2, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
-    return grow_checkpoint(el, folder, plan)
-
-
-@torch.no_grad()
-def logits(model, **more):
-    return (load(model) if not isinstance(model, torch.nn.Module) else model)(IDS, **more).logits
-
-
 def one_step(folder, model, ids, languages, classes=(0, 1), **options):
     """A step of plain SGD with learning rate 1 on these blocks, by the stage's own trainer."""
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
     arguments = PostPretrainConfig(
-        output_dir=folder, per_device_train_batch_size=len(ids), max_steps=1, learning_rate=1.0, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=0.0, use_cpu=True, report_to="none",
-        save_strategy="no", disable_tqdm=True, **options,
+        output_dir=folder, per_device_train_batch_size=len(ids), learning_rate=1.0, optim="sgd",
+        lr_scheduler_type="constant", max_grad_norm=0.0, **QUICK, **options,
     )  # fmt: skip
     trainer = PostPretrainTrainer(
         model, args=arguments, train_dataset=dataset, data_collator=collate_blocks, language_classes=list(classes)
     )
     trainer.train()
-    trainer.state.save_to_json(folder / "state.json")
-    return model
+    return model, trainer.state.log_history[0]
 
 
 def blocks(*languages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One block of 12 tokens in each language."""
     ids = tokens(len(languages), 12, seed=4)
     return ids, torch.tensor(languages).unsqueeze(1).expand_as(ids).clone()
-
-
-def test_rows_of_old_languages_alone_train_nothing(grown, tmp_path):
-    model, before = load(grown), load(grown)
-    with pytest.raises(InputError, match="no row is in a language whose experts train"):
-        one_step(tmp_path / "old", model, *blocks(0, 1), classes=(0, 1, 2))
-    for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (4, 2), (3, 1)])
@@ -100,8 +73,7 @@ def test_the_experts_of_a_class_are_balanced_among_themselves(tmp_path, experts,
     steps = {}
     for coef in (0.0, 0.5):
         options = {"balance_coef": coef, "replay": True, "logging_steps": 1}
-        steps[coef] = one_step(tmp_path, copy.deepcopy(model), ids, languages, **options)
-    log = json.loads((tmp_path / "state.json").read_text())["log_history"][0]
+        steps[coef], log = one_step(tmp_path, copy.deepcopy(model), ids, languages, **options)
     changed = any(
         not torch.allclose(one, other, rtol=0, atol=1e-6)
         for one, other in zip(*(m.parameters() for m in steps.values()), strict=True)
@@ -121,18 +93,12 @@ def test_the_experts_of_a_class_are_balanced_among_themselves(tmp_path, experts,
 
 def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
     """The language-prior loss is logged, with coefficient 0, and such a token has no score of expert 0."""
-    config = LayerMoEConfig.from_dense(
-        tiny_config("qwen2"), num_experts_per_layer=[3, 3, 3], exclusive_experts=True,
-        expansions=[{"method": "x", "old_languages": ["en"], "new_languages": ["el"]}],
-        language_gate={"layer": 0, "languages": [["en"], ["el"]]},
-    )  # fmt: skip
-    model = LayerMoEForCausalLM(config)
-    model.language_gate.bias.data.copy_(torch.tensor([-5.0, 5.0]))
+    model = gated_model(expansions=[(3, 3, 3)], exclusive=True)
+    all_go_to(model, 1)
     ids, languages = blocks(0, 0)
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
-    arguments = PostPretrainConfig(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)
-    trainer = PostPretrainTrainer(model, arguments, eval_dataset=dataset, language_classes=[0, 1])
-    found = trainer.evaluate()
+    given = {"args": PostPretrainConfig(str(tmp_path), **QUICK), "eval_dataset": dataset, "language_classes": [0, 1]}
+    found = PostPretrainTrainer(model, **given).evaluate()
     assert found["eval_expert_0_score_old"] == 0  # all went astray
     assert found["eval_language_prior_loss"] == 0
     assert found["eval_loss"] == pytest.approx(found["eval_next_token_loss"], abs=0.1)  # and the balance
@@ -140,20 +106,16 @@ def test_old_text_that_the_gate_sends_astray_leaves_the_scores_finite(tmp_path):
 
 def test_virtual_tokens_have_their_rows_class(tmp_path):
     """Of prompt tuning, in training: old rows behind virtual tokens run expert 0 alone."""
-    model = get_peft_model(
-        expand_model(tiny_dense("qwen2"), Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True)),
-        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    )
+    plan = Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True)
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(expand_model(tiny_dense("qwen2"), plan), prompt)
 
     class OwnTrainer(RouterLossMixin, Trainer):
         pass
 
     ids, languages = blocks(0, 0, 1, 1)
     rows = {"input_ids": ids.tolist(), "labels": ids.tolist(), "language_ids": languages.tolist()}
-    arguments = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=4, max_steps=1, logging_steps=1, use_cpu=True, report_to="none",
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, logging_steps=1, **QUICK)
     trainer = OwnTrainer(
         model, arguments, train_dataset=Dataset.from_dict(rows), router_losses=[LanguagePriorLoss(0.1)],
         language_classes=[0, 1], data_collator=collate_blocks,
@@ -173,9 +135,8 @@ def test_a_later_language_leaves_the_choice_of_an_earlier_one(base, tmp_path, co
     later = Plan("moe-lpr", counts, old=["en", "el"], new=["tr"], grows_from=[4] * 3, exclusive=True)
     grow_checkpoint(tmp_path / "el", tmp_path / "tr", later)
     model, before = load(tmp_path / "tr"), load(tmp_path / "tr")
-    ids, languages = blocks(2, 2, 1, 0)
     options = {"replay": True, "balance_coef": 0.5, "weight_decay": 0.1}
-    one_step(tmp_path, model, ids, languages, (0, 1, 2), **options)
+    one_step(tmp_path, model, *blocks(2, 2, 1, 0), (0, 1, 2), **options)
     with torch.no_grad():
         told = [one.eval()(IDS, languages="el").logits for one in (model, before)]
     assert torch.equal(*told)
@@ -183,42 +144,31 @@ def test_a_later_language_leaves_the_choice_of_an_earlier_one(base, tmp_path, co
     assert moved == (count > 1)
 
 
+@torch.no_grad()
 def test_routed_and_exclusive_experts_do_not_meet(base, el, tmp_path):
-    expand_checkpoint(base, tmp_path / "routed", ROUTED)
-    plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
+    routed, out, plan = tmp_path / "routed", tmp_path / "out", {"old": ["en", "el"], "grows_from": [2, 2, 2]}
+    expand_checkpoint(base, routed, Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
     said = "the plan's experts are exclusive, but its own are not: plan without"
-    exclusive = Plan("moe-lpr", [3, 3, 3], exclusive=True, **plan)
-    refused(grow_checkpoint, tmp_path / "routed", tmp_path / "out", exclusive, says=said)
-    refused(average_checkpoints, [el, tmp_path / "routed"], tmp_path / "out", says="exclusive")
-    refused(export_dense, tmp_path / "routed", tmp_path / "out", says="el, layer 0: a token has", language="el")
-    refused(export_dense, el, tmp_path / "out", language="fr", says="the checkpoint does not know 'fr'")
-    both = ("--language", "el", "--expert", 1)
-    refused(invoke, "export", el, tmp_path / "out", *both, says="Give one of --language CODE and --expert NUMBER")
-    assert not (tmp_path / "out").exists()
-    export_dense(tmp_path / "routed", tmp_path / "en", language="en")
-    assert torch.equal(logits(tmp_path / "en"), logits(base))
+    refused(grow_checkpoint, routed, out, Plan("moe-lpr", [3, 3, 3], exclusive=True, new=["tr"], **plan), says=said)
+    refused(average_checkpoints, [el, routed], out, says="exclusive")
+    refused(export_dense, routed, out, says="el, layer 0: a token has", language="el")
+    refused(export_dense, el, out, language="fr", says="the checkpoint does not know 'fr'")
+    assert not out.exists()
+    export_dense(routed, out, language="en")
+    assert torch.equal(load(out)(IDS).logits, load(base)(IDS).logits)
 
 
-@pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL's own
-def test_a_joined_model_trains_each_rows_own_experts_or_refuses(base, el, tmp_path):
+def test_a_joined_model_is_told_each_rows_language(base, el, tmp_path):
     hu = Plan("moe-lpr", [1, 2, 2], old=["en"], new=["hu"], exclusive=True)
     expand_checkpoint(base, tmp_path / "qwen-hu", hu)
     join_expansions([el, tmp_path / "qwen-hu"], tmp_path / "joined")
-    rows = Dataset.from_dict({"language": ["el"] * 4, "text": ["η γάτα κάθισε"] * 4})
-    arguments = SFTConfig(
-        str(tmp_path / "sft"), max_steps=1, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none",
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    given = {"args": arguments, "processing_class": byte_tokenizer(), "router_losses": []}
-    model, before = load(tmp_path / "joined"), load(tmp_path / "joined").state_dict()
-    MoESFTTrainer(model, train_dataset=rows, **given).train()
-    pairs = [(name, one, before[name]) for name, one in model.state_dict().items() if "experts." in name]
-    changed = {name.split("experts.")[1][0] for name, one, other in pairs if not torch.equal(one, other)}
-    assert changed == {"1"}  # Greek's, not those of the last pack
-    untold = MoESFTTrainer(load(tmp_path / "joined"), train_dataset=rows.remove_columns("language"), **given)
+    given = {**QUICK, **checkpointed(False)}
+    rows, arguments = Dataset.from_dict({"text": ["η γάτα κάθισε"] * 4}), SFTConfig(str(tmp_path), bf16=False, **given)
+    untold = MoESFTTrainer(
+        load(tmp_path / "joined"), arguments, train_dataset=rows, processing_class=byte_tokenizer(), router_losses=[]
+    )
     refused(untold.train, says="joins packs, and a row's language says whose experts it takes: give text")
-    packed = Dataset.from_dict({"input_ids": IDS.tolist()})
-    stage = PostPretrainConfig(str(tmp_path / "stage"), max_steps=1, use_cpu=True, report_to="none")
+    packed, stage = Dataset.from_dict({"input_ids": IDS.tolist()}), PostPretrainConfig(str(tmp_path), **given)
     refused(PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train, says="joins packs")
 
 
@@ -230,5 +180,5 @@ def test_routing_is_measured_where_a_class_has_several_experts(el):
     assert found.expert_0_score["el"] == [0, 0]
     assert all(sum(share[1:]) == pytest.approx(1) for share in found.top1_share["el"])
     assert "review" not in inspect_config(model.config).trainable
-    with pytest.raises(InputError, match="takes its exclusive expert alone: there is no routing to measure"):
-        measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)
+    says = "takes its exclusive expert alone: there is no routing to measure"
+    refused(measure_routing, load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50, says=says)

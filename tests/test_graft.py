@@ -1,13 +1,12 @@
 """Deltas on every expert, averages, and branches that become experts, against the obvious arithmetic."""
 
-import copy
 import json
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, move, refused, save_dense, tensors, tiny_dense
+from conftest import CHAT, byte_tokenizer, invoke, move, refused, save_dense, tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,10 +18,10 @@ from hf_moe_expand.checkpoint.average import average_checkpoints, average_expert
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.promises import tiny_twin
-from hf_moe_expand.core.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 DMOE = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
+FIRST = "model.embed_tokens.weight"  # of a model's tensors
 
 
 def fine_tuned(base, out, seed=1, size=0.02, kept=1.0):
@@ -49,33 +48,33 @@ def family(tmp_path_factory):
     return root
 
 
-def graft(family, out, model="trained", **options):
-    return graft_delta(family / model, out, family / "base", family / "instruct", **options)
+def graft(root, out="out", model="trained", **options):
+    return graft_delta(root / model, root / out, root / "base", root / "instruct", **options)
 
 
-def assert_same(left, right):
-    left, right = tensors(left), tensors(right)
+def graft_is_expansion(root, plan):
+    """Grafts onto the expanded base, which gives the expanded instruct bit for bit: the report."""
+    for which in ("base", "instruct"):
+        expand_checkpoint(root / which, root / f"{which}-expanded", plan, seed=3)
+    report = graft(root, model="base-expanded")
+    left, right = tensors(root / "out"), tensors(root / "instruct-expanded")
     assert sorted(left) == sorted(right)
     for name, value in left.items():
         assert value.dtype == right[name].dtype
         assert torch.equal(value, right[name]), name
+    return report
 
 
-FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-CASES = [("bloom", torch.float32, PLAN), ("gpt_neox", torch.float32, PLAN), ("qwen2", torch.float32, DMOE)]
-CASES += [("qwen2", dtype, PLAN) for dtype in FLOATS.values()]
-
-
-@pytest.mark.parametrize(("name", "dtype", "plan"), CASES, ids=["bloom", "gpt_neox", "dmoe", *FLOATS])
-@pytest.mark.filterwarnings("ignore:base .* look unrelated")
+@pytest.mark.parametrize(
+    ("name", "dtype", "plan"),
+    [("bloom", torch.float16, PLAN), ("gpt_neox", torch.float32, PLAN), ("qwen2", torch.bfloat16, DMOE)],
+)
 def test_grafting_onto_a_fresh_expansion_is_expanding_instruct_bit_for_bit(tmp_path, name, dtype, plan):
     save_dense(tmp_path / "base", name, dtype=dtype)
     # Far smaller weights: base + (instruct - base) would not give them back in float32.
     fine_tuned(tmp_path / "base", tmp_path / "instruct", size=0.001, kept=0.0)
-    for which in ("base", "instruct"):
-        expand_checkpoint(tmp_path / which, tmp_path / f"{which}-expanded", plan, seed=3)
-    graft_delta(tmp_path / "base-expanded", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
-    assert_same(tmp_path / "out", tmp_path / "instruct-expanded")
+    with pytest.warns(UserWarning, match="look unrelated"):
+        graft_is_expansion(tmp_path, plan)
 
 
 def test_rounds_once_from_float32(tmp_path):
@@ -83,7 +82,9 @@ def test_rounds_once_from_float32(tmp_path):
     save_dense(tmp_path / "base", dtype=torch.bfloat16)
     fine_tuned(tmp_path / "base", tmp_path / "instruct")
     fine_tuned(tmp_path / "base", tmp_path / "other", seed=9)
-    graft_delta(tmp_path / "other", tmp_path / "out", tmp_path / "base", tmp_path / "instruct", scale=0.3)
+    graft(tmp_path, model="other", scale=0.3)
+    (entry,) = json.loads((tmp_path / "out" / "config.json").read_text())["history"]
+    assert entry["stage"] == "merge delta"
     base, instruct, other, found = (tensors(tmp_path / name) for name in ("base", "instruct", "other", "out"))
     differs_from_bfloat16 = 0
     for name, value in other.items():
@@ -95,9 +96,7 @@ def test_rounds_once_from_float32(tmp_path):
 
 def test_tokenizer_template_and_generation_come_from_instruct_unless_told_otherwise(family, tmp_path):
     shutil.copytree(family / "instruct", tmp_path / "chat")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "chat")
+    byte_tokenizer(CHAT).save_pretrained(tmp_path / "chat")
     GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=[256, 10]).save_pretrained(tmp_path / "chat")
     config = json.loads((tmp_path / "chat" / "config.json").read_text())
     config["eos_token_id"], config["rope_parameters"]["rope_theta"] = 10, 500000.0
@@ -107,7 +106,7 @@ def test_tokenizer_template_and_generation_come_from_instruct_unless_told_otherw
     theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert (theirs["eos_token_id"], theirs["rope_parameters"]["rope_theta"]) == (10, 500000.0)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "theirs")
-    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<u>hi"
     assert GenerationConfig.from_pretrained(tmp_path / "theirs").temperature == 0.6
     kept = graft_delta(family / "trained", tmp_path / "own", family / "base", tmp_path / "chat", keep_tokenizer=True)
     assert sorted(kept.fields) == ["rope_parameters"]
@@ -115,25 +114,22 @@ def test_tokenizer_template_and_generation_come_from_instruct_unless_told_otherw
     assert json.loads((tmp_path / "own" / "config.json").read_text())["eos_token_id"] == 256
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "gptj"])  # untied, tied, and a head with a bias
+@pytest.mark.parametrize("name", ["gemma3_text", "gptj"])  # tied, and a head with a bias
 def test_rows_that_only_instruct_has_are_taken_over_and_said_aloud(tmp_path, name, monkeypatch):
     monkeypatch.setattr(reader, "_PIECE", 100)  # tensors come in several pieces, the last one shorter
     save_dense(tmp_path / "base", name)
     instruct = AutoModelForCausalLM.from_pretrained(fine_tuned(tmp_path / "base", tmp_path / "instruct"))
     instruct.resize_token_embeddings(260, mean_resizing=False)
     instruct.save_pretrained(tmp_path / "instruct")
-    for which in ("base", "instruct"):
-        expand_checkpoint(tmp_path / which, tmp_path / f"{which}-expanded", PLAN)
-    report = graft_delta(tmp_path / "base-expanded", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
+    report = graft_is_expansion(tmp_path, PLAN)
     assert report.new_rows == 3
     assert "3 embedding rows are taken from instruct" in report.lines()[0]
     assert report.fields["vocab_size"] == (257, 260)
-    assert_same(tmp_path / "out", tmp_path / "instruct-expanded")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert found.config.vocab_size == found.get_output_embeddings().weight.shape[0] == 260
 
 
-@pytest.mark.parametrize("changed", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize("changed", ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
 def test_another_base_is_refused_by_its_first_tensor_that_differs(family, tmp_path, changed):
     shutil.copytree(family / "base", tmp_path / "near")
     weights = load_file(tmp_path / "near" / "model.safetensors")
@@ -144,69 +140,58 @@ def test_another_base_is_refused_by_its_first_tensor_that_differs(family, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("of_model", "of_base"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")]
+    ("of_model", "of_base"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)],
 )
 def test_a_base_in_another_type_is_the_same_base(family, tmp_path, of_model, of_base):
     """As downloads in two types are: one is the other, rounded."""
-    wide = AutoModelForCausalLM.from_pretrained(family / "base", dtype=torch.float32)
     for name, dtype in (("model", of_model), ("base", of_base)):
-        copy.deepcopy(wide).to(getattr(torch, dtype)).save_pretrained(tmp_path / name)
+        AutoModelForCausalLM.from_pretrained(family / "base", dtype=dtype).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
     expand_checkpoint(tmp_path / "model", tmp_path / "expanded", PLAN)
     graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", family / "instruct")
     swapped = (tmp_path / "expanded", tmp_path / "no", family / "instruct", tmp_path / "base")
-    refused(graft_delta, *swapped, says="is not the model from which")
-
-
-def test_base_and_instruct_swapped_are_refused(family, tmp_path):
-    first = next(iter(AutoModelForCausalLM.from_pretrained(family / "base").state_dict()))
-    says = rf"instruct: is not the model from which .*trained was expanded: tensor '{first}' differs .*as base\.$"
-    refused(graft_delta, family / "trained", tmp_path / "out", family / "instruct", family / "base", says=says)
-    assert not (tmp_path / "out").exists()
+    says = rf"instruct: is not the model from which .*expanded was expanded: tensor '{FIRST}' differs .*as base\.$"
+    refused(graft_delta, *swapped, says=says)
 
 
 def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
-    def refused(message, model=family / "trained", base=family / "base", instruct=family / "instruct", **options):
-        with pytest.raises(InputError, match=message):
-            graft_delta(model, options.pop("out", tmp_path / "out"), base, instruct, **options)
-        assert not (tmp_path / "out").exists()
+    def made(name, backbone="qwen2", **changes):
+        return save_dense(tmp_path / name, backbone, **changes)
 
-    refused("scale is nan: must be a finite number", scale=float("nan"))
-    refused("is an expanded checkpoint; base and instruct must be dense ones", instruct=family / "trained")
-    refused("model_type is 'qwen2' in .*, but 'llama' in", instruct=save_dense(tmp_path / "llama", "llama"))
-    refused("model_type is 'qwen2' in .*, but 'llama' in", base=tmp_path / "llama", instruct=tmp_path / "llama")
-    refused("layers is 3 in .*, but 4 in", instruct=save_dense(tmp_path / "deep", num_hidden_layers=4))
-    refused("num_attention_heads is 4 in .*, but 2 in", instruct=save_dense(tmp_path / "heads", num_attention_heads=2))
-    refused("hidden_act is 'silu' in .*, but 'gelu' in", instruct=save_dense(tmp_path / "act", hidden_act="gelu"))
-    wide = save_dense(tmp_path / "wide", intermediate_size=64)
-    refused(r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", instruct=wide)
-    refused(r"gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", base=wide, instruct=wide)
-    fewer = save_dense(tmp_path / "fewer", vocab_size=250, pad_token_id=0, eos_token_id=0)
-    refused(r"'model.embed_tokens.weight' has shape \[257, 32\] .*but \[250, 32\]", instruct=fewer)
-    AutoModelForCausalLM.from_pretrained(family / "instruct").save_pretrained(tmp_path / "torn", max_shard_size="20KB")
-    refused("has no tokenizer; pass --keep-tokenizer", instruct=tmp_path / "torn")
-    refused("exists already", out=wide)
+    AutoModelForCausalLM.from_pretrained(family / "instruct").save_pretrained(tmp_path / "bare")
+    llama, wide = made("llama", "llama"), made("wide", intermediate_size=64)
+    fewer = made("fewer", vocab_size=250, pad_token_id=0, eos_token_id=0)
+    tied, base, trained = made("tied", tie_word_embeddings=True), family / "base", family / "trained"
+    for says, changes in (
+        ("scale is nan: must be a finite number", {"scale": float("nan")}),
+        ("is an expanded checkpoint; base and instruct must be dense ones", {"instruct": trained}),
+        ("model_type is 'qwen2' in .*, but 'llama' in", {"instruct": llama}),
+        ("model_type is 'qwen2' in .*, but 'llama' in", {"base": llama, "instruct": llama}),
+        ("layers is 3 in .*, but 4 in", {"instruct": made("deep", num_hidden_layers=4)}),
+        ("num_attention_heads is 4 in .*, but 2 in", {"instruct": made("heads", num_attention_heads=2)}),
+        ("hidden_act is 'silu' in .*, but 'gelu' in", {"instruct": made("act", hidden_act="gelu")}),
+        (r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", {"instruct": wide}),
+        (r"gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", {"base": wide, "instruct": wide}),
+        (r"'model.embed_tokens.weight' has shape \[257, 32\] .*but \[250, 32\]", {"instruct": fewer}),
+        ("tie_word_embeddings is False in .*, but True in", {"instruct": tied}),
+        ("tie_word_embeddings is False in .*, but True in", {"base": tied, "instruct": tied}),
+        ("has no tokenizer; pass --keep-tokenizer", {"instruct": tmp_path / "bare"}),
+        ("exists already", {"out": wide}),
+    ):
+        given = {"model": trained, "out": tmp_path / "out", "base": base, "instruct": family / "instruct", **changes}
+        refused(graft_delta, says=says, **given)
+    assert not (tmp_path / "out").exists()
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
-@pytest.mark.parametrize(
-    ("verb", "model", "says"),
-    [
-        ("graft", "base", "base: is a dense checkpoint; use `merge delta`."),
-        ("merge delta", "trained", "trained: is an expanded checkpoint; use `graft`."),
-    ],
-)
-def test_each_verb_names_the_other_for_a_model_of_the_other_kind(family, tmp_path, verb, model, says):
-    words = [*verb.split(), family / model, tmp_path / "out", "--base", family / "base"]
-    refused(invoke, *words, "--instruct", family / "instruct", says=says)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_result_that_does_not_fit_its_type(tmp_path):
-    save_dense(tmp_path / "base", dtype=torch.float16)
-    fine_tuned(tmp_path / "base", tmp_path / "instruct")
-    given = (tmp_path / "base", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
-    refused(graft_delta, *given, says="the result is not finite in F16", scale=1e9)
+def test_each_verb_names_the_other_for_a_model_of_the_other_kind(family, tmp_path):
+    given = ["--base", family / "base", "--instruct", family / "instruct"]
+    for verb, model, says in (
+        (["graft"], "base", "base: is a dense checkpoint; use `merge delta`."),
+        (["merge", "delta"], "trained", "trained: is an expanded checkpoint; use `graft`."),
+    ):
+        refused(invoke, *verb, family / model, tmp_path / "out", *given, says=says)
     assert not (tmp_path / "out").exists()
 
 
@@ -215,22 +200,15 @@ OF_EXPERT = re.compile(r"\.experts\.(\d+)")
 GROUPS = Plan("dmoe", [3, 1, 3], groups=[["en"], ["el", "tr"], ["hu"]])
 
 
-def make(folder, seed=0, backbone="qwen2", **changes):
-    """A dense checkpoint; equal seeds give equal weights."""
-    tiny_dense(backbone, seed, **changes).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def three(tmp_path):
-    return [make(tmp_path / name, seed) for seed, name in enumerate("abc")]
+    return [save_dense(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [(None, torch.float32), ([0.2, 0.3, 0.5], torch.bfloat16)])
 def test_averages_of_dense_models(tmp_path, weights, dtype, monkeypatch):
     monkeypatch.setattr(reader, "_PIECE", 100)  # tensors come in several pieces, the last one shorter
-    three = [make(tmp_path / name, seed, dtype=dtype) for seed, name in enumerate("abc")]
+    three = [save_dense(tmp_path / name, seed=seed, dtype=dtype) for seed, name in enumerate("abc")]
     average_checkpoints(three, tmp_path / "out", weights)
     models, found = [tensors(folder) for folder in three], tensors(tmp_path / "out")
     assert sorted(found) == sorted(models[0])
@@ -247,12 +225,11 @@ def test_averages_of_dense_models(tmp_path, weights, dtype, monkeypatch):
     assert str(tmp_path) not in (tmp_path / "out" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("backbone", ["qwen2", "gpt2"])
-def test_an_average_of_expanded_models_with_a_dense_one(tmp_path, backbone):
+def test_an_average_of_expanded_models_with_a_dense_one(tmp_path):
     """MoE-CPT-Avg, which averages every expert with the dense FFN."""
-    dense = make(tmp_path / "dense", 1, backbone)
-    expand_checkpoint(make(tmp_path / "base", 0, backbone), tmp_path / "one", UNIFORM, seed=1)
-    expand_checkpoint(make(tmp_path / "other", 2, backbone), tmp_path / "two", UNIFORM, seed=2)
+    base, dense, other = (save_dense(tmp_path / f"{seed}", "gpt2", seed=seed) for seed in range(3))
+    expand_checkpoint(base, tmp_path / "one", UNIFORM, seed=1)
+    expand_checkpoint(other, tmp_path / "two", UNIFORM, seed=2)
     average_checkpoints([tmp_path / "one", dense, tmp_path / "two"], tmp_path / "out", [0.5, 0.3, 0.2])
     one, two, found = (tensors(tmp_path / name) for name in ("one", "two", "out"))
     plain = AutoModelForCausalLM.from_pretrained(dense).state_dict()
@@ -264,31 +241,19 @@ def test_an_average_of_expanded_models_with_a_dense_one(tmp_path, backbone):
         mean = sum(w * tensor.double() for w, tensor in parts) / sum(w for w, _ in parts)
         torch.testing.assert_close(value.double(), mean, rtol=0, atol=1e-7, msg=name)
     # Averaged with a dense model that it is, an untrained expansion stays as it is, bit for bit.
-    average_checkpoints([tmp_path / "one", tmp_path / "base"], tmp_path / "same")
+    average_checkpoints([tmp_path / "one", base], tmp_path / "same")
     assert compare_checkpoints(tmp_path / "one", tmp_path / "same").same
 
 
-def test_experts_that_no_average_fits(three, tmp_path):
-    out, lora = tmp_path / "out", tmp_path / "lora"
-    refused(average_experts, three[0], out, 0.5, says="is a dense model: give a second checkpoint")
-    expand_checkpoint(three[0], lora, UNIFORM, expert_kind="lora", lora_rank=2)
-    further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
-    grow_checkpoint(lora, tmp_path / "grown", further, copy_from={0: 1})
-    refused(average_experts, tmp_path / "grown", out, 0.5, says="copied other experts than expert 0")
-    for weight in (1.6, -0.1, float("nan")):
-        refused(average_experts, lora, out, weight, says=rf"weight is {weight}: must be from 0 to 1\.")
-    twice = ["--weight", 0.5, "--weight", 0.5, "--out", out]
-    refused(invoke, "merge", "average", lora, *twice, says="--weight: the experts of one checkpoint have one weight")
-    assert not out.exists()
-
-
 def test_averages_that_make_no_sense(three, tmp_path):
-    expanded, larger = tmp_path / "expanded", tmp_path / "larger"
+    out, expanded, larger, lora, grown = (tmp_path / name for name in ("out", "expanded", "larger", "lora", "grown"))
     expand_checkpoint(three[0], expanded, UNIFORM)
     expand_checkpoint(three[0], larger, Plan("moe-lpr", [3, 3, 3]))
-    wide = make(tmp_path / "wide", intermediate_size=64)
-    heads, llama = make(tmp_path / "heads", num_attention_heads=2), make(tmp_path / "llama", backbone="llama")
-    acts = [make(tmp_path / act, backbone="gpt2", activation_function=act) for act in ("gelu", "relu")]
+    expand_checkpoint(three[0], lora, UNIFORM, expert_kind="lora", lora_rank=2)
+    further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    grow_checkpoint(lora, grown, further, copy_from={0: 1})
+    wide = save_dense(tmp_path / "wide", intermediate_size=64)
+    heads, llama = save_dense(tmp_path / "heads", num_attention_heads=2), save_dense(tmp_path / "llama", "llama")
     for message, models, *weights in (
         ("two or more", three[:1]),
         ("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5]),
@@ -297,31 +262,26 @@ def test_averages_that_make_no_sense(three, tmp_path):
         (r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", [three[0], wide]),
         ("num_attention_heads is 4 in .*, but 2", [three[0], heads]),
         ("model_type is 'qwen2' in .*, but 'llama'", [three[0], llama]),
-        ("activation_function is 'gelu' in .*, but 'relu'", acts),
         ("is a dense checkpoint; give an expanded one first", [three[0], expanded]),
         ("model_type is 'qwen2' in .*, but 'llama'", [expanded, llama]),
         ("only these have routers", [expanded, three[0]], [0.0, 1.0]),
         (r"num_experts_per_layer is \[2, 2, 2\] in .*, but \[3, 3, 3\]", [expanded, larger]),
     ):
-        refused(average_checkpoints, models, tmp_path / "out", *weights, says=message)
-    assert not (tmp_path / "out").exists()
+        refused(average_checkpoints, models, out, *weights, says=message)
+    for message, model, weight in (
+        ("is a dense model: give a second checkpoint", three[0], 0.5),
+        ("copied other experts than expert 0", grown, 0.5),
+        *((rf"weight is {weight}: must be from 0 to 1\.", lora, weight) for weight in (1.6, -0.1, float("nan"))),
+    ):
+        refused(average_experts, model, out, weight, says=message)
+    twice = ["--weight", 0.5, "--weight", 0.5, "--out", out]
+    refused(invoke, "merge", "average", lora, *twice, says="--weight: the experts of one checkpoint have one weight")
+    assert not out.exists()
 
 
-def test_a_dense_models_delta(three, tmp_path):
-    # c was trained from a; b is a's fine-tune as far as the arithmetic goes.
-    with pytest.warns(UserWarning, match="look unrelated"):
-        graft_delta(three[2], tmp_path / "out", three[0], three[1], scale=0.5)
-    a, b, c = map(tensors, three)
-    for name, value in tensors(tmp_path / "out").items():
-        exact = c[name].double() + 0.5 * (b[name].double() - a[name].double())
-        torch.testing.assert_close(value.double(), exact, rtol=0, atol=1e-7)
-    (entry,) = json.loads((tmp_path / "out" / "config.json").read_text())["history"]
-    assert entry["stage"] == "merge delta"
-
-
-@pytest.mark.parametrize("backbone", ["bloom", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize("backbone", ["bloom", "qwen2"])
 def test_branches_become_experts_and_all_else_their_mean(tmp_path, backbone):
-    branches = [make(tmp_path / name, seed, backbone) for seed, name in enumerate("abc")]
+    branches = [save_dense(tmp_path / name, backbone, seed=seed) for seed, name in enumerate("abc")]
     expand_branches(branches, tmp_path / "out", GROUPS, seed=4)
     expand_checkpoint(branches[0], tmp_path / "plain", GROUPS, seed=4)
     # Names as the model has them, which need not be those of the files.
@@ -346,41 +306,24 @@ def test_branches_become_experts_and_all_else_their_mean(tmp_path, backbone):
 
 
 def test_branches_that_make_no_sense(three, tmp_path):
-    mixtures = [make(tmp_path / name, backbone="mixtral") for name in "xyz"]
+    mixtures = [save_dense(tmp_path / name, "mixtral") for name in "xyz"]
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
     for message, branches, *plan in (
         ("2 branches were given, but the plan has 3 groups", three[:2]),
         ("is a moe-lpr plan", three, UNIFORM),
         ("plan is for 2 layers, but .* has 3", three, Plan("dmoe", [3, 1], groups=GROUPS.groups)),
         ("x: has experts of its own in layers of the plan", mixtures),
-        ("'model.embed_tokens.weight' has shape", [*three[:2], make(tmp_path / "more", vocab_size=300)]),
+        ("'model.embed_tokens.weight' has shape", [*three[:2], save_dense(tmp_path / "more", vocab_size=300)]),
         ("is an expanded checkpoint already", [*three[:2], tmp_path / "expanded"]),
     ):
         refused(expand_branches, branches, tmp_path / "out", *plan or [GROUPS], says=message)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_whose_every_tensor_was_trained_is_not_checked(family, tmp_path):
-    graft(family, tmp_path / "grafted")
-    graft(family, tmp_path / "twice", model=tmp_path / "grafted")
-    assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["expansions"][0]["stages"]) == 2
-
-
-def test_tied_heads_stay_tied(tmp_path):
-    save_dense(tmp_path / "base", tie_word_embeddings=True)
-    fine_tuned(tmp_path / "base", tmp_path / "instruct")
-    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", PLAN)
-    graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
-    assert "lm_head.weight" not in tensors(tmp_path / "out")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert found.lm_head.weight is found.model.embed_tokens.weight
-    save_dense(tmp_path / "untied")
-    with pytest.raises(InputError, match=r"tie_word_embeddings is True in .*, but False in"):
-        graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "base", tmp_path / "untied")
-    with pytest.raises(InputError, match=r"tie_word_embeddings is False in .*, but True in"):
-        graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "base")
-    with pytest.raises(InputError, match=r"tie_word_embeddings is True in .*, but False in"):
-        graft_delta(tmp_path / "expanded", tmp_path / "no", tmp_path / "untied", tmp_path / "untied")
+def test_a_model_whose_every_tensor_was_trained_is_not_checked(family):
+    graft(family, "grafted")
+    graft(family, "twice", model="grafted")
+    assert len(json.loads((family / "twice" / "config.json").read_text())["expansions"][0]["stages"]) == 2
 
 
 @pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers does not know it")

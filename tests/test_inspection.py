@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BACKBONE_NAMES, invoke, load, refused, save_dense, tiny_dense
-from peft import LoraConfig, get_peft_model
+from conftest import COMMON_BACKBONES, invoke, load, refused, save_dense, tiny_dense
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, expand_model, grow_checkpoint, make_card
@@ -78,6 +76,9 @@ def test_everything_that_there_can_be():
     ]
 
 
+CHANGED = ("layers.0.mlp.router", "layers.2.mlp.experts.1.up_proj", "norm")
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """An expanded checkpoint, and that with a router, an expert and a norm changed, one tensor gone and one new."""
@@ -86,7 +87,7 @@ def pair(tmp_path_factory):
     expand_checkpoint(root / "base", root / "a", Plan("layer-moe", [3, 1, 2], [2]))
     shutil.copytree(root / "a", root / "b")
     weights = load_file(root / "b" / "model.safetensors")
-    for name in ("layers.0.mlp.router", "layers.2.mlp.experts.1.up_proj", "norm"):
+    for name in CHANGED:
         weights[f"model.{name}.weight"].view(-1)[-1] += 1
     del weights["model.layers.2.mlp.classifier.weight"]
     weights["extra.weight"] = torch.ones(2)
@@ -99,30 +100,27 @@ def diff(*arguments):
 
 
 def test_what_changed_by_part_and_by_name(pair):
+    changed = [f"model.{name}.weight" for name in CHANGED]
     done = diff(pair / "a", pair / "b", "--json")
     assert done.exit_code == 1
     found = json.loads(done.output)
-    assert found["changed"] == [
-        "model.layers.0.mlp.router.weight",
-        "model.layers.2.mlp.experts.1.up_proj.weight",
-        "model.norm.weight",
-    ]
-    assert found["removed"] == ["model.layers.2.mlp.classifier.weight"]
-    assert found["added"] == ["extra.weight"]
-    parts = found["by_part"]
-    assert parts["router"] == {"identical": 1, "changed": 1, "removed": 0, "added": 0}
-    assert parts["other experts"] == {"identical": 8, "changed": 1, "removed": 0, "added": 0}
-    assert parts["expert 0"] == {"identical": 6, "changed": 0, "removed": 0, "added": 0}
-    assert parts["classifier"] == {"identical": 0, "changed": 0, "removed": 1, "added": 0}
-    assert parts["extra"] == {"identical": 0, "changed": 0, "removed": 0, "added": 1}
-    assert sum(sum(counts.values()) for counts in parts.values()) == len(found["identical"]) + 5
+    assert found["changed"] == changed
+    assert (found["removed"], found["added"]) == (["model.layers.2.mlp.classifier.weight"], ["extra.weight"])
+    parts = {name: [*counts.values()] for name, counts in found["by_part"].items()}
+    assert [*found["by_part"]["router"]] == ["identical", "changed", "removed", "added"]
+    assert (parts["router"], parts["other experts"], parts["expert 0"]) == ([1, 1, 0, 0], [8, 1, 0, 0], [6, 0, 0, 0])
+    assert (parts["classifier"], parts["extra"]) == ([0, 0, 1, 0], [0, 0, 0, 1])
+    assert sum(map(sum, parts.values())) == len(found["identical"]) + 5
     short, long = diff(pair / "a", pair / "b"), diff(pair / "a", pair / "b", "--all")
     assert short.exit_code == long.exit_code == 1
     assert "router" in short.output
     assert "model.norm.weight" not in short.output
-    said = set(long.output.splitlines())
     expected = {"changed  model.norm.weight", "removed  model.layers.2.mlp.classifier.weight", "added  extra.weight"}
-    assert expected <= said
+    assert expected <= set(long.output.splitlines())
+    equal = diff(pair / "a", pair / "a", "--all")
+    assert equal.exit_code == 0
+    assert "changed  " not in equal.output.replace("│", "")
+    assert compare_checkpoints(pair / "a", pair / "a").same
 
 
 def test_tensors_of_different_types_are_identical_where_their_values_are(pair, tmp_path, monkeypatch):
@@ -130,8 +128,7 @@ def test_tensors_of_different_types_are_identical_where_their_values_are(pair, t
     weights = {name: value.bfloat16() for name, value in load_file(pair / "a" / "model.safetensors").items()}
     norm, other = "model.norm.weight", "model.layers.0.mlp.router.weight"
     weights[norm][1], weights[norm][2] = float("nan"), float("inf")
-    wide = {name: value.float() for name, value in weights.items()}
-    wide[other] = wide[other].clone()
+    wide = {name: value.float().clone() for name, value in weights.items()}
     wide[other].view(-1)[-1] += 1e-7
     for name, tensors in (("bf16", weights), ("fp32", wide)):
         shutil.copytree(pair / "a", tmp_path / name)
@@ -141,7 +138,7 @@ def test_tensors_of_different_types_are_identical_where_their_values_are(pair, t
     assert norm in found.identical
 
 
-@pytest.mark.parametrize("backbone", BACKBONE_NAMES)
+@pytest.mark.parametrize("backbone", [*COMMON_BACKBONES, "falcon", "gpt2", "mpt", "opt"])
 def test_the_part_of_a_tensor_is_a_module_of_its_layer_or_one_beside_the_layers(backbone):
     model = tiny_dense(backbone)
     layers = {ffn.place.rpartition(".")[0] for ffn in decoder_ffns(model)}
@@ -169,29 +166,18 @@ def check(folder):
     return moved_tensors(StoredModel(folder))
 
 
-def edited(model, out):
-    """A copy whose embedding was changed by hand."""
-    shutil.copytree(model, out, ignore=shutil.ignore_patterns(BASE_CHECK))
+def edited(model, out, name="model.embed_tokens.weight"):
+    """A copy one of whose tensors was changed by hand."""
     network = load(model)
-    with torch.no_grad():
-        network.get_input_embeddings().weight.add_(0.5)
+    network.get_parameter(name).data.add_(0.5)
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns(BASE_CHECK))
     network.save_pretrained(out)
     return out
 
 
-def with_lora(model, out):
-    lora = get_peft_model(load(model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    lora.merge_and_unload().save_pretrained(out)
-
-
-def plainly_trained(model, out):
-    arguments = TrainingArguments(
-        out / "run", max_steps=1, use_cpu=True, report_to="none", save_strategy="no", learning_rate=1e-2
-    )
-    rows = [{"input_ids": list(range(12)), "labels": list(range(12))}] * 4
-    network = load(model)
-    Trainer(network, arguments, train_dataset=rows).train()
-    network.save_pretrained(out)
+def hashes(model):
+    """What the model, or the one in a folder, knows of its base's tensors."""
+    return History.of((load(model) if isinstance(model, Path) else model).config).first.base_hashes
 
 
 def test_an_untouched_base_is_as_it_was(base, model, tmp_path):
@@ -201,73 +187,55 @@ def test_an_untouched_base_is_as_it_was(base, model, tmp_path):
     assert inspect_checkpoint(model).base_check == "as the base"
     assert AS_IT_WAS in str(make_card(model))
     assert BASE_CHECK not in published_files(model)
-    expanded = expand_model(load(base), ADAPTERS, expert_kind="adapter")
-    assert History.of(expanded.config).first.base_hashes == History.of(load(model).config).first.base_hashes
+    assert hashes(expand_model(load(base), ADAPTERS, expert_kind="adapter")) == hashes(model)
     grow_checkpoint(model, tmp_path / "grown", Plan("moe-lpr", [3] * 3, new=["hu"], exclusive=True, grows_from=[2] * 3))
     assert not (tmp_path / "grown" / BASE_CHECK).exists()
     assert check(tmp_path / "grown").words == "as the base"
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (edited, "model.embed_tokens.weight"),
-        (with_lora, "model.layers.0.self_attn.q_proj.weight"),
-        (plainly_trained, "model.embed_tokens.weight"),
-    ],
-)
-def test_tensors_that_moved_are_named(model, tmp_path, change, name, capsys):
-    change(model, tmp_path / "changed")
-    assert name in check(tmp_path / "changed").moved
-    refused(export_peft, tmp_path / "changed", tmp_path / "out", says=f"{name}.* moved since the expansion.*`export")
-    card = str(make_card(tmp_path / "changed"))
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_tensors_that_moved_are_named(model, tmp_path, name, capsys):
+    changed = edited(model, tmp_path / "changed", name)
+    _warn_of_moved(str(changed), None)
+    assert "moved since" not in capsys.readouterr().err  # unchecked
+    assert check(changed).moved == [name]
+    _warn_of_moved(str(changed), None)  # as chat does
+    assert f"{name} moved since" in capsys.readouterr().err
+    refused(export_peft, changed, tmp_path / "out", says=f"{name}.* moved since the expansion.*`export")
+    card = str(make_card(changed))
     assert AS_IT_WAS not in card
     assert name in card
-    capsys.readouterr()
-    export_dense(tmp_path / "changed", tmp_path / "home", language="en")
+    export_dense(changed, tmp_path / "home", language="en")
     assert name in capsys.readouterr().out
-    assert f"base inside         moved: {check(tmp_path / 'changed').names}" in invoke("inspect", tmp_path / "changed")
+    assert f"base inside         moved: {check(changed).names}" in invoke("inspect", changed)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_float32_copy_of_a_bfloat16_base_has_not_moved(tmp_path, tied):
     base = save_dense(tmp_path / "base", dtype=torch.bfloat16, tie_word_embeddings=tied)
-    plan = Plan("moe-lpr", [2] * 3, old=["en"], new=["el"], exclusive=True)
-    expand_checkpoint(base, tmp_path / "model", plan)
+    expand_checkpoint(base, tmp_path / "model", ADAPTERS)
     assert check(tmp_path / "model").words == "as the base"
     load(tmp_path / "model", dtype=torch.float32).save_pretrained(tmp_path / "wide")
     assert StoredModel(tmp_path / "wide")["model.embed_tokens.weight"].dtype == "F32"
     assert check(tmp_path / "wide").words == "as the base"
-    moved = check(edited(tmp_path / "wide", tmp_path / "edited")).moved
-    assert moved == ["model.embed_tokens.weight"]
-    in_memory = expand_model(load(base, dtype=torch.bfloat16), plan).config
-    assert History.of(in_memory).first.base_hashes == History.of(load(tmp_path / "model").config).first.base_hashes
+    assert check(edited(tmp_path / "wide", tmp_path / "edited")).moved == ["model.embed_tokens.weight"]
+    assert hashes(expand_model(load(base, dtype=torch.bfloat16), ADAPTERS)) == hashes(tmp_path / "model")
 
 
 def test_experts_that_train_leave_the_base(base, tmp_path):
     expand_checkpoint(base, tmp_path / "model", ADAPTERS)
-    network = load(tmp_path / "model")
-    with torch.no_grad():
-        for ffn in network.expanded_ffns().values():
-            for parameter in ffn.experts[1].parameters():
-                parameter.add_(1)
-    network.save_pretrained(tmp_path / "trained")
-    assert check(tmp_path / "trained").words == "as the base"
-    with torch.no_grad():
-        network.expanded_ffns()[1].experts[0].up_proj.weight.add_(1)
-    network.save_pretrained(tmp_path / "home")
-    assert check(tmp_path / "home").moved == ["model.layers.1.mlp.up_proj.weight"]
+    for expert, says in ((1, "as the base"), (0, "moved: model.layers.1.mlp.up_proj.weight")):
+        name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
+        assert check(edited(tmp_path / "model", tmp_path / f"{expert}", name)).words == says
 
 
 def test_a_mixture_is_compared_in_its_fused_tensors(tmp_path):
-    base = save_dense(tmp_path / "base", "qwen3_moe")
+    base, added = save_dense(tmp_path / "base", "qwen3_moe"), {"expert_kind": "added", "expert_width": 8}
     plan = Plan("moe-lpr", [2] * 3, old=["en"], new=["el"])
-    expand_checkpoint(base, tmp_path / "model", plan, expert_kind="added", expert_width=8)
-    assert check(tmp_path / "model").words == "as the base"
+    expand_checkpoint(base, tmp_path / "model", plan, **added)
     load(tmp_path / "model").save_pretrained(tmp_path / "again")
-    assert check(tmp_path / "again").words == "as the base"
-    in_memory = expand_model(load(base), plan, expert_kind="added", expert_width=8).config
-    assert History.of(in_memory).first.base_hashes == History.of(load(tmp_path / "model").config).first.base_hashes
+    assert {check(tmp_path / name).words for name in ("model", "again")} == {"as the base"}
+    assert hashes(expand_model(load(base), plan, **added)) == hashes(tmp_path / "model")
 
 
 def test_a_verdict_holds_while_the_weights_stay(model, tmp_path):
@@ -280,25 +248,6 @@ def test_a_verdict_holds_while_the_weights_stay(model, tmp_path):
     check(tmp_path / "model")
     (tmp_path / "model" / BASE_CHECK).write_text("[")
     assert inspect_checkpoint(tmp_path / "model").base_check == "unchecked"
-
-
-def test_an_old_checkpoint_is_unchecked(tmp_path):
-    shutil.copytree(OLD / "moe_lpr", tmp_path / "old")
-    assert check(tmp_path / "old").words == "unchecked"
-    assert not (tmp_path / "old" / BASE_CHECK).exists()
-
-
-def test_chat_warns_where_the_base_inside_moved(model, tmp_path, capsys):
-    moved = edited(model, tmp_path / "moved")
-    _warn_of_moved(str(moved), None)
-    assert "moved since" not in capsys.readouterr().err  # unchecked
-    check(moved)
-    _warn_of_moved(str(moved), None)
-    assert "model.embed_tokens.weight moved since" in capsys.readouterr().err
-
-
-def test_equal_checkpoints(pair):
-    done = diff(pair / "a", pair / "a", "--all")
-    assert done.exit_code == 0
-    assert "changed  " not in done.output.replace("│", "")
-    assert compare_checkpoints(pair / "a", pair / "a").same
+    old = shutil.copytree(OLD / "moe_lpr", tmp_path / "old")
+    assert check(old).words == "unchecked"
+    assert not (old / BASE_CHECK).exists()
