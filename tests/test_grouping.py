@@ -17,6 +17,8 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.planning.results import DeviationResult, SimilarityResult
 
+EYE = [[1, 0], [0, 1]]
+
 
 @st.composite
 def similarities(draw, largest=7):
@@ -33,47 +35,37 @@ def least(matrix, names, group):
     return min((matrix[names.index(a)][names.index(b)] for a, b in combinations(group, 2)), default=0.0)
 
 
-def sizes(n, number):
-    return sorted((len(part) for part in np.array_split(range(n), number)), reverse=True)
-
-
 def slow_groups(matrix, names, number):
-    """Algorithm 1: every set of the size is looked at, in alphabetical order."""
+    """Algorithm 1: every set of the size is looked at, in alphabetical order, and the first of the best ones taken."""
     remaining, found = sorted(names), []
-    for size in sizes(len(names), number):
-        sets = list(combinations(remaining, size))
-        values = [least(matrix, names, group) for group in sets]
-        group = sets[values.index(max(values))]
+    for part in np.array_split(range(len(names)), number):  # the larger ones first
+        group = max(combinations(remaining, len(part)), key=lambda group: least(matrix, names, group))
         found.append(list(group))
         remaining = [name for name in remaining if name not in group]
     return found
 
 
 def slow_grown_set(matrix, names, size):
-    pairs = list(combinations(names, 2))
-    values = [least(matrix, names, pair) for pair in pairs]
-    group = list(pairs[values.index(max(values))])
+    group = list(max(combinations(names, 2), key=lambda pair: least(matrix, names, pair)))  # the first of equal ones
     while len(group) < size:
         others = [name for name in names if name not in group]
-        values = [min(least(matrix, names, (name, member)) for member in group) for name in others]
-        group.append(others[values.index(max(values))])
+        group.append(max(others, key=lambda name: min(least(matrix, names, (name, one)) for one in group)))
     return sorted(group)
 
 
-@pytest.mark.parametrize("number", [9, 6])
-def test_published_groups_of_bloom_560m(published, number):
+def test_published_groups_and_layers_of_bloom_560m(published):
     sheet = published["dmoe_bloom_560m_grouping"]
-    found = group_languages(sheet["similarity_rank"], sheet["languages"], number)
-    assert found == sheet[f"groups_{number}"]
-
-
-@given(similarities())
-def test_groups_are_the_best_of_all_sets(drawn):
-    assert group_languages(*drawn) == slow_groups(*drawn)
+    for number in (9, 6):
+        found = group_languages(sheet["similarity_rank"], sheet["languages"], number)
+        assert found == sheet[f"groups_{number}"]
+    sheet = published["dmoe_bloom_560m_deviation"]
+    assert select_layers(sheet["ffn_deviation"], ratio=0.4) == sheet["moe_layers_ratio_0.4"]
+    assert select_layers(sheet["ffn_deviation"], threshold=0.6) == sheet["moe_layers_threshold_0.6"]
 
 
 @given(similarities(), st.data())
-def test_beyond_the_bound_a_group_grows_one_by_one(drawn, data):
+def test_groups_are_the_best_of_all_sets_and_beyond_the_bound_a_group_grows_one_by_one(drawn, data):
+    assert group_languages(*drawn) == slow_groups(*drawn)
     matrix, names, _ = drawn
     names = sorted(names)
     if len(names) > 1:
@@ -99,19 +91,26 @@ def test_the_two_forms_can_differ_and_both_find_planted_families():
     assert sorted(found) == sorted([f"{i:03d}" for i in range(family, 128, 16)] for family in range(16))
 
 
-@pytest.mark.parametrize(
-    ("matrix", "names", "number", "message"),
-    [
-        ([[1, 0], [0, 1]], ["a", "b"], 3, "groups is 3: must be from 1 to 2"),
-        ([[1, 0], [0, 1]], ["a", "b"], 0, "groups is 0"),
-        ([[1, 0], [0, 1]], ["a", "a"], 1, "a is named twice"),
-        ([[1, 0], [0, 1]], ["a", "b", "c"], 1, r"shape \[2, 2\], but 3 languages need \[3, 3\]"),
-        ([[1, 0.5], [0, 1]], ["a", "b"], 1, "must be a symmetric matrix"),
-        ([[1, float("nan")], [float("nan"), 1]], ["a", "b"], 1, "finite"),
-    ],
-)
-def test_wrong_similarities_are_refused(matrix, names, number, message):
-    refused(group_languages, matrix, names, number, says=message)
+def test_wrong_similarities_and_a_choice_of_layers_that_selects_none_are_refused():
+    for message, *similarities in (
+        ("groups is 3: must be from 1 to 2", EYE, ["a", "b"], 3),
+        ("groups is 0", EYE, ["a", "b"], 0),
+        ("a is named twice", EYE, ["a", "a"], 1),
+        (r"shape \[2, 2\], but 3 languages need \[3, 3\]", EYE, ["a", "b", "c"], 1),
+        ("must be a symmetric matrix", [[1, 0.5], [0, 1]], ["a", "b"], 1),
+        ("finite", [[1, float("nan")], [float("nan"), 1]], ["a", "b"], 1),
+    ):
+        refused(group_languages, *similarities, says=message)
+    assert len(select_layers([float(i) for i in range(100)], ratio=0.29)) == 29  # 0.29 * 100 < 29 in floating point
+    for message, deviation, choice in (
+        ("exactly one", [1, 2, 3], {}),
+        ("exactly one", [1, 2, 3], {"ratio": 0.5, "threshold": 0.5}),
+        ("ratio of 0.3 selects no layer", [1, 2, 3], {"ratio": 0.3}),
+        ("deviate equally", [2, 2, 2], {"threshold": 0.5}),
+        ("finite", [1, float("nan")], {"ratio": 0.5}),
+        ("one for each layer", [], {"ratio": 0.5}),
+    ):
+        refused(select_layers, deviation, says=message, **choice)
 
 
 def test_random_groups_are_balanced_and_follow_the_seed():
@@ -123,20 +122,19 @@ def test_random_groups_are_balanced_and_follow_the_seed():
     refused(random_groups, names, 12, says="groups is 12")
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([["en", "de"], ["de", "el", "tr"]], "de is named twice"),
-        ([["en", "de"], ["el"]], "tr is in no group"),
-        ([["en", "de", "el", "tr"], ["fr"]], "fr was not measured; known: en, de, el, tr"),
-        ([["en", "de", "el", "tr"], []], "a group is empty"),
-        ([["en", False], ["el"]], "in quotes"),
-        ([["en", "de", "el", "tr"]], "at least 2 experts"),
-    ],
-)
-def test_groups_by_hand_name_every_language_once(groups, message):
-    assert dmoe(groups=[["en", "de"], ["el", "tr"]]).groups == [["en", "de"], ["el", "tr"]]
-    refused(dmoe, says=message, groups=groups)
+def test_wrong_dmoe_settings_are_refused():
+    """Groups by hand name every language once."""
+    for message, settings in (
+        ("de is named twice", {"groups": [["en", "de"], ["de", "el", "tr"]]}),
+        ("tr is in no group", {"groups": [["en", "de"], ["el"]]}),
+        ("fr was not measured; known: en, de, el, tr", {"groups": [["en", "de", "el", "tr"], ["fr"]]}),
+        ("a group is empty", {"groups": [["en", "de", "el", "tr"], []]}),
+        ("in quotes", {"groups": [["en", False], ["el"]]}),
+        ("at least 2 experts", {"groups": [["en", "de", "el", "tr"]]}),
+        ("so leave out grouping `random`", {"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}),
+        ("run `analyze deviation` first", {"groups": 2, "deviation": None}),
+    ):
+        refused(dmoe, says=message, **settings)
 
 
 def test_vectors_from_json_and_csv(tmp_path):
@@ -155,31 +153,22 @@ def test_vectors_from_json_and_csv(tmp_path):
     assert vector_similarity(tmp_path / "v.csv", ["el", "a\u2028b", "c\x0cd"]) == [[1] * 3] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_wrong_vectors_are_refused(tmp_path):
+    number = r"vectors.hu\[{}\]: Input should be a valid number.*, found '--'".format
+    for name, text, message in (
         ("v.json", '{"el": [1, 2]}', "no vector for hu"),
         ("v.json", '{"el": [1, 2], "hu": [1]}', "el has 2, hu has 1"),
         ("v.json", '{"el": [1, 2], "hu": [0, 0]}', "vector of hu is all zeros"),
-        ("v.json", '{"el": [1, 2], "hu": [1, "--"]}', r"vectors.hu\[1\]: Input should be a valid number.*, found '--'"),
+        ("v.json", '{"el": [1, 2], "hu": [1, "--"]}', number(1)),
         ("v.json", "[1]", "not linguistic vectors"),
-        ("v.csv", "el,1,2\nhu,--,1\n", r"v.csv: vectors.hu\[0\]: Input should be a valid number.*, found '--'"),
+        ("v.csv", "el,1,2\nhu,--,1\n", f"v.csv: {number(0)}"),
         ("v.csv", "el,1,2\nhu,1,2\nel,3,4\n", "el has two vectors"),
-        ("v.csv", None, "no such file"),
         ("v.csv", f"el,{'1' * 131_073}\n", r"v.csv: field larger than field limit \(131072\)"),
         ("v.txt", "", "unknown kind of file for linguistic vectors; known: .json, .csv"),
-    ],
-)
-def test_wrong_vectors_are_refused(tmp_path, name, text, message):
-    if text is not None:
+    ):
         (tmp_path / name).write_text(text)
-    refused(vector_similarity, tmp_path / name, ["el", "hu"], says=message)
-
-
-def test_published_layers_of_bloom_560m(published):
-    sheet = published["dmoe_bloom_560m_deviation"]
-    assert select_layers(sheet["ffn_deviation"], ratio=0.4) == sheet["moe_layers_ratio_0.4"]
-    assert select_layers(sheet["ffn_deviation"], threshold=0.6) == sheet["moe_layers_threshold_0.6"]
+        refused(vector_similarity, tmp_path / name, ["el", "hu"], says=message)
+    refused(vector_similarity, tmp_path / "none.csv", ["el", "hu"], says="no such file")
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 12))
@@ -201,21 +190,6 @@ def test_a_threshold_is_on_the_scaled_deviation(deviation, eighths):
     scaled = [(d - min(deviation)) / (max(deviation) - min(deviation)) for d in deviation]
     expected = [layer for layer, value in enumerate(scaled) if value >= eighths / 8]
     assert select_layers(deviation, threshold=eighths / 8) == expected
-
-
-@pytest.mark.parametrize(
-    ("deviation", "choice", "message"),
-    [
-        ([1, 2, 3], {}, "exactly one"),
-        ([1, 2, 3], {"ratio": 0.5, "threshold": 0.5}, "exactly one"),
-        ([1, 2, 3], {"ratio": 0.3}, "ratio of 0.3 selects no layer"),
-        ([2, 2, 2], {"threshold": 0.5}, "deviate equally"),
-        ([1, float("nan")], {"ratio": 0.5}, "finite"),
-        ([], {"ratio": 0.5}, "one for each layer"),
-    ],
-)
-def test_a_choice_that_selects_nothing_is_refused(deviation, choice, message):
-    refused(select_layers, deviation, says=message, **choice)
 
 
 FOUND = DeviationResult(
@@ -243,11 +217,9 @@ def test_a_dmoe_plan_has_one_expert_a_group_in_the_layers_that_deviate_most(tmp_
 def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
     by_hand = [["en", "tr"], ["el"], ["de"]]
     plan = make_plan(read_plan_settings({"method": "dmoe", "groups": by_hand}), 5, [], [], FOUND)
-    assert plan.groups == by_hand
-    assert plan.experts_per_layer == [3, 1, 1, 3, 1]
+    assert (plan.groups, plan.experts_per_layer) == (by_hand, [3, 1, 1, 3, 1])
     drawn = dmoe(groups=2, grouping="random", seed=5)
-    assert drawn.groups == random_groups(FOUND.languages, 2, 5)
-    assert drawn.settings["seed"] == 5
+    assert (drawn.groups, drawn.settings["seed"]) == (random_groups(FOUND.languages, 2, 5), 5)
     vectors = tmp_path / "vectors.json"
     vectors.write_text(json.dumps({"en": [1, 0], "tr": [1, 0.1], "de": [0, 1], "el": [0.2, 1]}))
     plan = dmoe(groups=2, grouping=str(vectors))
@@ -281,42 +253,26 @@ def test_one_pass_gives_groups_and_layers_in_place_of_a_training_for_each_langua
     refused(make_plan, settings, 5, [], [], earlier, says="lacks the pair en-de: run `analyze similarity` again")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "so leave out grouping `random`"),
-        ({"groups": 2, "deviation": None}, "run `analyze deviation` first"),
-    ],
-)
-def test_wrong_dmoe_settings_are_refused(settings, message):
-    refused(dmoe, says=message, **settings)
-
-
 def test_a_plan_whose_groups_do_not_fit_is_refused():
     plan = dmoe(groups=2)
-    for changes, message in [
-        ({"groups": [["en"], ["de"], ["el"]]}, "layer 0, 3 must have 1 expert, or 3, one for each group"),
-        ({"groups": [["en"], ["de", "en"]]}, "en is named twice"),
-        ({"groups": [["en"], []]}, "a group is empty"),
-        ({"groups": []}, "a dmoe plan must name the languages"),
-        ({"classifier_layers": [0]}, "no classifiers"),
-        ({"grows_from": [1, 1, 1, 1, 1]}, "for a dense model"),
-    ]:
+    for message, changes in (
+        ("layer 0, 3 must have 1 expert, or 3, one for each group", {"groups": [["en"], ["de"], ["el"]]}),
+        ("en is named twice", {"groups": [["en"], ["de", "en"]]}),
+        ("a group is empty", {"groups": [["en"], []]}),
+        ("a dmoe plan must name the languages", {"groups": []}),
+        ("no classifiers", {"classifier_layers": [0]}),
+        ("for a dense model", {"grows_from": [1, 1, 1, 1, 1]}),
+    ):
         refused(changed, plan, says=message, **changes)
 
 
 def test_random_layers_are_as_many_as_those_that_deviate_most_and_follow_the_seed():
     """DMoE figure 5."""
     plans = [dmoe(groups=2, ratio=0.6, layers_by="random", seed=seed) for seed in range(8)]
-    chosen = {tuple(layer for layer, count in enumerate(plan.experts_per_layer) if count > 1) for plan in plans}
-    assert {len(layers) for layers in chosen} == {3}
-    assert len(chosen) > 1
+    assert {sum(count > 1 for count in plan.experts_per_layer) for plan in plans} == {3}
+    assert len({tuple(plan.experts_per_layer) for plan in plans}) > 1
     assert plans[3] == dmoe(groups=2, ratio=0.6, layers_by="random", seed=3)
     assert plans[3].groups == dmoe(groups=2, ratio=0.6).groups
     assert (plans[3].settings["layers_by"], plans[3].settings["seed"]) == ("random", 3)
     by_threshold = dmoe(groups=2, threshold=0.5, layers_by="random")
     assert sorted(by_threshold.experts_per_layer) == [1, 1, 2, 2, 2]
-
-
-def test_a_ratio_is_not_lost_to_rounding():
-    assert len(select_layers([float(i) for i in range(100)], ratio=0.29)) == 29  # 0.29 * 100 < 29 in floating point

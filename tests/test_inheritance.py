@@ -8,7 +8,6 @@ import pytest
 import yaml
 from conftest import invoke, refused, save_dense, write_texts
 
-from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.core.yamlfile import parse_mapping, read_yaml, to_yaml
 from hf_moe_expand.runs.pipeline import run_recipe
 from hf_moe_expand.runs.recipe import Recipe
@@ -31,15 +30,10 @@ def load(tmp_path, monkeypatch):
     return loaded
 
 
-def whole(load, child: str, **parents: str) -> dict:
-    return load(child, **parents).values
-
-
 @pytest.mark.parametrize(
     ("child", "found"),
     [
-        ("seed: 3", {"seed": 3, "plan": {"total_experts": 7, "top_k": 1}}),
-        ("plan: {top_k: 2}", {"plan": {"total_experts": 7, "top_k": 2}}),
+        ("seed: 3\nplan: {top_k: 2}", {"seed": 3, "plan": {"total_experts": 7, "top_k": 2}}),
         ("plan: {classifier_layers: 1}", {"plan": {"total_experts": 7, "top_k": 1, "classifier_layers": 1}}),
         ("plan: {top_k: null}", {"plan": {"total_experts": 7}}),
         ("new: {hu: hu.txt}", {"new": {"el": "el.txt", "hu": "hu.txt"}}),
@@ -60,20 +54,19 @@ test: {{el: el.txt}}
 post_pretrain: {{validation: {{texts: {{el: el.txt}}}}, losses: {{}}, block_size: 12}}
 deviation: {{at_steps: [1, 2]}}
 """
-    merged = whole(load, f"inherits: parent.yaml\n{child}\n", parent=parent)
+    merged = load(f"inherits: parent.yaml\n{child}\n", parent=parent).values
     assert {key: merged.get(key) for key in found} == found
     assert "inherits" not in merged
     assert merged["base"] == "b"
 
 
 def test_languages_join_lists_replace_and_expansions_take_what_is_inherited(load):
-    merged = whole(load, "inherits: p.yaml\nnew: {bn: x, hi: y}\n", p=GOOD.replace("{el", "{tr: t, el"))
-    assert list(merged["new"]) == ["tr", "el", "bn", "hi"]
+    merged = load("inherits: p.yaml\nnew: {bn: x, hi: y}\n", p=GOOD.replace("{el", "{tr: t, el"))
+    assert list(merged.new) == ["tr", "el", "bn", "hi"]
     parent = f"{GOOD.replace('new:', '#')}expansions: [{{new: {{el: x}}}}]\npost_pretrain: {{block_size: 12}}\n"
     recipe = load("inherits: p.yaml\nexpansions: [{new: {hu: y}}, {new: {tr: z}, plan: {total_experts: 9}}]", p=parent)
-    assert [list(expansion.new) for expansion in recipe.expansions] == [["hu"], ["tr"]]
-    assert [expansion.plan.total_experts for expansion in recipe.expansions] == [7, 9]
-    assert [expansion.post_pretrain.block_size for expansion in recipe.expansions] == [12, 12]
+    found = [(list(one.new), one.plan.total_experts, one.post_pretrain.block_size) for one in recipe.expansions]
+    assert found == [(["hu"], 7, 12), (["tr"], 9, 12)]
 
 
 @pytest.mark.parametrize("name", packaged_files("methods"))
@@ -92,11 +85,10 @@ def test_paths_of_parents_are_relative_to_the_file_that_names_them(tmp_path, mon
     (tmp_path / "far" / "mid.yaml").write_text("inherits: near/moe-lpr\nnew: {hu: hu.txt}\n")
     (tmp_path / "far" / "near" / "child.yaml").write_text("inherits: ../mid.yaml\n")
     monkeypatch.chdir(tmp_path)
-    recipe = Recipe.load("far/near/child.yaml")
-    assert recipe.plan.total_experts == 7
-    assert dict(recipe.new) == {"el": "el.txt", "hu": "hu.txt"}  # relative to where it runs, as in every recipe
     monkeypatch.setenv("RECIPES", str(tmp_path / "far"))
-    assert dict(Recipe.of_text("inherits: $RECIPES/mid.yaml", "x").new) == dict(recipe.new)
+    for recipe in (Recipe.load("far/near/child.yaml"), Recipe.of_text("inherits: $RECIPES/mid.yaml", "x")):
+        assert recipe.plan.total_experts == 7
+        assert dict(recipe.new) == {"el": "el.txt", "hu": "hu.txt"}  # relative to where it runs, as in every recipe
 
 
 def test_a_deep_chain_and_what_show_prints(load):
@@ -113,12 +105,8 @@ def test_a_deep_chain_and_what_show_prints(load):
         ("", f"plann: {{}}\n{GOOD}", "parent.yaml: unknown key `plann`; did you mean `plan`?"),
         ("plan: {top_k: 2}", f"{OWN}plan: {{total_expert: 7}}",
          "parent.yaml: plan: unknown key `total_expert`; did you"),
-        ("post_pretrain: {max_steps: 2}", f"{GOOD}post_pretrain: {{max_grad_norm: x}}",
-         "parent.yaml: post_pretrain.max_g"),
         ("post_pretrain: {validation: {every: 3}}", f"{GOOD}post_pretrain: {{validation: {{texs: {{}}}}}}",
          "parent.yaml: post_pretrain.validation: unknown key `texs`"),
-        ("new: {hu: hu.txt}", GOOD.replace("{el:", "{greek:"),
-         "parent.yaml: new.greek: 'greek' is not a language code"),
         ("new: {hu: hu.txt}", GOOD.replace("el.txt", "$NOT_SET"),
          "parent.yaml: new.el: the environment variable $NOT_SET"),
         ("new: null\nexpansions: [{new: {hu: x}}, {new: {tr: x}}]", f"{GOOD}analysis: {{tokens: 0}}",
@@ -126,7 +114,6 @@ def test_a_deep_chain_and_what_show_prints(load):
         ("graft: {scale: 1.0}", f"{GOOD}graft: {{keep_tokenizer: true}}",
          "parent.yaml: graft.instruct: Field required"),
         ("", "- a", "parent.yaml: must hold `key: value` lines, found list"),
-        ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
         # in the child
         ("plan: {top_k: x}", GOOD, "child.yaml: plan: top_k: Input should be a valid integer"),
         ("plan: null", GOOD, "child.yaml: `plan` is missing"),
@@ -135,17 +122,10 @@ def test_a_deep_chain_and_what_show_prints(load):
          "child.yaml: new.hu: None is not a file, a folder or hub:NAME."),
         ("plan: {top_k: null}", GOOD, "found None."),
         ("test: null", GOOD, "child.yaml: test: Input should be a valid dictionary, found None."),
-        ("tset: null", GOOD, "child.yaml: unknown key `tset`; did you mean `test`?"),
     ],
 )  # fmt: skip
 def test_a_mistake_names_its_file_and_key(load, child, parent, message):
     refused(load, f"inherits: parent.yaml\n{child}\n", parent=parent, says=re.escape(message))
-
-
-def test_a_mistake_of_a_grandparent_is_not_its_childs(load):
-    with pytest.raises(InputError, match=r"^old\.yaml: review: unknown key `blok_size`"):
-        load("inherits: mid.yaml\nreview: {max_steps: 2}\n", mid="inherits: old.yaml\nreview: {new_per_old: 2}\n",
-             old=f"{GOOD}review: {{blok_size: 2}}\n")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -164,29 +144,25 @@ def test_a_mistake_of_a_grandparent_is_not_its_childs(load):
 )  # fmt: skip
 def test_parents_that_are_none(load, value, message):
     Path("folder").mkdir()
-    with pytest.raises(InputError, match=re.escape(f"child.yaml: inherits: {message}").replace(r"\.\*", ".*")):
-        load(f"inherits: {value}\n{GOOD}")
+    says = re.escape(f"child.yaml: inherits: {message}").replace(r"\.\*", ".*")
+    refused(load, f"inherits: {value}\n{GOOD}", says=says)
     refused(invoke, "recipes", "show", "child.yaml", says=re.escape("child.yaml: inherits: "))
 
 
-def test_no_parent(load):
+def test_a_circle_names_its_files_and_a_mistake_of_a_grandparent_is_not_its_childs(load):
+    for files, circle in (
+        ({"child": "child.yaml"}, "child.yaml -> child.yaml"),
+        ({"child": "a.yaml", "a": "b.yaml", "b": "./a.yaml"}, "child.yaml -> a.yaml -> b.yaml -> a.yaml"),
+    ):
+        recipes = {name: f"inherits: {parent}\n" for name, parent in files.items()}
+        refused(load, **recipes, says=re.escape(f"a recipe inherits from itself ({circle}): take `inherits` out"))
+    mid, old = "inherits: old.yaml\nreview: {new_per_old: 2}\n", f"{GOOD}review: {{blok_size: 2}}\n"
+    child = "inherits: mid.yaml\nreview: {max_steps: 2}\n"
+    refused(load, child, mid=mid, old=old, says=r"^old\.yaml: review: unknown key `blok_size`")
     text = f"inherits: null\n{GOOD}"
     assert load(text).text == text
-    assert "inherits" not in whole(load, "inherits: parent.yaml\n", parent=text)
+    assert "inherits" not in load("inherits: parent.yaml\n", parent=text).values
     refused(Recipe, says=r"inherits: recipes inherit", base="b", output="o", new={"el": "el.txt"}, inherits="moe-lpr")
-
-
-@pytest.mark.parametrize(
-    ("files", "circle"),
-    [
-        ({"child": "child.yaml"}, "child.yaml -> child.yaml"),
-        ({"child": "a.yaml", "a": "child.yaml"}, "child.yaml -> a.yaml -> child.yaml"),
-        ({"child": "a.yaml", "a": "b.yaml", "b": "./a.yaml"}, "child.yaml -> a.yaml -> b.yaml -> a.yaml"),
-    ],
-)
-def test_a_circle_names_its_files(load, files, circle):
-    recipes = {name: f"inherits: {parent}\n" for name, parent in files.items()}
-    refused(load, **recipes, says=re.escape(f"a recipe inherits from itself ({circle}): take `inherits` out"))
 
 
 def test_a_run_keeps_the_file_and_all_values_and_a_later_change_of_the_parent_is_refused(tmp_path, monkeypatch):
@@ -221,38 +197,31 @@ def read(tmp_path, text, encoding="utf-8"):
     return read_yaml(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3e-4", 3e-4), ("3E-4", 3e-4), ("-1e3", -1000.0), ("1.", 1.0), (".5", 0.5), ("1.5e-3", 1.5e-3), ("+2", 2),
-        ("5e5", 5e5), ("010", 10), ("0o10", 8), ("0x1F", 31), ("-0", 0), ("100_000", 100_000), (".inf", float("inf")),
-        ("1:30", "1:30"), ("2026-01-31", "2026-01-31"), ("2026-13-45", "2026-13-45"), ("1.2.3", "1.2.3"), ("1e", "1e"),
-        ("'3e-4'", "3e-4"), ("true", True), ("off", "off"), ("~", None), ("", None), ("[1, 3e-4]", [1, 3e-4]),
-        ("{x: 3e-4}", {"x": 3e-4}), ("1-2", "1-2"), ("e5", "e5"),
-    ],
-)  # fmt: skip
-def test_values(tmp_path, text, value):
-    found = read(tmp_path, f"a: {text}\n")["a"]
-    assert found == value
-    assert type(found) is type(value)
+VALUES = {
+    "3e-4": 3e-4, "3E-4": 3e-4, "-1e3": -1000.0, "1.": 1.0, ".5": 0.5, "+2": 2, "5e5": 5e5, "010": 10, "0o10": 8,
+    "0x1F": 31, "-0": 0, "100_000": 100_000, ".inf": float("inf"), "1:30": "1:30", "2026-01-31": "2026-01-31",
+    "2026-13-45": "2026-13-45", "1.2.3": "1.2.3", "1e": "1e", "'3e-4'": "3e-4", "true": True, "off": "off", "~": None,
+    "": None, "[1, 3e-4]": [1, 3e-4], "{x: 3e-4}": {"x": 3e-4}, "1-2": "1-2", "e5": "e5",
+}  # fmt: skip
+
+
+def test_values(tmp_path):
+    found = read(tmp_path, "".join(f"a{number}: {text}\n" for number, text in enumerate(VALUES))).values()
+    assert [(value, type(value)) for value in found] == [(value, type(value)) for value in VALUES.values()]
+    assert read(tmp_path, "new: {no: no.jsonl, on: x}\n") == {"new": {"no": "no.jsonl", "on": "x"}}  # Norwegian
 
 
 def test_what_is_written_reads_back_as_it_was(tmp_path):
     value = {"b": "3e-4", "a": [3e-4, 1e-5, 10, None, True, {"x": "no: x"}], "é": "010", "text": "a\nb", "none": {}}
-    assert read(tmp_path, to_yaml(value)) == value
-    assert list(read(tmp_path, to_yaml(value))) == list(value)
+    assert [*read(tmp_path, to_yaml(value)).items()] == [*value.items()]  # in their order
     assert yaml.safe_load(to_yaml({"rate": 5e-5, "scale": -1e20})) == {"rate": 5e-5, "scale": -1e20}  # YAML 1.1
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_windows_files_are_read(tmp_path, encoding):
-    assert read(tmp_path, "a: 1\r\nb: |\r\n  x\r\n  y\r\n", encoding) == {"a": 1, "b": "x\ny\n"}
-
-
-def test_mappings_may_be_merged_and_used_twice(tmp_path):
+def test_windows_files_are_read_and_mappings_may_be_merged_and_used_twice(tmp_path):
+    for encoding in ("utf-8", "utf-8-sig"):
+        assert read(tmp_path, "a: 1\r\nb: |\r\n  x\r\n  y\r\n", encoding) == {"a": 1, "b": "x\ny\n"}
     found = read(tmp_path, "one: &a {x: 1, y: 2}\ntwo: &b {<<: *a, y: 3}\nthree: {<<: *b, z: 4}\nfour: *a\n")
-    assert found["three"] == {"x": 1, "y": 3, "z": 4}
-    assert found["four"] == {"x": 1, "y": 2}
+    assert (found["three"], found["four"]) == ({"x": 1, "y": 3, "z": 4}, {"x": 1, "y": 2})
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
@@ -264,19 +233,14 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ("a: 1\nb: 2\na: 3\n", 'line 3: found duplicate key "a"'),
         (BOMB, "aliases that stand for over 1,000,000 values"),
         ("b: 1\na: &a [*a]\n", "an alias inside the value that it names"),
-        ("x: 1\na: " + "[" * 5000, "recursion depth exceeded"),
         ("a:\n" + "".join(" " * n + f"b{n}:\n" for n in range(1, 3000)), "recursion depth exceeded"),
         ("x: 1\na: " + "9" * 5000 + "\n", "5000 digits"),
         ("a: 0x" + "f" * 5000 + "\n", "an integer of more than 100 digits"),
-        ("x:\n  a: {b: 1, b: 2}\n", 'line 2: found duplicate key "b"'),
         ("a: 1\n---\nb: 2\n", "line 2: "),
-        ("a: !!int x\n", "invalid literal for int"),
         ("a: !!python/object/apply:os.system [ls]\n", "line 1: could not determine a constructor"),
-        ("x: 1\na: [1, 2\n", "line 3: "),
         ("x: 1\na: \x07\n", "line 2: .*#x0007"),
         ('a: "\\ud800"\n', "surrogates not allowed"),
         ("", "found nothing"),
-        ("- a\n", "found list"),
     ],
     ids=lambda text: text[:24],
 )
@@ -284,19 +248,10 @@ def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
     assert len(refused(read, tmp_path, text, says=rf"^{tmp_path}/a\.yaml: .*{message}")) < 400
 
 
-def test_norwegian_is_a_language(tmp_path):
-    assert read(tmp_path, "new: {no: no.jsonl, on: x}\nbf16: true\n") == {
-        "new": {"no": "no.jsonl", "on": "x"},
-        "bf16": True,
-    }
-
-
 def test_null_leaves_a_stage_out_as_in_every_recipe(load):
-    parent = f"{GOOD}review: {{block_size: 12}}\n"
-    assert load("inherits: p.yaml\nreview: null\n", p=parent).review is None
-    assert load("inherits: p.yaml\nreview: null\n", p=GOOD).review is None
-    again = load("inherits: m.yaml\nreview: {old_documents: 3}\n", m="inherits: p.yaml\nreview: null\n", p=parent)
+    parent, child = f"{GOOD}review: {{block_size: 12}}\n", "inherits: p.yaml\nreview: null\n"
+    assert load(child, p=GOOD).review is None
+    again = load("inherits: m.yaml\nreview: {old_documents: 3}\n", m=child, p=parent)
     assert again.review.changes() == {"old_documents": 3}
-    assert whole(load, "inherits: p.yaml\nreview: null\n", p=parent)["review"] is None
-    invoke("recipes", "show", "child.yaml")
+    assert load(child, p=parent).review is None
     assert "review: null" in invoke("recipes", "show", "child.yaml")
