@@ -254,6 +254,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
     grow_checkpoint(lora, grown, further, copy_from={0: 1})
     wide = save_dense(tmp_path / "wide", intermediate_size=64)
     heads, llama = save_dense(tmp_path / "heads", num_attention_heads=2), save_dense(tmp_path / "llama", "llama")
+    acts = [save_dense(tmp_path / act, "gpt2", activation_function=act) for act in ("gelu", "relu")]
     for message, models, *weights in (
         ("two or more", three[:1]),
         ("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5]),
@@ -262,6 +263,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
         (r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", [three[0], wide]),
         ("num_attention_heads is 4 in .*, but 2", [three[0], heads]),
         ("model_type is 'qwen2' in .*, but 'llama'", [three[0], llama]),
+        ("activation_function is 'gelu' in .*, but 'relu'", acts),
         ("is a dense checkpoint; give an expanded one first", [three[0], expanded]),
         ("model_type is 'qwen2' in .*, but 'llama'", [expanded, llama]),
         ("only these have routers", [expanded, three[0]], [0.0, 1.0]),

@@ -141,11 +141,11 @@ def test_what_does_not_fit_is_refused(packs, base, tmp_path):
 
 def test_a_run_names_its_pack_and_a_name_may_be_given(packs, tmp_path):
     """Both runs end in a folder `gated`."""
-    el, hu = (tmp_path / "runs" / f"qwen-{code}" / "gated" for code in ("el", "hu"))
+    el, hu = (tmp_path / "runs" / f"qwen-{code}" / "2" / "gated" for code in ("el", "hu"))
     for code, folder in (("el", el), ("hu", hu)):
         shutil.copytree(packs[code], folder)
-        folder.with_name("steps.json").write_text("{}")
-    assert name_in_results(el) == "qwen-el/gated"
+        (folder.parents[1] / "steps.json").write_text("{}")
+    assert name_in_results(el) == "qwen-el/2/gated"
     assert own_name(el) == name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
     assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
     assert "# qwen-el\n" in invoke("card", el)
