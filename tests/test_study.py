@@ -98,9 +98,10 @@ def test_a_study_goes_on_where_it_was_stopped(small_study, study, tmp_path, caps
         *((row, weight) for row in rows for weight in (1, 0.6)), ("base", 1)
     ]  # fmt: skip
     # A weight for each third, of one that there is, is that average.
-    assert list(thirds.index) == [("25 % replay", 0.6)] and list(thirds["thirds"]) == ["0.6 0.6 0.6"]
+    assert list(thirds["thirds"].items()) == [(("25 % replay", 0.6), "0.6 0.6 0.6")]
     dense_bits = frame.filter(regex=r"^read\.").loc[("25 % replay", 0.6)]
-    assert len(dense_bits) == 2 and dense_bits.diff().abs().max(axis=None) < 2e-5
+    assert len(dense_bits) == 2
+    assert dense_bits.diff().abs().max(axis=None) < 2e-5
     frame = frame[frame["thirds"].isna()]
     base, expert, dense, tuned = (frame.loc[key] for key in (("base", 1), *((row, 1) for row in rows)))
     assert min(expert["parameters"], tuned["parameters"]) > dense["parameters"] == base["parameters"]
