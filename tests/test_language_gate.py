@@ -18,6 +18,7 @@ from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file
 from hf_moe_expand.checkpoint.gate import Gate
 from hf_moe_expand.checkpoint.stored import StoredModel, gate_home
 from hf_moe_expand.modeling.language_gate import (
+    UNIT,
     GateRule,
     classes_of_sums,
     counted_tokens,
@@ -260,3 +261,15 @@ def test_an_answer_leaves_home_above_a_number_and_goes_home_below_another(before
     answers = Answers(rule, lambda _: sums, RowClasses.of([before], "cpu"), [False], start=2, moves=False)
     assert answers.rows(torch.zeros(1, 17, dtype=torch.long)) is None  # 15 tokens of its own
     assert answers.rows(torch.zeros(1, 18, dtype=torch.long)).numbers == (after,)
+
+
+def test_an_answer_keeps_the_class_of_its_last_mark():
+    marks = {16: 100, **dict.fromkeys((32, 64, 128, 192), -1), 256: -50, 320: 1}  # nats: new, kept, home, as before
+    rule = GateRule(0, [["en"], ["el"]], leave=30.0)
+
+    def judge(answers: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[UNIT * marks[answers.shape[1]]]])
+
+    answers = Answers(rule, judge, RowClasses.of([0], "cpu"), [False], start=2, moves=False)
+    found = {n: rows.numbers for n in range(330) if (rows := answers.rows(torch.arange(2 + n)[None])) is not None}
+    assert found == {16: (1,), 32: (1,), 64: (1,), 128: (1,), 192: (1,), 256: (0,), 320: (0,)}
