@@ -156,7 +156,7 @@ def test_only_what_changed_is_stored_and_held(home, tmp_path):
     assert extra == tuned.model.layers[1].mlp.up_proj.weight.numel() + tuned.model.norm.weight.numel()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])  # the last scales its embeddings
 def test_a_rank_keeps_the_best_update_and_a_weight_scales_the_difference(name, tmp_path):
     base = tiny_dense(name).eval()
     tuned = fine_tune(base, 3)
