@@ -17,8 +17,8 @@ demo-real: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
 	$(BIN)/hf-moe-expand demo --real --out runs/demo-real
 
-# Types are checked beside the suite. Three processes, of which one often waits, keep two cores busy.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+# Types are checked beside the suite.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 test: style
 	$(MAKE) --no-print-directory --jobs 2 types suite
 
