@@ -72,7 +72,6 @@ DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "d
 TABLES = yaml.safe_load((HERE / "tables.yaml").read_text("utf-8"))  # of plain data, each under its name
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
