@@ -66,7 +66,12 @@ def changes(file: Path) -> pandas.DataFrame:
     """The lines of a CSV but the base's, their bits per byte as changes in % against the base on the same device."""
     if not file.is_file():
         sys.exit(f"{file}: no such file; `study.py run` writes OUT/study.csv.")
-    frame, found = pandas.read_csv(file), []
+    try:
+        frame, found = pandas.read_csv(file), []
+    except ValueError as error:  # empty, of another kind, or no text
+        sys.exit(f"{file}: no CSV of `study.py run`: {str(error).strip()}")
+    if missing := [name for name in ("base", "row", "weight", "tokens", "seed", "device") if name not in frame]:
+        sys.exit(f"{file}: no CSV of `study.py run`: it has no column {', '.join(missing)}.")
     for (base, device), lines in frame.groupby(["base", "device"], sort=False):
         own = lines[lines["row"] == "base"]
         if own.empty:
