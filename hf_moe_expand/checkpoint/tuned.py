@@ -104,10 +104,16 @@ def expand_tuned(
     if is_loaded:
         return made
     first, last = History.of(config).first, History.of(config).last
-    said = [line for one in loaded for line in one.warnings(first.base_model or "", first.base_revision)]
-    if any(isinstance(one, PeftAdapter) for one in loaded) and (verdict := moved_tensors(home)).moved:  # type: ignore[arg-type]
-        said.append(f"warning: {verdict.names} moved since the expansion: an adapter of the base computes otherwise")
+    said = _warnings(home, loaded, first)
     return TunedReport(Path(out or ""), first.base_parameters or 0, last.parameters or 0, said)
+
+
+def _warnings(home: Any, loaded: Sequence[FineTune | PeftAdapter], first: ExpansionRecord) -> list[str]:
+    """What the result says of the bases that the fine-tunes name, and of a base that moved."""
+    said = [line for one in loaded for line in one.warnings(first.base_model or "", first.base_revision)]
+    if any(isinstance(one, PeftAdapter) for one in loaded) and (verdict := moved_tensors(home)).moved:
+        said.append(f"warning: {verdict.names} moved since the expansion: an adapter of the base computes otherwise")
+    return said
 
 
 def _old_languages(home: Source, rounds: Sequence[Sequence[str]], given: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from ..inference.asking import Answering, ChatModel
 from .smollm2 import MEGABYTES, NAME, make_smollm2
 from .tiny import run_in, write_page
 
-MINUTES = 12
+MINUTES = 5
 GIGABYTES = 3
 PROMPTS = ("Y dijo el rey:", "Había en la ciudad un hombre que", "The king said to his servants,")
 NEW_TOKENS = 24
