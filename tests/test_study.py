@@ -149,6 +149,13 @@ def reported(study, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(("content", "says"), [(b"", "No columns"), (b"\x88", "decode"), (b"a,b", "no column base")])
+def test_what_is_no_csv_of_the_study_is_refused(content, says, study, tmp_path):
+    (tmp_path / "study.csv").write_bytes(content)
+    with pytest.raises(SystemExit, match=f"no CSV of `study.py run`: .*{says}"):
+        study.main(["report", "--csv", str(tmp_path / "study.csv")])
+
+
 def plain(text):
     """Prose in one line, without code, links and bold."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
