@@ -63,7 +63,7 @@ def shards(tmp_path):
 def begun(texts, rank=0, ranks=1, workers=1, rows=2, mix=None, block_size=8, tokenizer=None, saved=(), **options):
     texts = {text.language: text for text in texts}
     stream = TextStream(texts, tokenizer or byte_tokenizer(), block_size, 7, **options)
-    stream.said = stream.begin(mix or LanguageMix([1] * len(texts)), rows, 1, rank, ranks, workers, saved=saved)
+    stream.begin(mix or LanguageMix([1] * len(texts)), rows, 1, rank, ranks, workers, saved=saved)
     return stream
 
 
@@ -83,7 +83,6 @@ def goes_on(make, taken, count, processes=0):
     assert batches(first, taken, processes) == expected[:taken]
     second = make(saved=[as_json(first.state())])
     assert batches(second, count, processes) == expected[taken:]
-    assert second.said == ""
     assert as_json(second.state()) == as_json(whole.state())
 
 
@@ -192,38 +191,12 @@ def test_any_interruption_at_any_place(tmp_path_factory, sizes, taken, block_siz
         goes_on(lambda saved=(): make(saved=[*saved] * ranks), taken, 40 - taken)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "files"), [((2, 1), (1, 1), 1), ((1, 2), (3, 1), 4), ((2, 2), (1, 3), 1), ((3, 1), (2, 2), 9)]
-)
-def test_other_ranks_and_workers_read_on_without_a_gap(shards, files, before, after):
-    source = shards("el", files, 60)
-    states, tokens = [], []
-    options = {"rows": 1, "block_size": 1}
-    for rank in range(before[0]):
-        stream = begun([source], rank, before[0], before[1], **options)
-        tokens += [token for batch in batches(stream, 50 + 30 * rank, before[1]) for token in batch["input_ids"][0]]
-        states.append({**as_json(stream.state()), "taken": 50})  # ranks take equally many
-    said, finished = set(), []
-    for rank in range(after[0]):
-        stream = begun([source], rank, after[0], after[1], **options, saved=states)
-        said.add(stream.said)
-        for worker in range(after[1]):
-            reader = reader_of(stream, worker)
-            rest = []
-            while not reader.counts["seen"]["repeated"]:
-                rest += reader.take(1).tolist()
-            finished += rest[:-1]
-    # What was begun before, and what is begun afterwards: all documents, each once.
-    assert finished.count(END) + tokens.count(END) == 60
-    assert len(said) == 1
-    assert f"{before[0]} x {before[1]} readers" in said.pop()
-
-
-def reader_of(stream, worker):
-    return stream_reader.Reader(
-        "el", 0, stream.shards["el"], stream.dealt_to, stream.tokenizer, stream.seed, "stop",
-        stream.places[worker]["el"], stream.readers, False,
-    )  # fmt: skip
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 2), (3, 1)), ((2, 2), (1, 4))])
+def test_other_ranks_or_workers_are_refused(shards, before, after):
+    source = shards("el", 1, 60)
+    states = [as_json(begun([source], rank, *before).state()) for rank in range(before[0])]
+    said = f"was read by {before[0]} ranks with {before[1]} workers each .*, and is by {after[0]} with {after[1]} now"
+    refused(begun, [source], 0, *after, saved=states, says=said)
 
 
 def test_a_state_of_other_text_is_refused(shards):

@@ -1,9 +1,8 @@
 """Blocks from text that is read, shuffled, tokenised and packed while a model trains.
 
-Each language's shards come in a seeded order, pass after pass. A shard is read in windows, and each window is shuffled.
-Units, which are shards, or every n-th row of a large one, are dealt in turn to the readers: the workers of all ranks.
-A reader's place (unit, window, document, token) is its whole state: a reader that starts from it gives the blocks that
-follow. No reader waits for another.
+Each language's shards come in a seeded order, pass after pass, read in shuffled windows. Units, which are shards,
+or every n-th row of a large one, are dealt in turn to the readers: the workers of all ranks. A reader that starts from
+another's place (unit, window, document, token) gives the blocks that follow.
 """
 
 import os
@@ -18,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..core.errors import InputError
 from .packing import collate_blocks
 from .sources import LanguageText
-from .stream_reader import OnBadShard, Reader, random_numbers, summed
+from .stream_reader import OnBadShard, Reader, random_numbers
 from .tokens import begin_tokens
 
 _EVEN = 64  # draws among which each language has its share, to one draw
@@ -32,8 +31,7 @@ def as_they_are(batch: Any) -> Any:
 class TextStream(IterableDataset):  # type: ignore[type-arg]
     """Batches of blocks of `block_size` tokens, each of one language: those of one rank, without end.
 
-    `begin` says what they mix, and from where they go on. Each batch carries the place of its reader, which `received`
-    keeps; `state` has the places of all readers of this rank.
+    Each batch carries the place of its reader, which `received` keeps; `state` has those of all readers of this rank.
 
     Args:
         texts: text of each language.
@@ -65,8 +63,8 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         workers: int = 0,
         collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]] = collate_blocks,
         saved: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """Sets what the batches hold, and from where they go on. Returns what there is to say of that.
+    ) -> None:
+        """Sets what the batches hold, and from where they go on.
 
         Args:
             mix: the weight and the schedule of each language, in the order of the texts: a `LanguageMix`.
@@ -76,41 +74,34 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
             saved: the `state` of each rank from which to go on.
 
         Raises:
-            InputError: the state is one of other text.
+            InputError: the state is one of other text, or of another number of ranks or workers.
         """
         self.mix, self.rows, self.accumulation, self.collate = mix, rows, accumulation, collate
-        self.rank, self.ranks, self.workers = rank, ranks, max(workers, 1)
+        self.rank, self.workers = rank, max(workers, 1)
         self.readers, own = ranks * self.workers, range(rank * self.workers, (rank + 1) * self.workers)
         self.taken = 0  # batches of this rank
+        self.places = [{code: {"open": [], "next": one, "counts": {}} for code in self.shards} for one in own]
         if not saved:
-            self.dealt_to = self.readers
-            self.places = [{code: {"open": [], "next": one, "counts": {}} for code in self.shards} for one in own]
-            return ""
+            return
         before = saved[0]
         if before["shards"] != self._sizes():
             raise InputError("The text has other shards than before the interruption: undo the change, or start anew.")
-        self.taken, self.dealt_to = before["taken"], before["dealt_to"]
-        if (before["ranks"], before["workers"]) == (ranks, self.workers):
-            self.places = list(saved[rank]["places"])
-            return ""
-        places = [place for state in saved for place in state["places"]]
-        dealt = {code: _dealt_again([place[code] for place in places], self.readers) for code in self.shards}
-        self.places = [{code: dealt[code][one] for code in self.shards} for one in own]
-        return (
-            f"the text was read by {before['ranks']} x {before['workers']} readers (ranks x workers) before the "
-            f"interruption, and is by {ranks} x {self.workers} now: no document is left out or read twice for it, but "
-            "the blocks are others than without the interruption"
-        )
+        readers = before["ranks"] * before["workers"]
+        if (before["workers"], readers, before.get("dealt_to", readers)) != (self.workers, self.readers, self.readers):
+            raise InputError(
+                f"The text was read by {before['ranks']} ranks with {before['workers']} workers each before the "
+                f"interruption, and is by {ranks} with {self.workers} now: resume with as many, or start anew."
+            )
+        self.taken, self.places = before["taken"], list(saved[rank]["places"])
 
     def _sizes(self) -> dict[str, int]:
         return {code: len(shards) for code, shards in self.shards.items()}
 
     def state(self) -> dict[str, Any]:
         """The places of this rank's readers after the batches that were received; JSON."""
-        return {
-            "ranks": self.ranks, "workers": self.workers, "taken": self.taken, "shards": self._sizes(),
-            "dealt_to": self.dealt_to, "places": self.places,
-        }  # fmt: skip
+        ranks = self.readers // self.workers
+        counts = {"ranks": ranks, "workers": self.workers, "taken": self.taken, "shards": self._sizes()}
+        return {**counts, "places": self.places}
 
     def received(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The batches as a model takes them; keeps the places that they carry. Collated here: a tensor takes a worker
@@ -138,8 +129,8 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
         number = self.rank * self.workers + own
         readers = [
             Reader(
-                code, self.languages.index(code), shards, self.dealt_to, self.tokenizer, self.seed,
-                self.on_bad_shard, self.places[own][code], self.readers, says=number == 0,
+                code, self.languages.index(code), shards, self.tokenizer, self.seed, self.on_bad_shard,
+                self.places[own][code], self.readers, says=number == 0,
             )
             for code, shards in self.shards.items()
         ]  # fmt: skip
@@ -176,15 +167,3 @@ class TextStream(IterableDataset):  # type: ignore[type-arg]
 def _chosen(weights: np.ndarray, number: float) -> int:
     ends = np.cumsum(weights)
     return int(np.searchsorted(ends, number * ends[-1], side="right"))
-
-
-def _dealt_again(places: Sequence[Mapping[str, Any]], readers: int) -> list[dict[str, Any]]:
-    """A language's places for another number of readers. Units that are begun, and those that come before one that is
-    begun, are dealt first."""
-    first = max(place["next"] for place in places)
-    begun = [place for one in places for place in one["open"]]
-    begun += [(unit, 0, 0, 0, 0) for one in places for unit in range(one["next"], first, len(places))]
-    counts = summed(one["counts"] for one in places)
-    return [
-        {"open": begun[one::readers], "next": first + one, "counts": {} if one else counts} for one in range(readers)
-    ]

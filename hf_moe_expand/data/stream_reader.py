@@ -69,8 +69,8 @@ class Reader:
 
     Args:
         number: the language's id.
-        dealt_to: the number of readers among which the shards were parted.
-        state: the places that are begun (`open`), the unit after them (`next`), and what was counted (`counts`).
+        state: the place in the unit at hand (`open`, a list of one or none), the unit after it (`next`), and what was
+            counted (`counts`).
         readers: number of readers, among whom the units are dealt in turn.
         says: whether this reader says that the text is read again.
 
@@ -79,13 +79,13 @@ class Reader:
     """
 
     def __init__(
-        self, language: str, number: int, shards: Sequence[Shard], dealt_to: int, tokenizer: Any, seed: int,
-        on_bad_shard: OnBadShard, state: Mapping[str, Any], readers: int, says: bool,
+        self, language: str, number: int, shards: Sequence[Shard], tokenizer: Any, seed: int, on_bad_shard: OnBadShard,
+        state: Mapping[str, Any], readers: int, says: bool,
     ) -> None:  # fmt: skip
-        self.language, self.number, self.shards, self.dealt_to = language, number, shards, dealt_to
+        self.language, self.number, self.shards = language, number, shards
         self.tokenizer, self.seed, self.on_bad_shard = tokenizer, seed, on_bad_shard
         self.readers, self.says = readers, says
-        self._units = units_of(shards, dealt_to)
+        self._units = units_of(shards, readers)
         self.units = len(self._units)  # of a pass
         self._order: tuple[int, list[int]] = -1, []  # of the units, in the pass at hand
         self.open, self.next = [Bookmark(*place) for place in state["open"]], state["next"]
@@ -155,7 +155,7 @@ class Reader:
             found = [str(LeftOut(self.counts["left_out"])), f"{counted(len(self.counts['bad']), 'bad shard')} left out"]
             raise InputError(f"{self.language}: its text has no document in this language ({'; '.join(found)}).")
         self.open.pop(0)
-        self._texts, self._has_text = None, bool(self.open)
+        self._texts, self._has_text = None, False
 
     def _unit_of(self, place: Bookmark) -> tuple[int, int]:
         """The pass, and the number of the unit. Readers take units in turn; those that follow one another are of like
@@ -163,7 +163,7 @@ class Reader:
         turn, number = divmod(place.unit, self.units)
         if self._order[0] != turn:
             numbers = random_numbers(self.seed, 1, self.number, turn)
-            ends = range(self.dealt_to, self.units, self.dealt_to)
+            ends = range(self.readers, self.units, self.readers)
             rounds = [numbers.permutation(alike) for alike in np.split(np.arange(self.units), ends)]
             self._order = turn, np.concatenate([rounds[at] for at in numbers.permutation(len(rounds))]).tolist()
         return turn, self._order[1][number]

@@ -154,13 +154,11 @@ class StreamMixin:
             return super().get_train_dataloader()  # type: ignore[misc]
         # Accelerate would let the first rank read for all, or every rank read everything.
         config, model_ranks = self.args, self.get_tp_size()
-        said = self.stream.begin(
+        self.stream.begin(
             self.mix, self._train_batch_size, config.gradient_accumulation_steps,
             config.process_index // model_ranks, config.world_size // model_ranks, config.dataloader_num_workers,
             self.data_collator, self._saved,
         )  # fmt: skip
-        if said and self.is_world_process_zero():
-            print(said)
         ahead = PREFETCHED if config.dataloader_num_workers else None
         return DataLoader(
             self.stream, batch_size=None, num_workers=config.dataloader_num_workers,
@@ -192,10 +190,10 @@ class StreamMixin:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self.stream is None:
             return
-        rank, of_step = self.stream.rank, self.get_total_train_batch_size(self.args)
-        state = {"step": self.state.global_step, "rows": of_step, **self.stream.state()}
         if self.args.process_index % self.get_tp_size() == 0:
-            write_json(Path(output_dir) / f"stream-{rank}.json", state)
+            rows = self.get_total_train_batch_size(self.args)
+            state = {"step": self.state.global_step, "rows": rows, **self.stream.state()}
+            write_json(Path(output_dir) / f"stream-{self.stream.rank}.json", state)
         # All ranks have written theirs before the first one completes the checkpoint.
         self._passed(says=self.state.global_step < self.state.max_steps)
 
@@ -223,8 +221,5 @@ class StreamMixin:
                 "anew, or from another checkpoint."
             )
         self._saved = states
-        rows = self.get_total_train_batch_size(self.args)
-        if self._counts_steps and rows != (before := states[0]["rows"]):  # the budget stays
-            step, config = states[0]["step"], self.args
-            left = max(config.max_steps * rows - step * before, 0)
-            vars(config)["max_steps"] = step + math.ceil(left / rows)
+        if self._counts_steps and (rows := self.get_total_train_batch_size(self.args)) != states[0]["rows"]:
+            raise InputError(f"{folder}: its steps are of {states[0]['rows']} blocks, not of {rows}: give as many.")
