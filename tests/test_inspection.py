@@ -47,8 +47,7 @@ def test_everything_that_there_can_be():
     ]  # fmt: skip
     facts = PLAIN | {"layers": [(2, True, 5), (1, False, 3), (3, True, 9)]}
     model = Inspection(
-        **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], leftovers=["A folder is left."],
-        encoder_layers=1,
+        **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], encoder_layers=1,
         gate=GateRule(1, [["en", "zxx", "de"], ["el"], ["hu"]]), exclusive=True,
         packs=[JoinedPack("greek", ["el"], 2, "FFNs"), JoinedPack("magyar", ["und"], 1, "FFNs")],
     )  # fmt: skip
@@ -72,7 +71,6 @@ def test_everything_that_there_can_be():
         "  review, 1,200 steps, seed 3, 4,000 tokens seen of 9,000 at hand",
         "  gates",
         "  gates",
-        "left over           A folder is left.",
     ]
 
 

@@ -15,7 +15,7 @@ from .. import modeling
 from ..core.errors import InputError, in_one_line, library_errors_at
 from ..core.jsonfile import read_json
 from ..core.saying import say_once
-from ..core.scratch import leftovers, restore
+from ..core.scratch import restore
 from ..modeling import ExpandedConfig, language_models
 from ..planning.plan import MOST_EXPERTS
 from .proven import reason_left_out
@@ -154,11 +154,7 @@ def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
 
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:
-    """Refuses what is no checkpoint, and a dense checkpoint on this machine; names what interrupted commands left where
-    it would be."""
-    left = leftovers(Path(name)) if str(name) else []
-    if left and not Path(name).exists():
-        raise InputError(f"{name}: no such folder. {' '.join(left)}")
+    """Refuses what is no checkpoint, and a dense checkpoint on this machine."""
     folder = local_checkpoint(name, revision)
     if folder is None:
         return

@@ -13,12 +13,8 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 def peak(steps: Sequence[tuple[Path, int, int]]) -> int:
-    """The most bytes that a run adds to its disk. Steps up to the last one whose output exists are done.
-
-    Args:
-        steps: of each step that writes a checkpoint its folder, its bytes, and the most bytes of the files beside it
-            that the step removes at its end.
-    """
+    """The most bytes that a run adds to its disk; steps up to the last one whose output exists are done. `steps` are of
+    each checkpoint the folder, its bytes, and the most bytes beside it that the step removes at its end."""
     done = max((number for number, (output, *_) in enumerate(steps, start=1) if output.exists()), default=0)
     total = most = 0
     for output, size, beside in steps[done:]:

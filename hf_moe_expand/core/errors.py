@@ -1,5 +1,4 @@
-"""The exception for wrong input, whose message says what was wrong, where, and what to do, and lines that a user should
-see beside the results."""
+"""The exception for wrong input, and what puts a library's words on one line behind a file, a key or a verb."""
 
 import errno
 import re
@@ -7,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-_DIGITS = re.compile(r"\d{100,}")
 # Access tokens, and passwords in addresses.
 TOKEN = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{20,}"
@@ -20,9 +18,7 @@ class InputError(ValueError):
     """Wrong input. The command line prints its message, always one line, without a traceback."""
 
     def __init__(self, message: str) -> None:
-        # Names and values that a user gave may hold line ends, what a terminal obeys, and numbers of a thousand digits.
-        message = _DIGITS.sub(lambda match: f"{match[0][:20]}... ({len(match[0])} digits)", message)
-        super().__init__(printable(message))
+        super().__init__(printable(message))  # names that a user gave may hold line ends, and what a terminal obeys
 
 
 class DivergedError(InputError):
@@ -42,11 +38,8 @@ def errors_at(where: str) -> Iterator[None]:
 def library_errors_at(
     where: Any, *kinds: type[Exception], secrets: Sequence[str | None] | None = None
 ) -> Iterator[None]:
-    """Inside, a library's error of these kinds, or of any, becomes an InputError: `where`, and the library's words.
-
-    Args:
-        secrets: what must not be shown, as the token of a call may be; with any, not even behind the error.
-    """
+    """Inside, a library's error of these kinds, or of any, becomes an InputError: `where`, and the library's words,
+    without `secrets`; with any, the library's own error is not shown behind it."""
     try:
         yield
     except InputError:
@@ -71,8 +64,7 @@ def named_as(temporary: Any, name: Any) -> Iterator[None]:
 
 @contextmanager
 def goes_on(where: Callable[[], str]) -> Iterator[None]:
-    """Inside, an interrupt gets a note that says where the same command goes on; none where `where` returns nothing,
-    since the command then starts from the beginning."""
+    """Inside, an interrupt gets a note that says where the same command goes on, if `where` returns any words."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -92,12 +84,11 @@ def is_unicode(name: str) -> bool:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that a disk, a quota or the largest size of a file was exceeded; libraries written in Rust
-    or C++ say so in words."""
+    """Whether an error says that a disk, a quota or the largest size of a file was exceeded."""
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in numbers
-    return any(f"(os error {number})" in str(error) for number in numbers)
+    return any(f"(os error {number})" in str(error) for number in numbers)  # as libraries written in Rust say it
 
 
 @contextmanager

@@ -28,16 +28,13 @@ _REGISTERED: dict[str, dict[str, Any]] = {"stages": {}, "plan_methods": {}, "los
 def register_stage(stage: T) -> T:
     """Makes a stage known: a key of recipes. Use it as a decorator, before a recipe is read."""
     if "hf_moe_expand.runs.recipe" in sys.modules:
-        raise InputError(
-            f"{stage.__name__}: recipes are read already: register a stage first, or name it by an entry point."
-        )
+        raise InputError(f"{stage.__name__}: recipes are read already: register a stage first.")
     return _register("stages", "key", stage)
 
 
 @checked
 def register_plan_method(method: T) -> T:
-    """Makes a method of planning known, by the name that its field `method` allows: its definition has done so. Use it
-    as a decorator."""
+    """Makes a method of planning known, by the name that its field `method` allows. Use it as a decorator."""
     return method
 
 
@@ -62,11 +59,7 @@ def extension_points(kind: str) -> dict[str, EntryPoint]:
 
 
 def extensions(kind: str) -> dict[str, Any]:
-    """What was registered, and what entry points name.
-
-    Raises:
-        InputError: an entry point cannot be imported.
-    """
+    """What was registered, and what entry points name; an InputError says which of them cannot be imported."""
     found = {}
     for name, point in extension_points(kind).items():
         package = point.dist.name if point.dist is not None else point.module

@@ -31,8 +31,8 @@ def read_text(path: str | Path, what: str = "") -> str:
 
 
 def read_json(path: str | Path, what: str) -> dict:
-    """Reads an object, more strictly than Python's reader: a duplicate key, NaN and infinite numbers, half of a
-    surrogate pair, deep nesting and integers of thousands of digits are errors."""
+    """Reads an object, more strictly than Python's reader: a duplicate key, a number that is not finite and half of a
+    surrogate pair are errors."""
     text = read_text(path, what).removeprefix("\ufeff")
     with library_errors_at(f"{path}: not {what}", ValueError):
         value = parse_json(text)

@@ -28,19 +28,8 @@ def check_language_code(code: Any) -> str:
     if isinstance(code, bool):  # YAML's `no`
         raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
     if not isinstance(code, str) or not is_language_code(code):
-        hint = f" Did you mean `{meant}`?" if (meant := _spoken_in(code)) else ""
-        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.{hint}")
+        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code
-
-
-def _spoken_in(country: Any) -> str | None:
-    """The language that most speak in the country with this code; None for another name."""
-    from langcodes import Language
-
-    if not isinstance(country, str) or len(country) != 2:
-        return None
-    spoken = Language.make(territory=country.upper()).maximize().language
-    return None if spoken == "en" else spoken  # as of no country
 
 
 def names_language(tag: Any, language: str) -> bool:
@@ -68,8 +57,8 @@ def names_language(tag: Any, language: str) -> bool:
 
 @cache
 def _parsed(tag: str) -> tuple[Any, Any] | None:
-    """A tag or a locale as a `langcodes.Language`, and the same with the script and the region that it usually means;
-    None for what is no tag, or names no language."""
+    """A tag as a `langcodes.Language`, and the same with the script and the region that it usually means; None for what
+    names no language."""
     from langcodes import Language, LanguageTagError, standardize_tag
 
     try:
@@ -106,8 +95,7 @@ def in_words(codes: Iterable[str]) -> list[str]:
 
 
 def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
-    """Checks the languages of one expansion: each code, and the codes against each other. Plans, recipes, analyses and
-    expansions all check their languages here."""
+    """Checks the languages of one expansion: each code, and the codes against each other."""
     old, new = list(old), list(new)
     for code in (*old, *new):
         check_language_code(code)

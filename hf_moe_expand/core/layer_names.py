@@ -5,12 +5,7 @@ from collections.abc import Iterable
 
 
 def layer_name(layer: int, encoder_layers: int) -> str:
-    """The name of a layer.
-
-    Args:
-        layer: its number in the list of all layers.
-        encoder_layers: number of the encoder's layers; 0 for a decoder.
-    """
+    """The name of the layer with this number in the list of all; a decoder has 0 `encoder_layers`."""
     if not encoder_layers:
         return str(layer)
     return f"encoder.{layer}" if layer < encoder_layers else f"decoder.{layer - encoder_layers}"

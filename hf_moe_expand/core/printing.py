@@ -15,17 +15,13 @@ def print_or_write(text: str, out: Path | None) -> None:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table; if the terminal is too narrow, each word of a heading is printed on its own line."""
+    """Prints a table whose first column is words, and the others numbers."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    for headings in (header, [heading.replace(" ", "\n") for heading in header]):
-        table = Table(*headings)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        if Console(width=10_000).measure(table).maximum <= console.width:
-            break
-    console.print(table)
+    table = Table(*header)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

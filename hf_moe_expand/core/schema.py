@@ -1,8 +1,5 @@
-"""Declares settings once: types with bounds, and mappings read into them with errors that name the key.
-
-A class of settings is a `Schema` model whose annotations are the types below. The annotations are the check, the JSON
-schema and the documentation; so are those of a public function that is `checked`.
-"""
+"""Declares settings once: the annotations of a `Schema` model, or of a function that is `checked`, are the check, the
+JSON schema and the documentation."""
 
 import difflib
 import inspect
@@ -85,12 +82,8 @@ def changed(value: D, **changes: Any) -> D:
 
 
 def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any] | None = None) -> T:
-    """An instance of a settings class from a mapping, every key and value checked, inside lists and mappings too.
-
-    Args:
-        where: prefix of the keys in messages: a file, or a key of the mapping's parent.
-        context: what the validators of types may ask for.
-    """
+    """An instance of a settings class from a mapping, all of it checked. Messages begin with `where`: a file or a key.
+    The validators of types may ask for the `context`."""
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
     try:
@@ -100,33 +93,29 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
 
 
 def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
-    """Lets a public function, a class method, or a class's constructor, refuse an argument whose type is not the
-    annotated one, that is missing, or that is unknown. The InputError names it. `keywords` are settings whose keys the
-    function takes as further keywords, and reads itself."""
+    """Lets a public function, a class method, or a class's constructor, refuse an argument of another type than the
+    annotated one, a missing and an unknown one. `keywords` are settings whose keys the function takes, too."""
     called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     signature = inspect.signature(called)
     if keywords is not None:
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        further = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=key.get_default(), annotation=key.annotation
-            )
-            for name, key in keywords.model_fields.items()
-        ]
+        keys = keywords.model_fields.items()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        further = [inspect.Parameter(n, kind, default=k.get_default(), annotation=k.annotation) for n, k in keys]
         signature = signature.replace(parameters=[*own, *further])
-    further_ones = [name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD]
+    named = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
     hints = cache(lambda: typing.get_type_hints(called, include_extras=True))
 
     @wraps(called)
     def call(*args: Any, **given_keywords: Any) -> Any:
-        owner = args[0].__name__ + "." if "cls" in signature.parameters else ""
-        with errors_at(type(args[0]).__name__ if "self" in signature.parameters else owner + function.__name__):
+        owner = args[0].__name__ + "." if "cls" in named else ""
+        with errors_at(type(args[0]).__name__ if "self" in named else owner + function.__name__):
             try:
                 given = signature.bind(*args, **given_keywords).arguments
             except TypeError as error:  # its message names the argument
                 known = ", ".join(name for name in signature.parameters if name not in ("self", "cls"))
                 raise InputError(f"{error}; the arguments are {known}.") from None
-            check_types({name: value for name, value in given.items() if name not in further_ones}, hints())
+            check_types({name: given[name] for name in named if name in given}, hints())
         return called(*args, **given_keywords)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
@@ -180,11 +169,10 @@ def shown_value(value: Any) -> str:
 
 def _in_words(hint: Any) -> str:
     """A type as its annotation, without the names of modules."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union, Literal):
         return " or ".join(map(_in_words, typing.get_args(hint)))
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(repr, typing.get_args(hint)))
-    return re.sub(r"[a-z_]\w*\.", "", "None" if hint is type(None) else inspect.formatannotation(hint))
+    words = repr(hint) if isinstance(hint, str) else inspect.formatannotation(hint)
+    return "None" if hint is type(None) else re.sub(r"[a-z_]\w*\.", "", words)
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:
@@ -238,8 +226,7 @@ def _or_null(part: dict[str, Any]) -> dict[str, Any]:
 def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
     """`unknown key ...`, with the nearest known one, or the first `shown` of them and what the `others` are."""
     known = list(known)
-    tries = ((known[:shown], 0.75), (known, 0.6), (known[:shown], 0.51))
-    near = next(filter(None, (difflib.get_close_matches(key, keys, 1, least) for keys, least in tries)), None)
+    near = difflib.get_close_matches(key, known[:shown], 1) or difflib.get_close_matches(key, known, 1)
     hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[:shown])}{others}."
     return f"unknown key `{key}`; {hint}"
 
@@ -247,8 +234,9 @@ def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others
 def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], shown: int | None = None, others: str = "") -> None:
     """Refuses a key that is not known (`unknown_key`)."""
     known = list(known)
-    if unknown := [key for key in mapping if key not in known]:
-        raise InputError(unknown_key(str(unknown[0]), known, shown, others))
+    for key in mapping:
+        if key not in known:
+            raise InputError(unknown_key(str(key), known, shown, others))
 
 
 @cache

@@ -1,5 +1,4 @@
-"""Temporary folders: partial outputs, replaced outputs and work folders; cleaning up after killed processes; and the
-lock of a folder in which one process at a time may work.
+"""Temporary folders, what killed processes leave, and the lock of a folder in which one process at a time may work.
 
 `.OUT.partial-PID-HOST` is an output in the making, a folder or a file; `.OUT.replaced-PID-HOST` is the folder that it
 replaces, which is set aside between two renames; `.OUT.grown-PID-HOST` is the model that an adaptation trains. A work
@@ -9,13 +8,11 @@ folder carries a marker file, so that nothing but a work folder is ever removed.
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
-from typing import NoReturn
 
 from filelock import FileLock, Timeout
 from psutil import pid_exists
@@ -90,22 +87,6 @@ def new_file(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def leftovers(out: Path) -> list[str]:
-    """What interrupted commands left beside a checkpoint folder, one sentence each."""
-    if not Path(os.path.abspath(out)).name:
-        return []
-    out, lines = named(out), []
-    training = training_of(out)
-    if is_work_folder(training):
-        step = last_step(out)
-        replacing = ", with --overwrite," if out.exists() else ""
-        goes_on = f"goes on from step {step}" if step else "starts anew"
-        lines.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
-    for folder in _abandoned(out):
-        lines.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
-    return lines
-
-
 def last_step(out: Path) -> int:
     """The step of the last training checkpoint of `out`; 0 without one."""
     saved = [path.parent.name.rpartition("-")[2] for path in training_of(out).glob("checkpoint-*/trainer_state.json")]
@@ -143,12 +124,7 @@ def remove_work_folder(path: str | os.PathLike) -> None:
 
 @contextmanager
 def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
-    """Yields an empty folder that is removed at the end.
-
-    Args:
-        path: its name says that it is of this process alone (`sibling`).
-        makes: whether this process, of several ranks, creates and removes the folder.
-    """
+    """Yields an empty folder (a `sibling`), which the rank that `makes` it removes at the end."""
     if makes:
         shutil.rmtree(path, ignore_errors=True)
         work_folder(path)
@@ -183,13 +159,8 @@ def _abandoned(out: Path, kind: str = "|".join(_KINDS), file: bool = False) -> I
 
 
 class FolderLock:
-    """The lock of a folder, a file in it that names the process. The system releases it when the process ends, however
-    it ends; a launcher that was killed may leave its processes at work.
-
-    Args:
-        folder: the folder.
-        work: what the process does there, for the message.
-    """
+    """The lock of a folder in which a process does some `work`: a file in it that names the process. The system
+    releases it when the process ends, however it ends; a killed launcher may leave its processes at work."""
 
     def __init__(self, folder: Path, work: str) -> None:
         self.folder, self.work = folder, work
@@ -201,10 +172,15 @@ class FolderLock:
         try:
             self._lock.acquire()
         except Timeout:
-            self._refuse()
-        # The content is for people: a process that waits never empties the file.
-        with suppress(OSError):
-            self._file.write_text(f"{os.getpid()} {gethostname()} {' '.join(sys.argv)}\n", encoding="utf-8")
+            owner = ""
+            with suppress(OSError, ValueError):
+                owner = self._file.read_text(encoding="utf-8").strip()
+            raise InputError(
+                f"{self.folder}: {owner or 'another process'} {self.work} already. Wait until it is done, or end it: "
+                "ending a launcher such as `accelerate launch` may leave its processes at work."
+            ) from None
+        with suppress(OSError):  # the content is for people
+            self._file.write_text(f"process {os.getpid()} on {gethostname()}\n", encoding="utf-8")
 
     def refuse_if_held(self) -> None:
         """Refuses a folder in which another process works; needs no folder."""
@@ -228,14 +204,3 @@ class FolderLock:
             yield
         finally:
             self.release()
-
-    def _refuse(self) -> NoReturn:
-        words: list[str] = []
-        with suppress(OSError, ValueError):
-            words = self._file.read_text(encoding="utf-8").split(" ", 2)
-        who = f"process {words[0]} on {words[1]}" if len(words) > 1 else "another process"
-        ends = f" (`kill {words[0]}`)" if words and words[0].isdecimal() else ""
-        raise InputError(
-            f"{self.folder}: {who} {self.work} already. Wait until it is done, or end it{ends}: ending a launcher such "
-            "as `accelerate launch` may leave its processes at work."
-        )

@@ -40,13 +40,8 @@ class Keys:
 
 @dataclass
 class Group:
-    """A group of verbs.
-
-    Attributes:
-        about: its help.
-        verbs: by name, the function, its parameters that are no options, other types of parameters, and keywords for
-            typer.
-    """
+    """A group of verbs, and its help: by name the function, its parameters that are no options, other types of
+    parameters, and keywords for typer."""
 
     about: str
     verbs: dict[str, tuple[Verb, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
@@ -71,11 +66,7 @@ def flag(name: str) -> str:
 
 
 def without_effect(given: Given, beside: str, *taken: str) -> None:
-    """Refuses options of the command line that have no effect beside the option `beside`.
-
-    Args:
-        taken: names of the options and arguments that have one.
-    """
+    """Refuses options of the command line that have no effect beside the option `beside`: others than those `taken`."""
     if idle := sorted(given - {*taken}):
         raise InputError(f"{flag(idle[0])} has no effect beside {beside}: leave it out.")
 

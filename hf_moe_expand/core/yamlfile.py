@@ -1,6 +1,7 @@
 """Reads YAML 1.2 strictly, and writes it: every error is one sentence, with the line's number where it is known."""
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from .jsonfile import read_text
 
 # No file written by hand comes near this number. Aliases can make a file of a few lines arbitrarily large.
 MOST_VALUES = 1_000_000
-MOST_DIGITS = 100
 
 
 class _Constructor(SafeConstructor):
@@ -67,7 +67,9 @@ def parse_yaml(text: str, where: str | Path) -> Any:
     """The value of a YAML text; messages call it `where`."""
     try:
         value = _yaml().load(text)
-        _measure(value, {})
+        if _size(value, {}) > MOST_VALUES:
+            raise ValueError(f"aliases that stand for over {MOST_VALUES:,} values")
+        json.dumps(value, ensure_ascii=False, default=str).encode()  # what no file of ours could hold
         return value
     except (YAMLError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -79,25 +81,15 @@ def parse_yaml(text: str, where: str | Path) -> Any:
     raise InputError(f"{where}: not YAML: {problem}.") from None
 
 
-def _measure(value: Any, sizes: dict[int, int]) -> int:
-    """The number of values in a value after its aliases are filled in; refuses what no file of ours can hold."""
-    if id(value) in sizes:
-        if not sizes[id(value)]:
-            raise ValueError("an alias inside the value that it names")
-        return sizes[id(value)]
-    if isinstance(value, str):
-        value.encode()  # half of a surrogate pair is no text
-    if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-        raise ValueError(f"an integer of more than {MOST_DIGITS} digits")
+def _size(value: Any, sizes: dict[int, int]) -> int:
+    """The number of values after the aliases are filled in; too large a one for a value inside itself."""
     if not isinstance(value, list | dict | set):
         return 1
-    sizes[id(value)] = 0
-    parts = (*value, *value.values()) if isinstance(value, dict) else value
-    size = 1 + sum(_measure(part, sizes) for part in parts)
-    if size > MOST_VALUES:
-        raise ValueError(f"aliases that stand for over {MOST_VALUES:,} values")
-    sizes[id(value)] = size
-    return size
+    if id(value) not in sizes:
+        sizes[id(value)] = MOST_VALUES
+        parts = (*value, *value.values()) if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(value)]
 
 
 def to_yaml(value: Any) -> str:

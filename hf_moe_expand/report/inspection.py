@@ -4,7 +4,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint.compare import recorded_verdict
@@ -21,7 +20,6 @@ from ..core.errors import InputError
 from ..core.languages import in_words
 from ..core.layer_names import counts_in_words, layers_in_words
 from ..core.rendering import render
-from ..core.scratch import leftovers
 from ..modeling import count_layers, decoder_ffns
 from ..modeling.expanded_ffn import ExpandedFFN
 from ..modeling.language_gate import TEMPLATE, GateRule
@@ -51,9 +49,7 @@ class Inspection:
         experts: the kind of the new experts, in words, unless they are FFNs.
         mixtures: layers that are mixtures of experts of the backbone's own.
         gate: the language gate; None without one.
-        judges_tokens: whether the checkpoint's code is an earlier version's, which judges token by token.
         exclusive: whether tokens of a new language take its experts alone.
-        leftovers: what interrupted commands left beside the checkpoint, one sentence each.
         packs: the language packs that the model joins.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
         base_check: the recorded verdict on the base inside, in words; None for a configuration alone.
@@ -69,9 +65,7 @@ class Inspection:
     expansions: Sequence[ExpansionRecord]
     experts: str | None = None
     mixtures: Sequence[int] = ()
-    leftovers: Sequence[str] = ()
     gate: GateRule | None = None
-    judges_tokens: bool = False
     exclusive: bool = False
     packs: Sequence[JoinedPack] = ()
     encoder_layers: int = 0
@@ -107,12 +101,7 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     config = load_expanded_config(folder)
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
-    inspection = inspect_config(config)
-    judges = [(folder / file).is_file() for file in ("judging.py", "part_gate.py")]
-    return replace(
-        inspection, leftovers=leftovers(Path(model)), base_check=recorded_verdict(folder).words,
-        judges_tokens=inspection.gate is not None and (folder / "language_gate.py").is_file() and not any(judges),
-    )  # fmt: skip
+    return replace(inspect_config(config), base_check=recorded_verdict(folder).words)
 
 
 def inspect_config(config: Any) -> Inspection:
