@@ -12,7 +12,7 @@ from ..core.schema import settings_in
 from ..planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
 from ..stages import all_stages
 from ..stages.config import StageConfig
-from ..stages.keywords import default_of, own_fields
+from ..stages.keywords import default_value, own_fields
 from .recipe import Expansion, Recipe
 
 _SAVES = (
@@ -88,7 +88,7 @@ def _fields(cls: Any) -> Mapping[str, FieldInfo]:
         return cls.__pydantic_fields__
     types = cls.keyword_types()
     return {
-        name: FieldInfo.from_annotated_attribute(types[name], Field(description=f.metadata["help"], **default_of(f)))
+        name: FieldInfo.from_annotated_attribute(types[name], Field(default_value(f), description=f.metadata["help"]))
         for name, f in own_fields(cls).items()
     }
 

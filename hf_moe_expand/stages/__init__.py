@@ -1,9 +1,5 @@
-"""The stages of training.
-
-A stage is a class in a file of `kinds`: its fields are its settings, whose types name its losses, and it says where it
-stands in a recipe, what trains, which languages it reads, and what to check before anything runs. Its Trainer stands
-below it. This module imports them when they are asked for, since transformers' Trainer takes seconds.
-"""
+"""The stages of training, a class in each file of `kinds`, which are imported when they are asked for: transformers'
+Trainer takes seconds."""
 
 from functools import cache
 from importlib import import_module
@@ -49,11 +45,7 @@ def recipe_stages() -> "dict[str, type[Stage]]":
 
 
 def stages_for(family: str) -> "list[type[Stage]]":
-    """The stages that a recipe may have, in order.
-
-    Args:
-        family: `layer_moe` or `dmoe`, the model type of the recipe's plan.
-    """
+    """The stages that a recipe may have, in order; `family` is the model type of its plan, `layer_moe` or `dmoe`."""
     return [stage for stage in recipe_stages().values() if family in stage.families]
 
 

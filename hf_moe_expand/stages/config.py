@@ -1,8 +1,6 @@
 """The configuration of a stage that trains: its fields, and what it does.
 
-A field is declared once: its type is the check, its `help` the documentation. The object is made once, in Python or
-where a recipe or a `--config` file is read: `__post_init__` refuses what its fields alone tell, `check` what the model
-and the text tell, and `begun` what the machine that trains tells (`keywords.py`).
+`__post_init__` refuses what the fields alone tell, `check` what model and text tell, `begun` what the machine tells.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,17 +18,7 @@ from ..checkpoint.source import load_expanded_config
 from ..core.errors import InputError, errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Located, unset_variable
-from ..core.schema import (
-    MOST,
-    Coefficient,
-    Count,
-    Flag,
-    Number,
-    Positive,
-    Schema,
-    Text,
-    Whole,
-)
+from ..core.schema import MOST, Coefficient, Count, Flag, Number, Positive, Schema, Text, Whole
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import check_pairs, pack_pairs
@@ -43,13 +31,7 @@ from ..trainers.losses import RouterLoss
 from ..trainers.masking import check_masking
 from ..trainers.router_losses import check_arguments
 from ..trainers.samplers import LanguageMix
-from .keywords import (
-    CheckedArguments,
-    known_losses,
-    mapping,
-    own_fields,
-    setting,
-)
+from .keywords import CheckedArguments, known_losses, mapping, own_fields, setting
 from .kind import Stage
 from .libraries import check_libraries
 from .streaming import STREAMED, is_streamed
@@ -60,9 +42,7 @@ REPLAY_SHARE = "share of all tokens that the old languages have, each the same; 
 
 _NOT_FROZEN = "has no frozen expert for old languages to return to"
 REFUSED = {("dmoe", stage): _NOT_FROZEN for stage in ("review", "distillation")}
-
-# Steps that are done again without much loss.
-_FEW_STEPS = 100
+_FEW_STEPS = 100  # that are done again without much loss
 
 
 class ValidationSettings(Schema):
@@ -164,12 +144,13 @@ class StageConfig(CheckedArguments, Stage):
             tokenizer: of an encoder-decoder, to check its held-out text.
         """
         self.check_model(model)
-        old, new = self.known_languages(model, texts or ()) if texts is not None and not packed else ([], [])
-        if not packed and (unknown := sorted({*(texts or ())} - {*old, *new})):
-            raise InputError(
-                f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
-                f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
-            )
+        if texts and not packed:
+            old, new = self.known_languages(model, texts)
+            if unknown := sorted({*texts} - {*old, *new}):
+                raise InputError(
+                    f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
+                    f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
+                )
         check_libraries(self)
         check_arguments(self, model.is_encoder_decoder)
         if self.tokens is not None and model.is_encoder_decoder:
@@ -211,8 +192,8 @@ class StageConfig(CheckedArguments, Stage):
         """Refuses settings that contradict the model, whatever the text."""
 
     def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
-        """Refuses text in languages for which the stage is not made, missing text, and settings that contradict it.
-        Returns what else there is to say, one line each."""
+        """Refuses text in other languages than the stage's, missing text, and settings that contradict it; returns what
+        else there is to say, one line each."""
         if not texts:
             raise InputError("No text was given: name files with --data.")
         return []
@@ -254,11 +235,8 @@ class StageConfig(CheckedArguments, Stage):
         return Facts(model).languages
 
     def saved_parameters(self, network: Any) -> tuple[int, int]:
-        """The number of parameters in a training checkpoint, and of those among them that train.
-
-        Args:
-            network: the model without its weights.
-        """
+        """The number of parameters in a training checkpoint, and of those among them that train, of a model without its
+        weights."""
         self.freeze(network)
         parameters = list(network.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -332,9 +310,8 @@ class StageConfig(CheckedArguments, Stage):
         return [classes.get(code, 0) for code in languages]
 
     def router_losses(self) -> list[RouterLoss]:
-        """The losses whose coefficients are fields of the configuration, in the order of the fields, then those of
-        `losses`. A field of the loss itself, such as `GateBudgetLoss.gate_budget`, takes the value of the stage's field
-        of this name."""
+        """The losses whose coefficients are fields, in the order of the fields, then those of `losses`. A field of the
+        loss itself, such as `GateBudgetLoss.gate_budget`, takes the value of the stage's field of this name."""
         losses, types = [], self.keyword_types()
         for name in own_fields(type(self)):
             for loss in getattr(types[name], "__metadata__", ()):

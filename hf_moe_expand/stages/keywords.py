@@ -1,5 +1,4 @@
-"""A stage's keywords: `TrainingArguments` with fields of its own, their types in YAML, which has its own numbers, and
-their form in a history."""
+"""A stage's keywords: `TrainingArguments` with fields of its own, checked in Python and in YAML."""
 
 import copy
 import math
@@ -8,8 +7,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -23,7 +21,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import trainer_log_levels
 
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.extensions import extensions
 from ..core.jsonfile import parse_json
 from ..core.schema import (
@@ -39,24 +37,33 @@ from ..core.schema import (
     check_seed,
     check_types,
     read,
-    unknown_key,
 )
 from ..trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 from .distributed import SHARDING, check_sharding
+
+_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}
+# What a run sets itself, with the arguments on which the losses rely.
+_SET: dict[str, Any] = {
+    "output_dir": str | os.PathLike | None, "seed": int, "data_seed": int | None, "remove_unused_columns": bool,
+    "label_names": list[str] | None,
+}  # fmt: skip
+_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
+_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
+_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
+_ALIASES = [f"{name}{end}" for name in CHECKPOINTING_NAMES if name != CHECKPOINTING for end in ("", "_kwargs")]
+# The context of a reading of fields that are at hand, in which no object is made.
+_FIELDS = {"unset_ok": True}
 
 
 def from_json(value: Any) -> Any:
     """Reads a mapping that a command line gave as JSON."""
     if not (isinstance(value, str) and value.startswith("{")):
         return value
-    try:
+    with library_errors_at(repr(value), ValueError):
         return parse_json(value)
-    except ValueError as error:
-        raise InputError(f"{value!r}: not a JSON object ({error}).") from None
 
 
-_OPTIONS = (f"{CHECKPOINTING}_kwargs", "lr_scheduler_kwargs", "liger_kernel_config")
 # The library's fields with bounds that its training loop needs, or that its types do not say.
 BOUNDED: dict[str, Any] = {
     "gradient_accumulation_steps": Count,
@@ -67,12 +74,15 @@ BOUNDED: dict[str, Any] = {
     "logging_steps": Positive,
     "max_steps": Annotated[Whole, Field(ge=-1)],
     "warmup_steps": Coefficient,
-    **dict.fromkeys(_OPTIONS, Annotated[dict | None, BeforeValidator(from_json)]),
+    **dict.fromkeys(
+        (f"{CHECKPOINTING}_kwargs", "lr_scheduler_kwargs", "liger_kernel_config"),
+        Annotated[dict | None, BeforeValidator(from_json)],
+    ),
     **dict.fromkeys(("log_level", "log_level_replica"), Literal[tuple(trainer_log_levels)]),  # type: ignore[misc]
 }
-# The library's fields that take more than their types say.
+# The library's fields that take more than their types say; in Python, it replaces those of `_REPLACED` by objects.
 LOOSE: dict[str, Any] = {"fsdp": Flag | Text | list[Text] | None}
-_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, str: Text, type(None): type(None)}
+_REPLACED = (*LOOSE, "accelerator_config", "debug")
 
 
 class Help(str):
@@ -89,8 +99,8 @@ def setting(default: Any, help: str) -> Any:
 
 
 def mapping(cls: type[Schema]) -> Any:
-    """Marks the type of a field that holds settings of a class: they are read from a mapping, or from a command line's
-    JSON. `Annotated[Masking | str | None, mapping(Masking)]`."""
+    """Marks the type of a field that holds settings of a class, read from a mapping or from JSON:
+    `Annotated[Masking | str | None, mapping(Masking)]`."""
 
     def checked(value: Any) -> Any:
         value = from_json(value)
@@ -100,13 +110,10 @@ def mapping(cls: type[Schema]) -> Any:
 
 
 def known_losses(value: Any) -> dict[str, float]:
-    """The weights of registered losses, by name; refuses other names."""
-    weights, known = from_json(value or {}), extensions("losses")
-    if not isinstance(weights, Mapping):
-        raise InputError(f"must hold `name: weight` lines, found {weights!r}.")
+    """The weights of registered losses, by name."""
+    weights = from_json(value or {})
+    check_keys(weights, extensions("losses"))
     for name, weight in weights.items():
-        if name not in known:
-            raise InputError(unknown_key(name, known) if known else f"{name!r}: no package registers a loss.")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise InputError(f"{name} is {weight!r}: must be a number of at least 0.")
     return dict(weights)
@@ -122,47 +129,7 @@ def strict(hint: Any) -> Any:
             return Annotated[values, BeforeValidator(lambda value: "no" if value is False else value)]  # in YAML 1.1
     if all(option in _STRICT for option in options):
         return Union[tuple(_STRICT[option] for option in options)]  # type: ignore[return-value]  # noqa: UP007
-    if any(option is dict or typing.get_origin(option) is dict for option in options):
-        return Annotated[Any, BeforeValidator(_text_or_mapping)]
     return Any if ParallelismConfig in options else hint
-
-
-def _text_or_mapping(value: Any) -> Any:
-    if not isinstance(value, str | Mapping | None):
-        raise InputError(f"{value!r} is neither a file nor a mapping; give one of these.")
-    return value
-
-
-def flat(keywords: dict[str, Any], nested: Any) -> dict[str, Any]:
-    """A stage whose training arguments stand under `training`, as earlier releases wrote it."""
-    if not isinstance(nested, Mapping):
-        raise InputError(f"training: expected `key: value` lines, found {nested!r}.")
-    if both := sorted(set(keywords) & set(nested)):
-        raise InputError(f"`{both[0]}` is given twice, under `training` too: leave one out.")
-    shown = ", ".join(f"{name}: {value}" for name, value in nested.items())
-    warnings.warn(
-        f"a stage's `training:` is read, but no longer needed: write its keys beside the others ({shown}).",
-        FutureWarning, stacklevel=2,
-    )  # fmt: skip
-    return {**keywords, **nested}
-
-
-@contextmanager
-def refused_by_the_library(where: str = "") -> Iterator[None]:
-    """Turns the errors of `TrainingArguments` and its like into an InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except KeyError as error:
-        raise InputError(f"{where}{error} is not a known value of its key.") from None
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError, AttributeError) as error:
-        raise InputError(f"{where}{error}") from None
-
-
-def default_of(f: Any) -> dict[str, Any]:
-    """The default of a dataclass's field, as an argument of `field`."""
-    return {"default": f.default} if f.default_factory is MISSING else {"default_factory": f.default_factory}
 
 
 def default_value(f: Any) -> Any:
@@ -182,22 +149,6 @@ def as_json(value: Any) -> Any:
     return to_jsonable_python(value, fallback=lambda one: one.item() if hasattr(one, "item") else str(one))
 
 
-_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
-# Arguments that the library replaces by objects.
-_LOOSE = (*LOOSE, "accelerator_config", "debug")
-# What a run sets itself, with the arguments on which the losses rely.
-_SET: dict[str, Any] = {
-    "output_dir": str | os.PathLike | None, "seed": int, "data_seed": int | None, "remove_unused_columns": bool,
-    "label_names": list[str] | None,
-}  # fmt: skip
-_PLACES = ("output_dir", "seed", "data_seed")
-_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
-# Of a reading of fields that are at hand, in which no object is made.
-_FIELDS = {"unset_ok": True}
-_ALIASES = [f"{name}{end}" for name in CHECKPOINTING_NAMES if name != CHECKPOINTING for end in ("", "_kwargs")]
-_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")  # a token is a secret
-
-
 @dataclass
 class CheckedArguments(TrainingArguments):
     """`TrainingArguments` whose values are checked, in Python and in YAML, with fields of a subclass's own.
@@ -213,21 +164,18 @@ class CheckedArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        own, cls = own_fields(type(self)), type(self)
+        cls = type(self)
         for name in cls._VALID_DICT_FIELDS:
             if isinstance(value := from_json(getattr(self, name)), dict):
                 setattr(self, name, dict(value))  # the library adds keys to its own
         check_types(vars(self), {**_SET, "parallelism_config": ParallelismConfig | None})  # which no YAML can hold
-        others = [name for name in self._unlike("") if name in cls.keyword_types() and name not in _LOOSE]
-        values = {name: plain(getattr(self, name)) for name in (*own, *BOUNDED, *others)}
+        others = [name for name in self._unlike("") if name in cls.keyword_types() and name not in _REPLACED]
+        values = {name: plain(getattr(self, name)) for name in (*own_fields(cls), *BOUNDED, *others)}
         checked: Any = read(cls, values, context=_FIELDS)
         vars(self).update(checked)
-        if self.report_to is None:
-            self.report_to = "none"
-        if self.data_seed is None:
-            self.data_seed = self.seed
-        if self.use_cpu is None:
-            self.use_cpu = not torch.accelerator.is_available()
+        self.report_to = "none" if self.report_to is None else self.report_to
+        self.data_seed = self.seed if self.data_seed is None else self.data_seed
+        self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
         check_seed(self.seed)
         check_seed(self.data_seed, "data_seed")
         self._check_arguments()
@@ -244,15 +192,14 @@ class CheckedArguments(TrainingArguments):
         """Has the library check the arguments, and fill in its own defaults."""
         workers = self.dataloader_num_workers
         self.dataloader_num_workers = workers or 0
-        with refused_by_the_library():
+        with library_errors_at("TrainingArguments"):
             TrainingArguments.__post_init__(self)
         self.dataloader_num_workers = workers
 
     def _check_arguments(self) -> None:
         """Refuses arguments that contradict one another, or give no step."""
         if self.distributed_config is not None:
-            saves = self._unlike("save_") if plain(self.save_strategy) != "no" else ()
-            check_sharding(self.distributed_config, saves)
+            check_sharding(self.distributed_config, self._unlike("save_") if plain(self.save_strategy) != "no" else ())
             self.save_strategy = "no"
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs):
             raise InputError("max_steps and num_train_epochs give no step: set one of them above 0.")
@@ -276,6 +223,19 @@ class CheckedArguments(TrainingArguments):
             warnings.warn(f"{NO_BFLOAT16}leave `bf16: true` out here, or give `fp16: true` on a GPU.", stacklevel=3)
         return made
 
+    def check_alone(self) -> None:
+        """Refuses keywords for what a run does itself, where no Trainer is at hand that could do it."""
+        for name in self._unlike(*_SCORED):
+            if plain(getattr(self, name)) != "no":
+                raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
+        for name in self._unlike(*_PUBLISHED):
+            if plain(getattr(self, name)) != plain(default_value(self.__dataclass_fields__[name])):
+                raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
+        if self.save_strategy == SaveStrategy.BEST:
+            raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
+        if self.save_only_model:
+            raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
         """In YAML: a mapping of keywords."""
@@ -298,33 +258,15 @@ class CheckedArguments(TrainingArguments):
             return value
         if info.context is _FIELDS:
             return handler(value)
-        if isinstance(value, Mapping) and "training" in value:
-            value = flat({name: inner for name, inner in value.items() if name != "training"}, value["training"])
         if isinstance(value, Mapping):
-            keys = {str(name): _CHECKPOINTING.sub(CHECKPOINTING, str(name)) for name in value}
-            if both := next((key for key in value if keys[str(key)] != key and keys[str(key)] in value), None):
-                raise InputError(f"`{both}` is another name of `{keys[both]}`, which is given too: leave one out.")
-            value = {keys[str(name)]: inner for name, inner in value.items()}
             if name := next((name for name in _SET if name in value), None):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
-            own = own_fields(cls)
-            check_keys(value, cls.keyword_types(), len(own), " and those of transformers.TrainingArguments")
+            known = cls.keyword_types()  # before transformers 5.23, of one name of checkpointing alone
+            value = {key if key in known else _CHECKPOINTING.sub(CHECKPOINTING, str(key)): value[key] for key in value}
+            check_keys(value, known, len(own_fields(cls)), " and those of transformers.TrainingArguments")
         made = cls(**handler(value))
         made.check_alone()
         return made
-
-    def check_alone(self) -> None:
-        """Refuses keywords for what a run does itself, where no Trainer is at hand that could do it."""
-        for name in self._unlike(*_SCORED):
-            if plain(getattr(self, name)) != "no":
-                raise InputError(f"leave `{name}` out; held-out text is scored by `validation`.")
-        for name in self._unlike(*_PUBLISHED):
-            if plain(getattr(self, name)) != plain(default_value(self.__dataclass_fields__[name])):
-                raise InputError(f"leave `{name}` out; `hf-moe-expand push` publishes the finished checkpoint.")
-        if self.save_strategy == SaveStrategy.BEST:
-            raise InputError("save_strategy is 'best', but a stage scores no checkpoints: leave it out.")
-        if self.save_only_model:
-            raise InputError("leave `save_only_model` out; an interrupted run could not resume exactly.")
 
     @classmethod
     @cache
@@ -351,14 +293,16 @@ class CheckedArguments(TrainingArguments):
 
     def recorded(self) -> dict[str, Any]:
         """The stage's settings for its history, JSON: its declared fields, and all others that are not as usual."""
-        own = {name: getattr(self, name) for name in own_fields(type(self))}
-        left_out = (*_PLACES, *_PUBLISHED)  # places and secrets, and the seed, which has its own place
-        return {name: as_json(value) for name, value in {**self.changes(), **own}.items() if name not in left_out}
+        left_out = ("output_dir", "seed", "data_seed", *_PUBLISHED)  # places and secrets; the seed has its own place
+        settings = {**self.changes(), **self._own()}
+        return {name: as_json(value) for name, value in settings.items() if name not in left_out}
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
-        own = {name: as_json(getattr(self, name)) for name in own_fields(type(self))}
-        return {**super().to_dict(), **own}
+        return {**super().to_dict(), **{name: as_json(value) for name, value in self._own().items()}}
+
+    def _own(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in own_fields(type(self))}
 
 
 def own_fields(cls: Any) -> dict[str, Any]:

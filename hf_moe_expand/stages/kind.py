@@ -51,17 +51,14 @@ class Stage:
 
     @classmethod
     def inputs(cls, settings: Any, run: Any) -> dict[str, Any]:
-        """What the step is made from, besides the settings and the checkpoint before it, as JSON.
-
-        Args:
-            run: the `ExpansionRun`.
-        """
+        """What the step is made from besides the settings and the checkpoint before it, JSON; `run` is the
+        `ExpansionRun`."""
         return {}
 
     @classmethod
     def attempt(cls, settings: Any, run: Any, before: Path, out: Path, trial: Trial) -> list[str]:
-        """Does the work on the checkpoint `before` without its tensors, before anything runs, which refuses what the
-        run contradicts; returns lines for the user."""
+        """Does the work on the checkpoint `before` without its tensors, before anything runs; returns lines for the
+        user."""
         with headers_alone():
             cls.work(settings, run, before, out)
         return []
