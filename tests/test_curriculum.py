@@ -247,8 +247,8 @@ def test_commands(root, tmp_path):
     invoke(*derive, tmp_path / "validation.json", "--steps", "10")
     assert Curriculum.load(out) == Curriculum(10, {"el": 0, "hi": 5})
     for steps, loss, said in (
-        ([0, 5], {"hi": [1.0, float("nan")]}, "The loss of 'hi' was never finite: the training diverged"),
-        ([0], {"hi": [1.0]}, "'hi' was scored at no step of the training"),
+        ([0, 5], {"hi": [1.0, float("nan")]}, "'hi' has no finite loss at any step"),
+        ([0], {"hi": [1.0]}, "'hi' has no finite loss at any step"),
         ([5], {"el": [1.0]}, "hi trained, but was not scored"),
     ):
         refused(ValidationCurves(["hi"], 10, steps, {}, loss).best_steps, says=said)

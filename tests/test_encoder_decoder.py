@@ -475,7 +475,7 @@ def test_a_translation_may_fill_the_model_s_positions_and_bad_requests_are_refus
     given = {**SENTENCES, "hi": SENTENCES["en"], "es": [*SENTENCES["es"][1:], "la casa " * 40]}
     for settings, direction, said in (
         ({"shots": 1}, ("el", "en"), "shots is 1, but an encoder-decoder translates without examples"),
-        ({"max_new_tokens": 63}, ("el", "en"), "a translation of 63 do not fit the model's 64 positions"),
+        ({"max_new_tokens": 63}, ("el", "en"), "and 63 new ones do not fit the model's 64 positions"),
         ({"max_new_tokens": 5}, ("en", "hi"), "has no code for 'hi'"),
         ({"max_new_tokens": 5}, ("es", "en"), "do not fit the model's 64"),
     ):

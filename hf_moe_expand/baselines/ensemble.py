@@ -73,8 +73,8 @@ def evaluate_ensemble(
     texts = {language: list(documents) for language, documents in texts.items()}
     streams: dict[str, Any] = {code: stream_for(config, code, texts, tokenizer, max_tokens) for code in texts}
     log_probs: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
-    windows = sum(stream.count_windows(block_size) for stream in streams.values())
-    with Bar(total=windows * len(models), desc="ensemble", unit="window") as bar:
+    tokens = sum(stream.tokens for stream in streams.values())
+    with Bar(total=tokens * len(models), desc="ensemble", unit="token", unit_scale=True) as bar:
         for model in models:
             loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
             loaded.eval()
@@ -86,9 +86,9 @@ def evaluate_ensemble(
                         "ensemble must share one tokenizer."
                     )
                 of_model: list[torch.Tensor] = []
-                for part, _ in target_nats(loaded, stream, block_size, batch_size):
+                for part, scored in target_nats(loaded, stream, block_size, batch_size):
                     of_model.append(part)
-                    bar.update(len(part))
+                    bar.update(int(scored.sum()))
                 log_probs[language].append(-torch.cat(of_model))
             del loaded
     scores = {}

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain
 from numbers import Real
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
 
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.extra import import_extra
 from ..data.tokens import without_end
 from ..modeling.language_gate import GateRule
@@ -37,8 +36,7 @@ class TaskScore:
         metrics: metrics by name; with another filter than the default, the name is `name,filter`.
         shots: examples in a prompt.
         samples, total: number of scored documents, and of all documents.
-        version: version of the task in the harness.
-        harness: version of lm_eval.
+        version, harness: versions of the task and of lm_eval.
         group: the group with results of its own that contains this task or group.
     """
 
@@ -63,7 +61,7 @@ class HarnessTasks:
         unnamed: languages among them that are neither old nor new.
 
     Raises:
-        InputError: lm_eval is not installed, a task is unknown, given twice or lacks its data, or a number is wrong.
+        InputError: lm_eval is not installed, or a task is unknown, given twice or lacks its data.
     """
 
     def __init__(
@@ -75,14 +73,13 @@ class HarnessTasks:
         benchmarks: Mapping[str, Mapping[str, str]] | None = None,
         unnamed: Sequence[str] = (),
     ) -> None:
-        listed = [task for of in (benchmarks or {}).values() for task in of.values()]
+        benchmarks = benchmarks or {}
+        listed = [task for of in benchmarks.values() for task in of.values()]
         self.benchmarks = {
-            name: {code: _parse(task, None)[0] for code, task in of.items()} for name, of in (benchmarks or {}).items()
+            name: {code: _parse(task, None)[0] for code, task in of.items()} for name, of in benchmarks.items()
         }
         self.unnamed = list(unnamed)
         self.harness = import_extra("lm_eval").__version__
-        if (num_fewshot or 0) < 0 or (limit is not None and limit < 1):
-            raise InputError(f"num_fewshot is {num_fewshot}, limit is {limit}: must be at least 0 and 1.")
         if include_path is not None and not Path(include_path).is_dir():
             raise InputError(f"{include_path}: no such folder (tasks for lm_eval).")
         self.limit = limit
@@ -91,38 +88,30 @@ class HarnessTasks:
         for argument in (*tasks, *listed):
             name, shots = _parse(argument, num_fewshot)
             self.by_shots.setdefault(shots, []).extend(self._load(name))
-        leaves = [
+        leaves = Counter(
             task.task_name
             for item in chain(*self.by_shots.values())
             for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])
-        ]
-        if twice := [name for name, count in Counter(leaves).items() if count > 1]:
+        )
+        if twice := [name for name, count in leaves.items() if count > 1]:
             raise InputError(f"{', '.join(twice[:3])}: given twice; name each task once.")
 
     def _load(self, pattern: str) -> list[Any]:
         """The groups and tasks that match a pattern."""
         names = self.manager.match_tasks([pattern])
         if not names:
-            close = get_close_matches(pattern, self.manager.all_tasks, 3)
-            raise InputError(
-                f"{pattern!r} is not a task of lm_eval {self.harness} or of --include-path"
-                + (f"; did you mean {' or '.join(close)}?" if close else ".")
-            )
+            raise InputError(f"{pattern!r} is not a task of lm_eval {self.harness} or of --include-path.")
         matches: list[Any] = []
         for name in names:
-            try:
+            with library_errors_at(f"{name}: its data cannot be loaded", OSError, DatasetNotFoundError):
                 loaded = self.manager.load([name])
-            except (OSError, DatasetNotFoundError) as error:
-                raise InputError(
-                    f"{name}: its data cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})."
-                ) from None
             groups = loaded["groups"]
             matches += [groups[name]] if name in groups else list(loaded["tasks"].values())
         return matches
 
     def evaluate(self, model: Any, tokenizer: Any, batch_size: int = 8) -> dict[str, TaskScore]:
-        """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples. A model with a language gate
-        is told the class of each question by its context, so that the choices of one take one model."""
+        """Runs the tasks, once for each number of examples. A model with a language gate is told the class of each
+        question by its context, so that the choices of one take one model."""
         wrapper = import_extra("lm_eval.models.huggingface").HFLM
         if hasattr(model, "judge"):
             wrapper = _judging(wrapper)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import check_named_once
 from ..core.progress import Bar
 from ..core.saying import say_once
-from ..core.schema import checked, shown_value
+from ..core.schema import checked
 from ..data.lost import MOST_LOST, LostText
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.tokens import bare_tokens, begin_tokens, say_special, special_tokens
@@ -37,14 +38,11 @@ _AT_ONCE = 512  # documents tokenised at once
 
 @dataclass(frozen=True)
 class LanguageScore:
-    """Scores of a model on a language's text, with the numbers of scored tokens and bytes.
-
-    Bits per byte is comparable between models, since it does not depend on the tokenizer, unless the tokenizer loses
-    text.
+    """Scores of a model on a language's text, with the numbers of scored tokens and bytes. Bits per byte is comparable
+    between models with other tokenizers.
 
     Attributes:
-        lost: the share of the bytes that the tokenizer loses, which the model does not have to predict; None in scores
-            of earlier releases.
+        lost: the share of the bytes that the tokenizer loses, which the model does not have to predict.
         away: behind a gate, the tokens that it sends to new experts; None without a gate.
     """
 
@@ -76,12 +74,11 @@ class ScoredText:
 
     Attributes:
         ids: the token ids. Each document follows a separator (begin-of-text if the tokenizer adds it, else
-            end-of-text), which is context and not scored, so that the scored tokens are exactly the text's.
-        scored: which of them are scored.
-        size: UTF-8 bytes of the scored text.
-        begin: the tokens that the tokenizer puts before a text, usually begin-of-text or none. Every window begins with
-            them, since models that were trained so are bad without them.
-        lost: the share of the scored text that the tokenizer loses.
+            end-of-text), which is context and not scored.
+        scored: which of them are scored: exactly the text's.
+        size, lost: UTF-8 bytes of the scored text, and the share of them that the tokenizer loses.
+        begin: the tokens that the tokenizer puts before a text. Every window begins with them, since models that were
+            trained so are bad without them.
     """
 
     ids: list[int]
@@ -93,17 +90,17 @@ class ScoredText:
     def batches(
         self, model: Any, block_size: int, batch_size: int
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """`windows`, of fewer tokens or in smaller batches where the model takes no more, or where the logits of more
-        would not fit `_LOGITS`."""
+        """`windows`, smaller where the model takes no more positions, and fewer where the logits of so many would not
+        fit `_LOGITS`."""
         block_size = min(block_size, longest_block(model.config) or block_size)
-        for inputs, targets in self.windows(block_size, bounded_rows(model, block_size, batch_size)):
+        bounded = _LOGITS // (block_size * model.get_input_embeddings().weight.shape[0])
+        for inputs, targets in self.windows(block_size, min(batch_size, max(1, bounded))):
             # Padding is at the end, where causal attention keeps it from every scored token.
             yield {"input_ids": inputs}, targets
 
     def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored.
-
-        Windows overlap by one token, so that each token is a target once."""
+        """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored. Windows overlap by
+        one token, so that each token is a target once."""
         windows = self._windows(block_size)
         while batch := list(islice(windows, batch_size)):
             inputs, targets = zip(*batch, strict=True)
@@ -111,15 +108,9 @@ class ScoredText:
 
     @property
     def tokens(self) -> int:
-        """Number of scored tokens."""
         return sum(self.scored)
 
-    def count_windows(self, block_size: int) -> int:
-        """Number of windows."""
-        return sum(1 for _ in self._windows(block_size))
-
     def _windows(self, block_size: int) -> Iterator[tuple[list[int], list[int]]]:
-        """The inputs and the targets of each window, padded."""
         start = 0
         while start < len(self.ids) - 1:
             begun = self.ids[start : start + len(self.begin)] == [*self.begin]
@@ -141,8 +132,7 @@ class ScoredPairs:
     Attributes:
         pairs: the encoder's tokens of each sentence, the tokens of its translation, and the place of the token that
             names the target's language, which is given and not scored; None without one.
-        tokens, size: scored tokens, and UTF-8 bytes of the translations.
-        lost: the share of the translations that the tokenizer loses.
+        tokens, size, lost: scored tokens, UTF-8 bytes of the translations, and the share that the tokenizer loses.
     """
 
     pairs: list[tuple[list[int], list[int], int | None]]
@@ -170,11 +160,7 @@ def text_stream(
     texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text"
 ) -> ScoredText:
     """The stream of some documents. `max_tokens` limits it, in whole documents; a first document with more tokens is
-    cut, and a line on the screen says so.
-
-    Args:
-        name: name of the text in this line.
-    """
+    cut, and a line on the screen, which calls the text `name`, says so."""
     begin = begin_tokens(tokenizer)
     separator = begin or [tokenizer.eos_token_id]
     if separator == [None]:
@@ -182,11 +168,11 @@ def text_stream(
     ids: list[int] = []
     scored: list[bool] = []
     size, special, found, lost = 0, special_tokens(tokenizer), Counter[str](), LostText()
-    for text, tokens in tokenized(texts, tokenizer):
+    for text, tokens in _tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
                 break
-            text, tokens = shortened(text, tokenizer, max_tokens - len(ids))
+            text, tokens = _shortened(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
             say_once(
@@ -202,7 +188,7 @@ def text_stream(
     return ScoredText(ids, scored, size, tuple(begin), lost.share)
 
 
-def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+def _tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
     """Each document and its tokens. Batches begin small, since only the first documents may be wanted."""
     documents, size = iter(texts), 1
     while batch := list(islice(documents, size)):
@@ -210,7 +196,7 @@ def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[
         size = min(2 * size, _AT_ONCE)
 
 
-def shortened(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
+def _shortened(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
 
     def tokens(end: int) -> list[int]:
@@ -218,11 +204,6 @@ def shortened(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
 
     end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)
-
-
-def bounded_rows(model: Any, block_size: int, batch_size: int) -> int:
-    """The rows of a batch, fewer than `batch_size` where the logits of so many would not fit `_LOGITS`."""
-    return min(batch_size, max(1, _LOGITS // (block_size * model.get_input_embeddings().weight.shape[0])))
 
 
 @torch.no_grad()
@@ -251,8 +232,8 @@ def target_nats(
 def pair_stream(
     language: str, pairs: Iterable[SentencePair], tokenizer: Any, max_tokens: int | None, longest: int | None = None
 ) -> ScoredPairs:
-    """The first pairs to and from a language, in directions that the model translates, whose translations have at most
-    `max_tokens` tokens; at least one. Pairs longer than `longest`, the model's positions, are left out."""
+    """The first pairs to and from a language whose translations have at most `max_tokens` tokens; at least one. Other
+    directions than the model's, and pairs longer than `longest`, its positions, are left out."""
     encoder = PairEncoder(tokenizer)
     place_of_code = cache(encoder.place_of_code)
     rows = [pair for pair in pairs if encoder.translates(pair.direction)]
@@ -268,10 +249,7 @@ def pair_stream(
         tokens, size = tokens + count, size + len(row.target.encode())
         lost.add(row.target, target, tokenizer)
     if not tokens:
-        raise InputError(
-            f"Language {language!r}: no sentence pair to score, or none that the model translates and whose tokens its "
-            "positions hold."
-        )
+        raise InputError(f"Language {language!r}: no sentence pair to score that the model translates and can hold.")
     return ScoredPairs(chosen, tokens, size, lost.share)
 
 
@@ -288,8 +266,7 @@ def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[in
 def stream_for(
     config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None
 ) -> ScoredText | ScoredPairs:
-    """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `text_stream`; refuses
-    documents without a token to score."""
+    """What a model of this configuration is scored on; refuses documents without a token to score."""
     if config.is_encoder_decoder:
         return pair_stream(language, texts[language], tokenizer, max_tokens, longest_block(config))
     stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
@@ -302,11 +279,7 @@ def score_stream(
     model: Any, stream: ScoredText | ScoredPairs, block_size: int, batch_size: int,
     update: Callable[[int], Any] = lambda tokens: None,
 ) -> LanguageScore:  # fmt: skip
-    """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer.
-
-    Args:
-        update: is told of the tokens that were scored.
-    """
+    """The score of a model on a text, in windows of `block_size` tokens; `update` is told of scored tokens."""
     nats, away = 0.0, None
     with _judged(model) as judged:
         for part, scored in target_nats(model, stream, block_size, batch_size):
@@ -337,18 +310,6 @@ def _judged(model: Any) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def _documents(language: str, given: Any, kind: type) -> Iterator[Any]:
-    """The texts, or pairs, of a language; refuses others."""
-    found = given["text"] if kind is str and "text" in (getattr(given, "column_names", None) or ()) else given
-    for number, document in enumerate([found] if isinstance(found, bytes) else found):
-        if not isinstance(document, kind):
-            raise InputError(
-                f"texts[{language!r}]: document {number} is {shown_value(document)}: must be "
-                f"{'text' if kind is str else 'a SentencePair'}."
-            )
-        yield document
-
-
 @checked
 def evaluate_model(
     model: nn.Module,
@@ -368,15 +329,14 @@ def evaluate_model(
         told: tell the model the language.
 
     Raises:
-        InputError: a language has no text to score, or something else than text; its score is not finite, or a number
-            is out of range.
+        InputError: a language has no text to score, its score is not finite, or a number is out of range.
     """
     EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)  # refuses others
     check_named_once(list(texts))
     model.eval()
-    kind = SentencePair if getattr(model.config, "is_encoder_decoder", False) else str
-    texts = {language: _documents(language, given, kind) for language, given in texts.items()}
     config: Any = model.config
+    if not config.is_encoder_decoder:
+        texts = {code: of["text"] if isinstance(of, Dataset) else of for code, of in texts.items()}
     streams = {language: stream_for(config, language, texts, tokenizer, max_tokens) for language in texts}
     tokens, scores = sum(stream.tokens for stream in streams.values()), {}
     with Bar(total=tokens, desc=f"evaluate {model_name(model)}", unit="token", unit_scale=True) as bar:

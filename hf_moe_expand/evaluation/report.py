@@ -38,8 +38,7 @@ class Evaluation:
     """Scores of several models: `models[name][language]`.
 
     Attributes:
-        old, new: the languages that the models know: of the base model, and those that were added.
-        unnamed: languages that are neither; a model with a gate loses nothing of them.
+        old, new, unnamed: languages of the base model, those that were added, and those that are neither.
         expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
         benchmarks: of a task list, each benchmark's task in each language.
@@ -70,26 +69,18 @@ class Evaluation:
         groups = {"old": self.old, "new": self.new, **dict(self.groups())}
         means = {n: {kind: self.mean(n, languages) for kind, languages in groups.items()} for n in self.models}
         equal = {chat.language: chat.equal for chat in self.chats}
-        fields = asdict(self)
-        first = {name: fields[name] for name in ("old", "new", "unnamed", "expansions", "models")}
-        write_json(path, {**first, "mean_bits_per_byte": means, **fields, "equal_answers": equal})
+        write_json(path, {**asdict(self), "mean_bits_per_byte": means, "equal_answers": equal})
 
     @classmethod
     @checked
     def from_json(cls, path: str | Path) -> "Evaluation":
-        """Reads `evaluation.json`."""
         value = read_json(path, "an evaluation")
-        if missing := sorted({"old", "new", "models"} - set(value)):
-            raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
         known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         return read(cls, known, f"{path}: not an evaluation")
 
     def of_this(self, names: Iterable[str], where: str | os.PathLike) -> "Evaluation":
-        """The scores of the first model and of this one, which has one of the `names`, and gets the name `THIS`.
-
-        Raises:
-            InputError: no model has one of the names; `where` is the evaluation's file.
-        """
+        """The scores of the first model and of this one, which has one of the `names`, and gets the name `THIS`; an
+        InputError says that the file `where` has no scores of it."""
         wanted = list(dict.fromkeys(names))
         called = next((name for name in wanted if name in self.models), None)
         if called is None:
@@ -106,8 +97,7 @@ class Evaluation:
         return Evaluation(old, new, {**before, THIS: this}, expansions, tasks, unnamed=unnamed)
 
     def groups(self) -> list[tuple[str, list[str]]]:
-        """The languages as the table groups them: `old`, then `new` or the languages of each of several expansions,
-        then those that nobody named."""
+        """The languages as the table groups them; those of several expansions are groups of their own."""
         added = [("new", self.new)]
         if len(self.expansions) > 1:
             added = [(f"expansion {n}", new) for n, new in enumerate(self.expansions, start=1)]
@@ -120,31 +110,27 @@ class Evaluation:
 
     def rows(self, measure: str = "bits_per_byte") -> tuple[list[str], list[list[str]]]:
         """A table of a measure: header, one row for each language, means; the last model's change from the first."""
-        names = list(self.models)
-        groups = []
         scored = {code for scores in self.models.values() for code in scores}
-        for kind, languages in self.groups():
-            languages = [code for code in languages if code in scored]
-            groups += [(f"{code} ({kind})", [code]) for code in languages]
-            groups += [(f"mean of {kind}", languages)] if len(languages) > 1 else []
         rows = []
-        for label, languages in groups:
-            values = [self.mean(name, languages, measure) for name in names]
-            marks = [self._mark(name, languages) for name in names]
-            moved = self.change(languages, measure)
-            change = "-" if moved is None else f"{in_percent(moved)}{marks[0] or marks[-1]}"
-            shown = ["-" if value is None else f"{value:.3f}{mark}" for value, mark in zip(values, marks, strict=True)]
-            rows.append([label, *shown, change])
-        return compared(["language"], names, rows)
+        for kind, group in self.groups():
+            languages = [code for code in group if code in scored]
+            rows += [self._row(f"{code} ({kind})", [code], measure) for code in languages]
+            rows += [self._row(f"mean of {kind}", languages, measure)] if len(languages) > 1 else []
+        return compared(["language"], list(self.models), rows)
+
+    def _row(self, label: str, languages: Sequence[str], measure: str) -> list[str]:
+        marks = [self._mark(name, languages) for name in self.models]
+        values = [self.mean(name, languages, measure) for name in self.models]
+        moved = self.change(languages, measure)
+        shown = ["-" if value is None else f"{value:.3f}{mark}" for value, mark in zip(values, marks, strict=True)]
+        return [label, *shown, "-" if moved is None else f"{in_percent(moved)}{marks[0] or marks[-1]}"]
 
     def _mark(self, model: str, languages: Sequence[str]) -> str:
-        """The mark of a score, or of a mean of scores, that is no bound."""
         scores = self.models[model]
         return "" if all(scores[code].is_bound for code in languages if code in scores) else _NO_BOUND
 
     def notes(self) -> list[str]:
-        """What the tables say besides: the share of each language's text that the tokenizer loses, and the meaning of
-        the mark."""
+        """What the tables say besides: what the tokenizer loses, what leaves home, and the meaning of the mark."""
         lost: dict[str, list[str]] = {}
         for name, scores in self.models.items():
             known = [f"{code} {share_in_words(score.lost)}" for code, score in scores.items() if score.lost is not None]
@@ -165,8 +151,7 @@ class Evaluation:
         return lines
 
     def task_rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table of the tasks: header, one row for each metric of a task outside groups or of a group; the last
-        model's change from the first."""
+        """A table of the tasks: header, one row for each metric of a group, or of a task outside groups."""
         names = list(self.tasks)
         shown = [(task, metric) for tasks in self.tasks.values() for task, score in tasks.items()
                  if score.group is None for metric in score.metrics]  # fmt: skip
@@ -180,8 +165,7 @@ class Evaluation:
         return compared(["task", "metric"], names, rows)
 
     def benchmark_rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table of a task list: header, one row for each benchmark's mean over the languages of a group, and one for
-        the mean of the group's benchmarks; the last model's change from the first."""
+        """A table of a task list: header, one row for each benchmark's mean over the languages of a group."""
         names, rows = list(self.tasks), []
         for kind, languages in self.groups():
             of_models = [benchmark_means(self.tasks[name], self.benchmarks, languages) for name in names]
@@ -217,7 +201,7 @@ def compared(header: list[str], names: Sequence[str], rows: list[list[str]]) -> 
 
 def _change(values: Sequence[Metric | None]) -> str:
     first, last = values[0], values[-1]
-    return "-" if first is None or last is None else f"{last.value - first.value:+.4f}"
+    return f"{last.value - first.value:+.4f}" if first and last else "-"
 
 
 def _with_error(metric: Metric | None) -> str:
@@ -247,14 +231,14 @@ def score_models(
         languages: the old languages, then the languages of each expansion; other languages of `sources` are unnamed.
         tasks: `HarnessTasks` to run as well.
     """
-    if tasks is not None:
-        check_decoders(models, "tasks of lm-evaluation-harness")
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
-    named = [] if tasks is None else tasks.unnamed
-    result.unnamed = list(dict.fromkeys([*(code for code in sources if code not in (*old, *result.new)), *named]))
+    unnamed = [code for code in sources if code not in (*old, *result.new)]
     if tasks is not None:
+        check_decoders(models, "tasks of lm-evaluation-harness")
         result.benchmarks = tasks.benchmarks
+        unnamed += tasks.unnamed
+    result.unnamed = list(dict.fromkeys(unnamed))
     sizes = in_time(settings, models, sources).model_dump(exclude={"questions"})
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():
@@ -289,10 +273,9 @@ def evaluate_models(
     if score_more is not None:
         score_more(result, settings)
     if sources:
-        print("bits per byte")
-        print_table(*result.rows())
-        print("perplexity")
-        print_table(*result.rows("perplexity"))
+        for measure in ("bits_per_byte", "perplexity"):
+            print(measure.replace("_", " "))
+            print_table(*result.rows(measure))
         print("\n".join(result.notes()))
     if tasks is not None:
         print("tasks")
@@ -315,8 +298,8 @@ def labels_of(models: Sequence[str]) -> dict[str, str]:
 def in_time(
     settings: EvaluationSettings, models: Mapping[str, tuple[str, str | None]], sources: Mapping[str, Any]
 ) -> EvaluationSettings:
-    """The settings with the tokens of each language that two cores score in less than two minutes, by the first model's
-    parameters, if they name none and there is no GPU; says how many."""
+    """The settings, with as many tokens of each language as two cores score in less than two minutes (by the first
+    model's parameters) if they name none and there is no GPU; says how many."""
     if settings.max_tokens is not None or torch.accelerator.is_available() or not sources:
         return settings
     path, revision = next(iter(models.values()))

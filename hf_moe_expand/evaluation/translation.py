@@ -68,18 +68,17 @@ def chrf_plus_plus() -> Any:
 def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
     """Parallel text: sentence `i` is the same in each language. White space in a sentence counts as one space."""
     texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
+    first = next(iter(texts))
     for code, source in sources.items():
         if (lines := sum(map(count_lines, source.files()))) and lines != len(texts[code]):
             raise InputError(
                 f"{source.source}: {len(texts[code])} texts in {code!r} on {lines} lines: parallel text has one "
                 "sentence in each line, and no rows with `translation`, which make texts of both directions."
             )
-    first, *others = texts
-    for code in others:
         if len(texts[code]) != len(texts[first]):
             raise InputError(
-                f"{sources[first].source} has {len(texts[first])} sentences, {sources[code].source} has "
-                f"{len(texts[code])}: parallel text must have the same number in every language."
+                f"{sources[first].source} has {len(texts[first])} sentences, {source.source} has {len(texts[code])}: "
+                "parallel text must have the same number in every language."
             )
     return texts
 
@@ -92,11 +91,9 @@ def parse_pairs(arguments: Sequence[str], languages: Sequence[str]) -> list[Pair
     if not arguments:
         return [pair for other in languages[1:] for pair in ((languages[0], other), (other, languages[0]))]
     for argument in arguments:
-        if argument not in known:
-            raise InputError(f"{argument!r} is not a pair of two of the languages {', '.join(languages)}, such as "
-                             f"{next(iter(known))}.")  # fmt: skip
-    if len(set(arguments)) < len(arguments):
-        raise InputError(f"{', '.join(arguments)}: a pair is given twice; name each pair once.")
+        if argument not in known or arguments.count(argument) > 1:
+            wrong = "given twice" if argument in known else f"not a pair of the languages {', '.join(languages)}"
+            raise InputError(f"{argument!r} is {wrong}.")
     return [known[argument] for argument in arguments]
 
 
@@ -114,9 +111,8 @@ def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ())
 def translate(
     model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 8, max_new_tokens: int = 256
 ) -> tuple[list[str], int]:
-    """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
-
-    The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens."""
+    """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off. Of the
+    checkpoint's own generation settings, only its end tokens count."""
     encoded = _prompts(model.config, tokenizer, prompts, max_new_tokens)
     return _written(model, tokenizer, encoded, batch_size, max_new_tokens=max_new_tokens, stop_strings=["\n"])
 
@@ -126,9 +122,8 @@ def translate_pairs(
     max_new_tokens: int = 256, beams: int = 1,
 ) -> tuple[list[str], int]:  # fmt: skip
     """An encoder-decoder's translations, and the number of those cut off at `max_new_tokens`. The first token names the
-    target's language, where the tokenizer has codes.
-
-    Of the checkpoint's own generation settings, only its special tokens count."""
+    target's language, where the tokenizer has codes. Of the checkpoint's own settings, only its special tokens count.
+    """
     encoded, own = _sources(model.config, tokenizer, sentences, direction, max_new_tokens), model.generation_config
     start = own.decoder_start_token_id
     special = {
@@ -142,12 +137,8 @@ def translate_pairs(
 def _prompts(config: Any, tokenizer: Any, prompts: Sequence[str], new_tokens: int) -> list[list[int]]:
     """The tokens of prompts, which must leave room for new ones."""
     encoded = [prompt_tokens(prompt, tokenizer) for prompt in prompts]
-    positions, longest = longest_block(config), max(map(len, encoded), default=0)
-    if positions is not None and longest + new_tokens > positions:
-        raise InputError(
-            f"A prompt of {longest} tokens and {new_tokens} new ones do not fit the model's {positions} positions: "
-            "give fewer examples or new tokens."
-        )
+    longest = max(map(len, encoded), default=0)
+    _check_fits(config, longest, new_tokens, longest + new_tokens)
     return encoded
 
 
@@ -155,16 +146,21 @@ def _sources(
     config: Any, tokenizer: Any, sentences: Sequence[str], direction: Pair, new_tokens: int
 ) -> list[list[int]]:
     """The tokens of sentences in a direction of the model, which must fit its positions, as their translations must."""
-    encoder, positions = PairEncoder(tokenizer), longest_block(config)
+    encoder = PairEncoder(tokenizer)
     encoder.check([direction])
     encoded = encoder.sources(list(sentences), direction) if sentences else []
     longest = max(map(len, encoded), default=0)
-    if encoded and positions is not None and max(longest, new_tokens + 2) > positions:
-        raise InputError(
-            f"A sentence of {longest} tokens and a translation of {new_tokens} do not fit the model's {positions} "
-            "positions: give shorter sentences or fewer new tokens."
-        )
+    _check_fits(config, longest, new_tokens, max(longest, new_tokens + 2))
     return encoded
+
+
+def _check_fits(config: Any, longest: int, new_tokens: int, needed: int) -> None:
+    positions = longest_block(config)
+    if positions is not None and longest and needed > positions:
+        raise InputError(
+            f"{longest} tokens and {new_tokens} new ones do not fit the model's {positions} positions: give shorter "
+            "text, fewer examples or fewer new tokens."
+        )
 
 
 def _written(
@@ -191,23 +187,19 @@ def _written(
 
 
 def check_translation(
-    config: Any,
-    tokenizer: Any,
-    texts: Mapping[str, Sequence[str]],
-    pairs: Sequence[Pair],
+    config: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]], pairs: Sequence[Pair],
     settings: TranslationSettings,
-) -> None:
+) -> None:  # fmt: skip
     """Refuses what `evaluate_translation` cannot translate with a model of this configuration."""
     sentences, shots, beams = len(next(iter(texts.values()))), settings.shots, settings.beams
-    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
-    if is_encoder_decoder and shots:
+    if config.is_encoder_decoder and shots:
         raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
-    if not is_encoder_decoder and beams > 1:
+    if not config.is_encoder_decoder and beams > 1:
         raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     for pair in pairs:
-        if is_encoder_decoder:
+        if config.is_encoder_decoder:
             _sources(config, tokenizer, _scored(texts[pair[0]], settings), pair, settings.max_new_tokens)
         else:
             _prompts(config, tokenizer, _prompts_of(pair, texts, settings), settings.max_new_tokens)
@@ -226,11 +218,8 @@ def _prompts_of(pair: Pair, texts: Mapping[str, Sequence[str]], settings: Transl
 def evaluate_translation(
     model: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]], pairs: Sequence[Pair], settings: TranslationSettings
 ) -> dict[str, TranslationScore]:
-    """chrF++ of each pair of languages, of a decoder's continuations of prompts or an encoder-decoder's translations.
-
-    Args:
-        texts: parallel sentences of each language.
-    """
+    """chrF++ of each pair of languages, of a decoder's continuations of prompts or an encoder-decoder's translations;
+    `texts` has parallel sentences."""
     sizes = (settings.batch_size, settings.max_new_tokens)
     check_translation(model.config, tokenizer, texts, pairs, settings)  # before the first direction is translated
     metric = chrf_plus_plus()

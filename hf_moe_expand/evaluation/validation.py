@@ -55,11 +55,9 @@ class ValidationCurves:
         return curves
 
     def save(self, path: str | Path) -> None:
-        """Writes the file."""
         write_json(path, asdict(self))
 
     def add(self, step: int, scores: Mapping[str, LanguageScore]) -> None:
-        """Appends a step's scores."""
         self.steps.append(step)
         for language, score in scores.items():
             self.tokens[language], self.lost[language] = score.tokens, score.lost
@@ -67,44 +65,32 @@ class ValidationCurves:
             self.bits_per_byte.setdefault(language, []).append(score.bits_per_byte)
 
     def cut(self, step: int) -> None:
-        """Removes scores after `step`."""
         count = sum(scored <= step for scored in self.steps)
         del self.steps[count:]
         for values in (*self.loss.values(), *self.bits_per_byte.values()):
             del values[count:]
 
     def best_steps(self) -> dict[str, int]:
-        """The step with the lowest loss of each trained language, the last of several (Elbayad et al., Algorithm 1).
-
-        Step 0 does not count, since it precedes the training."""
+        """The step with the lowest loss of each trained language, the last of several (Elbayad et al., Algorithm 1);
+        step 0 precedes the training."""
         if missing := [language for language in self.trained if language not in self.loss]:
             raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text for it.")
         best = {}
         for language in self.trained:
             losses = zip(self.loss[language], self.steps, strict=True)
-            scored = [(loss, -step) for loss, step in losses if step > 0]
-            if not scored:
-                raise InputError(f"{language!r} was scored at no step of the training: lower `every` in `validation`.")
-            finite = [pair for pair in scored if math.isfinite(pair[0])]
+            finite = [(loss, -step) for loss, step in losses if step > 0 and math.isfinite(loss)]
             if not finite:
-                raise InputError(f"The loss of {language!r} was never finite: the training diverged; train again.")
+                raise InputError(f"{language!r} has no finite loss at any step: lower `every` in `validation`.")
             best[language] = -min(finite)[1]
         return best
 
 
 class ValidationCallback(TrainerCallback):
-    """Scores the model before the first step, every `every` steps and after the last, without masking and with the
-    routing of inference. Does not affect the training.
+    """Scores the text of a stage's `validation` before the first step, every `every` steps and after the last, without
+    masking and with the routing of inference, and writes `path`. Does not affect the training.
 
-    All ranks score the same text (the model may be split over them); the first rank writes.
-
-    Args:
-        settings: a stage's `validation`; any language may be scored, whether it trains or not.
-        path: file to write; a resumed training keeps its earlier scores.
-        trained: the languages that train.
-
-    Raises:
-        InputError: a language has no text to score.
+    All ranks score the same text, since the model may be split over them; the first rank writes. A resumed training
+    keeps its earlier scores.
     """
 
     def __init__(

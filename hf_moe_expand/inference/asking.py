@@ -3,12 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..checkpoint.facts import Facts
-from ..checkpoint.source import load_config, name_in_results, resolve_checkpoint
+from ..checkpoint.source import name_in_results
 from ..core.errors import InputError, library_errors_at
 from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig
@@ -20,16 +21,8 @@ Message = Mapping[str, str]
 
 
 class ChatModel:
-    """A loaded model that answers.
-
-    Args:
-        model, tokenizer: the model and its tokenizer.
-        name: its name in results.
-        inside: let the base inside answer, expert 0 alone.
-
-    Raises:
-        InputError: the model is an encoder-decoder; or the base inside is asked for where there is none.
-    """
+    """A loaded decoder that answers, by its name in results; or the base `inside` it, which is expert 0 alone. An
+    InputError says that there is none."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, inside: bool = False) -> None:
         check_decoder(model.config, name, "prompts")
@@ -43,21 +36,17 @@ class ChatModel:
         return cls(*load_for_inference(name, revision), name_in_results(name))
 
     def base_inside(self) -> "ChatModel":
-        """The base inside this expanded model, which shares its memory; an InputError says that there is none."""
+        """The base inside this expanded model, which shares its memory."""
         return ChatModel(self.model, self.tokenizer, f"{self.name}: base inside", inside=True)
 
     @property
     def has_template(self) -> bool:
-        """Whether its tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def check_template(self) -> None:
         """Refuses a tokenizer without a chat template."""
         if not self.has_template:
-            raise InputError(
-                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it go on from a text "
-                "(`chat --prompt`), or take over a chat model's tokenizer (`graft`)."
-            )
+            raise InputError(f"{self.name}: its tokenizer has no chat template, so it cannot chat: give `--prompt`.")
 
     def answer(self, prompt: str, how: Answering, language: str | None = None, streamer: Any = None) -> str:
         """What it writes after a prompt, without a template; see `reply`."""
@@ -77,28 +66,20 @@ class ChatModel:
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
+        known = self.tokenizer.chat_template
+        # A fine-tune that a language came from may have brought its own.
+        own = known[language] if isinstance(known, dict) and language in known else None
+        write = partial(self.tokenizer.apply_chat_template, chat_template=own, add_generation_prompt=True)
         with library_errors_at(f"{self.name}: its chat template refuses the messages"):
-            ids, newest = (
-                self.tokenizer.apply_chat_template(
-                    talk, add_generation_prompt=True, return_dict=False, **self._template(language)
-                )
-                for talk in ([*system, *messages], messages[-1:])
-            )
+            ids, newest = (write(talk, return_dict=False) for talk in ([*system, *messages], messages[-1:]))
         # The gate judges the newest message alone, in the template: bare, a short one says too little.
         judge = {"judge": torch.tensor([newest])} if hasattr(self.model, "judge") else {}
         return self._write(ids, how, language, streamer=streamer, **judge)
 
-    def _template(self, language: str | None) -> dict[str, Any]:
-        """The chat template of the fine-tune that a language came from, where it has its own."""
-        known = self.tokenizer.chat_template
-        return {"chat_template": known[language]} if isinstance(known, dict) and language in known else {}
-
     def _write(self, ids: list[int], how: Answering, language: str | None, **given: Any) -> str:
         """What it writes after these tokens, with further arguments of `generate`."""
         if not ids:
-            raise InputError(
-                "The prompt is empty, and the tokenizer adds no token that begins a text: give some words."
-            )
+            raise InputError("The prompt is empty: give some words.")
         most = longest_block(self.model.config)
         if most is not None and len(ids) >= most:
             raise InputError(
@@ -115,7 +96,6 @@ class ChatModel:
         return self.tokenizer.decode(written, skip_special_tokens=True)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:
-        """Inside, the base inside or the expanded model runs, and knows the language."""
         if self.inside:
             return self.model.use_expert(0)
         if language is None or not isinstance(self.model.config, ExpandedConfig):
@@ -126,25 +106,13 @@ class ChatModel:
 
     def not_told(self, language: str) -> str | None:
         """Why it cannot be told this language; None if it can."""
-        return not_told(self.model.config, language)
-
-
-def not_told(config: Any, language: str) -> str | None:
-    """Why a model of this configuration cannot be told a language; None if it can."""
-    if not isinstance(config, ExpandedConfig):
-        return "is a dense model, which knows no languages"
-    try:
-        classes_of(config, language)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def check_told(name: str, revision: str | None, language: str) -> None:
-    """Refuses a language that an expanded model does not know; reads its config.json alone."""
-    config = load_config(resolve_checkpoint(name, revision, weights=False))
-    if isinstance(config, ExpandedConfig) and (why := not_told(config, language)) is not None:
-        raise InputError(f"{name_in_results(name)}: {why}")
+        if not isinstance(self.model.config, ExpandedConfig):
+            return "is a dense model, which knows no languages"
+        try:
+            classes_of(self.model.config, language)
+        except ValueError as error:
+            return str(error)
+        return None
 
 
 def why_no_base_inside(config: Any) -> str | None:

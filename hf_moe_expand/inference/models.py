@@ -30,12 +30,7 @@ def longest_block(config: Any) -> int | None:
 
 
 def check_block_size(block_size: int, longest: int | None, where: str = "block_size") -> None:
-    """Refuses blocks of more tokens than the model takes positions.
-
-    Args:
-        longest: number of positions that the model takes; None if it sets no limit.
-        where: name of the setting in the message.
-    """
+    """Refuses blocks of more tokens than the `longest` that the model takes (None: it sets no limit)."""
     if longest is not None and block_size > longest:
         raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
 
@@ -114,13 +109,13 @@ def generated(
 
 
 def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:
-    """Refuses an encoder-decoder; the message says that `what`, in the plural, are for decoders."""
+    """Refuses an encoder-decoder: `what`, in the plural, are for decoders."""
     if config.is_encoder_decoder:
         raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/backbones.md).")
 
 
 def check_finite(model: Any, name: str | os.PathLike) -> None:
-    """Refuses a model with a weight that is NaN or infinite; the message names the first such tensor."""
+    """Refuses a model with a weight that is NaN or infinite."""
     for key, parameter in model.named_parameters():
         # The least and the largest, which NaN is: on the weights' device, and several times as fast as `isfinite`.
         known = parameter.dtype in TORCH_DTYPES.values() and parameter.numel()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..checkpoint.arguments import Model, NewFile, checkpoint
-from ..core.errors import InputError, is_unicode
+from ..core.errors import InputError, library_errors_at
 from ..core.verbs import Given, Keys, belongs
 from .writing import Answering, SampleSettings
 
@@ -44,17 +44,13 @@ def chat(
     belongs(given, "prompt", "plain")
     if base not in (None, "inside"):
         checkpoint(str(base), {})
-    from .asking import ChatModel, check_told
+    from .asking import ChatModel
 
-    if languages is not None:
-        for name, at in {model: revision, **({} if base in (None, "inside") else {str(base): None})}.items():
-            check_told(name, at, languages)
-    first = ChatModel.load(model, revision)
-    models = [first]
+    models = [ChatModel.load(model, revision)]
     if base == "inside":
         _warn_of_moved(model, revision)
     if base is not None:
-        models.append(first.base_inside() if base == "inside" else ChatModel.load(base))
+        models.append(models[0].base_inside() if base == "inside" else ChatModel.load(base))
     if prompt is None:
         for one in models:
             one.check_template()
@@ -105,7 +101,7 @@ def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> No
 
 
 def _streamer(one: "ChatModel", is_named: bool) -> Any:
-    """Shows the tokens of a model's answer as they come, below its name if it `is_named`."""
+    """Shows the tokens of a model's answer as they come, below its name if there is another model."""
     from transformers import TextStreamer
 
     if is_named:
@@ -115,15 +111,13 @@ def _streamer(one: "ChatModel", is_named: bool) -> Any:
 
 def _read() -> str | None:
     """The next line of the input; None at its end."""
-    try:
-        line = input("> ").strip()
-    except EOFError:
-        print()
-        return None
-    except UnicodeDecodeError as error:
-        raise InputError(f"The input is not {error.encoding.upper()} (byte {error.object[error.start]:#x}).") from None
-    if not is_unicode(line):
-        raise InputError(f"{line!r}: the input is not UTF-8.")
+    with library_errors_at("The input", UnicodeError):
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return None
+        line.encode()
     if not sys.stdin.isatty():
         print(line)
     return line
