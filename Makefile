@@ -18,7 +18,7 @@ demo-real: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --real --out runs/demo-real
 
 # Types are checked beside the suite.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder
 test: style
 	$(MAKE) --no-print-directory --jobs 2 types suite
 
@@ -55,7 +55,7 @@ gpu: $(VENV)/.installed-dev
 
 # Runs the suite with the lower bounds of torch and transformers in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
-	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
+	$(VENV)-oldest/bin/python -m pytest -q -n 2
 
 # Loads checkpoints with their own code and the oldest transformers that they run with (docs/serving.md), without this
 # package.

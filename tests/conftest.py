@@ -37,6 +37,7 @@ from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from typer.main import get_command
 from typer.testing import CliRunner
+from xdist.scheduler import LoadScopeScheduling
 from zygote import Child, Zygote
 
 from hf_moe_expand import cli
@@ -77,11 +78,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU is at hand (`make gpu` needs one)"))
-    for item in items:  # `--dist loadgroup`: a process runs a whole file, or a whole form of the matrix
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     # Files take longer than forms: at the end, no process waits long for another one.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != item.path.stem)
+    items.sort(key=lambda item: item.path.parent.name == "matrix")
+
+
+class ByFileOrForm(LoadScopeScheduling):
+    """A process runs a whole file, or a whole form of the matrix: it makes once what their tests share."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.rpartition(":")[0] if "::test_cell[" in nodeid else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFileOrForm:
+    return ByFileOrForm(config, log)
 
 
 def pytest_report_header() -> str:

@@ -20,7 +20,7 @@ from hf_moe_expand.modeling import decoder_ffns, stack_sizes
 SEED = int(os.environ.get("SEED", 0))
 BACKBONES = sorted(name for name in {*PROVEN, *PROVEN_MIXTURES, *PROVEN_ENCODER_DECODERS} if name in CONFIG_MAPPING)
 CHOSEN = [
-    pytest.param(name, marks=[pytest.mark.xdist_group(name)] + [pytest.mark.backbones] * bool((number + SEED) % 6))
+    pytest.param(name, marks=[pytest.mark.backbones] * bool((number + SEED) % 6))
     for number, name in enumerate(BACKBONES)
 ]
 ALONE = """

@@ -20,7 +20,7 @@ from matrix.two_ranks import Ranks
 FORMS = {name_of(parts): parts for parts in all_forms()}
 MADE = "made"  # the one cell of a form that is refused
 CELLS = [
-    pytest.param(name, operation, id=f"{name}-{operation}", marks=pytest.mark.xdist_group(name))
+    pytest.param(name, operation, id=f"{name}:{operation}")
     for name, parts in FORMS.items()
     for operation in ([MADE] if refused(parts) else OPERATIONS)
 ]
