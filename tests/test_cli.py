@@ -175,10 +175,18 @@ def test_the_verbs_are_few_each_has_a_summary_and_an_old_one_says_its_new_form(e
         assert said.partition("hf-moe-expand ")[2].split()[0] in verbs
 
 
-@pytest.mark.parametrize("words", ["--help", "plan layer-moe --help"])
-def test_help_waits_for_neither_torch_nor_transformers(words):
+MISSPELT = "unknown key `learning_rat`; did you mean `learning_rate`?"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [("--help", ""), ("plan layer-moe --help", ""), ("validate recipe.yaml", MISSPELT)]
+)
+def test_help_and_a_misspelt_key_wait_for_neither_torch_nor_transformers(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("base: x\noutput: y\nnew: {el: z}\npost_pretrain: {learning_rat: 1}\n")
     code, error, imported = heavy_imports(*words.split())
-    assert (code, imported) == (0, set()), error
+    assert (code, imported) == (2 if said else 0, set()), error
+    assert said in error
 
 
 def test_the_console_script_loads_expanded_checkpoints_and_no_more_than_it_needs(base, tmp_path):

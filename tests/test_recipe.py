@@ -7,13 +7,15 @@ from conftest import TABLES, invoke, keywords, refused, save_dense, write_texts
 from jsonschema import Draft202012Validator
 
 from hf_moe_expand import ReviewConfig, validate_recipe
-from hf_moe_expand.core.schema import changed
+from hf_moe_expand.core.schema import changed, settings_in
 from hf_moe_expand.core.yamlfile import read_yaml
 from hf_moe_expand.planning.methods import METHODS, plan_settings
+from hf_moe_expand.runs.misspelt import KEYS, check_keys_of
 from hf_moe_expand.runs.recipe import Expansion, Recipe, recipe_schema
 from hf_moe_expand.runs.recipes import packaged_files
 from hf_moe_expand.stages import recipe_stages
 from hf_moe_expand.stages.config import StageConfig
+from hf_moe_expand.stages.keywords import own_fields
 from hf_moe_expand.stages.kinds.graft import GraftSettings
 
 GOOD = """
@@ -246,9 +248,33 @@ def test_which_recipes_pass_it(validator):
     ],
 )  # fmt: skip
 def test_a_misspelt_key_is_named(tmp_path, lines, sentence):
+    """By the command line before torch is imported."""
     file = tmp_path / "a.yaml"
     file.write_text(f"base: x\noutput: y\nold: {{en: x}}\n{lines}\n")
     assert refused(Recipe.load, file) == f"{file}: {sentence}"
+    assert refused(check_keys_of, file) == f"{file}: {sentence}"
+
+
+def test_keys_under_training_are_read_with_a_warning(root):
+    with pytest.warns(FutureWarning, match="write its keys beside the others .learning_rate: 0.5"):
+        loaded = recipe(root, a=("learning_rate: 5e-5", "training: {learning_rate: 0.5}"))
+    check_keys_of(root / "recipe.yaml")
+    assert loaded.post_pretrain.learning_rate == 0.5
+
+
+def test_the_keys_beside_the_recipes_are_those_of_the_classes():
+    """What `runs/recipes/keys.json` must hold is what this prints where it fails."""
+    stages, fields = recipe_stages(), Recipe.model_fields
+    train = [key for key, stage in stages.items() if issubclass(stage.settings, StageConfig)]
+    inside = {key: own_fields(stages[key].settings) for key in train}
+    for key in (key for key in fields if key not in (*train, "plan")):
+        for settings in settings_in(fields[key].annotation):
+            inside[key] = settings.model_fields
+    declared = {
+        "recipe": [key for key in fields if key not in Expansion.model_fields], "expansion": [*Expansion.model_fields],
+        "inside": {key: [*names] for key, names in inside.items()}, "train": train,
+    }  # fmt: skip
+    assert json.loads(KEYS.read_text("utf-8")) == declared, json.dumps(declared)
 
 
 def test_later_experts_are_exclusive_as_earlier_ones_unless_the_plan_says():

@@ -10,16 +10,26 @@ from ..core.verbs import Group, Kind
 RecipeName = Annotated[str, Kind("Recipe (YAML file), or a name from `recipes ls`.", metavar="RECIPE")]
 
 
+def _file(name: str) -> Path:
+    """The file of a recipe, whose keys are recipes'."""
+    from .misspelt import check_keys_of
+    from .recipes import find_recipe
+
+    file = find_recipe(name)
+    check_keys_of(file)
+    return file
+
+
 def run(recipe: RecipeName) -> None:
     """Run all steps of a recipe: analyse, plan, expand, train each stage, evaluate. A second run resumes the first.
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
+    file = _file(recipe)
     from .pipeline import run_recipe
     from .recipe import Recipe
-    from .recipes import find_recipe
 
-    run_recipe(Recipe.load(find_recipe(recipe)))
+    run_recipe(Recipe.load(file))
 
 
 def validate(recipe: RecipeName, *, offline: bool = False) -> None:
@@ -30,11 +40,11 @@ def validate(recipe: RecipeName, *, offline: bool = False) -> None:
     Args:
         offline: use no network; skip checks of files that are not on this machine.
     """
+    file = _file(recipe)
     from .pipeline import validate_recipe
     from .recipe import Recipe
-    from .recipes import find_recipe
 
-    for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
+    for line in validate_recipe(Recipe.load(file, unset_ok=offline), offline):
         print(line)
     print(f"{recipe}: ok")
 

@@ -149,6 +149,20 @@ def as_json(value: Any) -> Any:
     return to_jsonable_python(value, fallback=lambda one: one.item() if hasattr(one, "item") else str(one))
 
 
+def flat(keywords: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A stage's keywords, without the `training` under which version 0.1 had the library's."""
+    if "training" not in keywords:
+        return keywords
+    others = {name: value for name, value in keywords.items() if name != "training"}
+    nested = keywords["training"]
+    if not isinstance(nested, Mapping) or set(nested) & set(others):
+        raise InputError(f"training: expected keys that are not given beside it too, found {nested!r}.")
+    shown = ", ".join(f"{name}: {value}" for name, value in nested.items())
+    said = f"a stage's `training:` is read, but no longer needed: write its keys beside the others ({shown})."
+    warnings.warn(said, FutureWarning, stacklevel=2)
+    return {**others, **nested}
+
+
 @dataclass
 class CheckedArguments(TrainingArguments):
     """`TrainingArguments` whose values are checked, in Python and in YAML, with fields of a subclass's own.
@@ -259,6 +273,7 @@ class CheckedArguments(TrainingArguments):
         if info.context is _FIELDS:
             return handler(value)
         if isinstance(value, Mapping):
+            value = flat(value)
             if name := next((name for name in _SET if name in value), None):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
             known = cls.keyword_types()  # before transformers 5.23, of one name of checkpointing alone
