@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -291,6 +292,24 @@ def test_where_there_is_no_terminal_a_bar_is_lines(capsys, monkeypatch, ours):
     if ours:  # a second work of as long, which says something sooner
         works(partial(progress.Bar, delay=0), "next", 200, 7)
         assert capsys.readouterr().err.startswith("next:  50% 100/200")
+
+
+def test_a_long_step_is_told_of_before_it_ends(capsys, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "EARLY", 0.0)
+    shown = threading.Event()
+    monkeypatch.setattr(progress.Bar, "display", lambda bar, *_, **__: shown.set())
+    bar = progress.Bar(total=9, desc="work", delay=0)
+    shown.clear()
+    assert shown.wait(60)
+    (beat,) = (one for one in threading.enumerate() if getattr(one, "_args", ())[1:] == (bar.ended,))
+    left = weakref.ref(bar)
+    bar.close()
+    beat.join(60)
+    assert not beat.is_alive()
+    del bar
+    assert left() is None
 
 
 @pytest.mark.parametrize("disable_tqdm", [False, True])
