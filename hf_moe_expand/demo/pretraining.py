@@ -50,13 +50,9 @@ class BaseSettings:
 def make_base(
     out: str | Path, texts: Mapping[str, Dataset], shares: Mapping[str, float], settings: BaseSettings, seed: int = 0
 ) -> None:
-    """Trains a tokenizer and a model on texts mixed by `shares`, and saves both.
+    """Trains a tokenizer and a model on texts (column `text`) whose blocks are drawn by `shares`, and saves both.
 
     Like real bases', the tokenizer has whole words of the languages with large shares, and spells out the others'.
-
-    Args:
-        texts: documents of each language (column `text`).
-        shares: how often a block is drawn from each language; scaled to sum to 1.
     """
     set_seed(seed)
     largest = max(shares.values())
@@ -73,20 +69,11 @@ def make_base(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out) as partial, TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
-            output_dir=scratch,
-            seed=seed,
-            max_steps=settings.steps,
-            learning_rate=settings.learning_rate,
-            per_device_train_batch_size=settings.blocks_per_step,
-            logging_steps=settings.logging_steps,
-            lr_scheduler_type="cosine",
-            warmup_steps=20,
-            weight_decay=0.01,
-            bf16=has_bfloat16(),
-            use_cpu=not torch.accelerator.is_available(),
-            save_strategy="no",
-            report_to="none",
-        )
+            output_dir=scratch, seed=seed, max_steps=settings.steps, learning_rate=settings.learning_rate,
+            per_device_train_batch_size=settings.blocks_per_step, logging_steps=settings.logging_steps,
+            lr_scheduler_type="cosine", warmup_steps=20, weight_decay=0.01, bf16=has_bfloat16(),
+            use_cpu=not torch.accelerator.is_available(), save_strategy="no", report_to="none",
+        )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages)
         trainer.add_callback(LogLines(took_away_usual(trainer)))
         trainer.train()
@@ -98,18 +85,11 @@ def make_base(
 
 def _config(settings: BaseSettings, tokenizer: Any) -> PreTrainedConfig:
     return settings.architecture(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_heads,
-        max_position_embeddings=2 * settings.block_size,
+        vocab_size=len(tokenizer), hidden_size=settings.hidden_size, intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers, num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_heads, max_position_embeddings=2 * settings.block_size,
         # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
         initializer_range=settings.hidden_size**-0.5,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **settings.fields,
-    )
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **settings.fields,
+    )  # fmt: skip

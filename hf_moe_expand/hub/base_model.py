@@ -37,11 +37,8 @@ def named_base(config: Any) -> BaseModel:
 
 def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel:
     """The base that the hub has under `hub_id`, with its present commit; its configuration must be that of the model
-    that was expanded. Without a connection, or without access to a gated model, nothing is compared and the commit
-    stays unknown."""
+    that was expanded. Where the hub is out of reach, or a model gated, nothing is compared and the commit is None."""
     where = f"--base {hub_id}"
-    if Path(hub_id).is_dir():
-        raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
     with library_errors_at(where, secrets=[token]):
         try:
             folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Collection
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..checkpoint.compare import Verdict, moved_tensors
 from ..checkpoint.facts import Facts
 from ..checkpoint.records import History, StageRecord, without_folders
 from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, network_of
+from ..checkpoint.stored import StoredModel
 from ..core.disk import readable_size
 from ..core.errors import errors_at
 from ..core.languages import check_language_code, in_words
@@ -33,12 +32,6 @@ from ..report.inspection import inspect_checkpoint
 from .base_model import BaseModel, base_on_hub, named_base
 from .published import CARD
 
-# Settings about routers, classifiers and conditional routing.
-_OF_ROUTERS = (
-    "balance_coef", "balance_counts", "language_prior_coef", "localized_balance_coef", "masking", "group_coef",
-)  # fmt: skip
-_OF_CLASSIFIERS = ("classifier_coef", "classifier_layers", "classifier_choice", "classifier_tokens")
-_OF_CONDITIONAL_ROUTING = ("budget_coef", "gate_budget")
 _MEASURES = ("bits_per_byte", "perplexity")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MARKDOWN = str.maketrans({
@@ -56,10 +49,9 @@ def make_card(
     base: str | BaseModel | None = None,
     expansion_only: bool = False,
 ) -> ModelCard:
-    """The card of an expanded checkpoint.
+    """The card of an expanded checkpoint, which is a folder or a hub id.
 
     Args:
-        model: folder or hub id of the checkpoint.
         repo_id: repository of the published model; the card's title and loading lines name it.
         evaluation: evaluation.json; the card shows this model's scores beside those of its first model.
         evaluated_as: the name of this model in `evaluation`; its folder's name or `repo_id` by default.
@@ -156,15 +148,13 @@ def _render(template: str, **facts: Any) -> str:
         loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
     )
     filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _HUB_ID.fullmatch, "table": _table}
-    lacked = _lacked(facts["config"])
-    environment.filters |= {**filters, "settings": lambda stage: _settings(stage, lacked), "layer_name": layer_name}
+    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name}
     facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
     return environment.get_template(f"{template}.md").render(facts) + "\n"
 
 
 def _escaped(value: Any) -> Any:
-    """A fact escaped for Markdown, so that names from config.json cannot add HTML, links or lines; Markdown, YAML and
-    code that are ready stay as they are."""
+    """A fact escaped for Markdown, so that names from config.json cannot add HTML, links or lines."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() else " " for c in value).translate(_MARKDOWN)
@@ -222,26 +212,13 @@ def _is_regularised(settings: dict[str, Any]) -> bool:
     return bool(settings.get("curriculum")) or any(v for name, v in masking.items() if name != "lora_dropout")
 
 
-def _lacked(config: Any) -> set[str]:
-    """The settings of a stage that are about parts which the model does not have."""
-    ffns = network_of(config).expanded_ffns().values()
-    parts = {
-        _OF_ROUTERS: any(ffn.router is not None for ffn in ffns),
-        _OF_CLASSIFIERS: bool(Facts(config).classifiers),
-        _OF_CONDITIONAL_ROUTING: bool(config.conditional_routing),
-    }
-    return {name for names, is_there in parts.items() if not is_there for name in names}
-
-
-def _settings(stage: StageRecord, lacked: Collection[str]) -> Markup:
-    """A stage's settings as YAML, without those that are `lacked`, of which none ends the block of code that it stands
-    in; empty without any."""
+def _settings(stage: StageRecord) -> Markup:
+    """A stage's settings as YAML, of which none ends the block of code that it stands in; empty without any."""
 
     def known(value: Any) -> Any:
         return {key: known(item) for key, item in value.items() if item is not None} if type(value) is dict else value
 
     settings = known(without_folders(stage.settings or {}))
-    settings = {name: value for name, value in settings.items() if name not in lacked}
     return Markup(to_yaml(settings).strip().replace("```", "'''") if settings else "")
 
 

@@ -31,14 +31,8 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 @dataclass(frozen=True)
 class Push:
-    """Result of `push_to_hub`.
-
-    Attributes:
-        repo_id, revision, commit: repository, branch, and the branch's commit now; None after a dry run.
-        changed: False if the repository had all files already, so that no commit was made.
-        files: size in bytes of every file.
-        card: the text of README.md.
-    """
+    """Repository, branch, and the branch's commit now (None after a dry run); whether some file changed, so that a
+    commit was made; the bytes of every file; and the text of README.md."""
 
     repo_id: str
     revision: str
@@ -76,13 +70,13 @@ def push_to_hub(
         repo_id: `namespace/name`, or a name in the token's namespace; a new one is `private` or not.
         revision: branch to push to, created if it does not exist; `main` by default.
         evaluation, evaluated_as, license, base: see `make_card`; the folder's or its run's evaluation by default.
-        include: further files of the folder to publish; a line names those that stay here.
+        include: further files of the folder to publish.
         expansion_only: publish only the added tensors, with a reference to the base (see `save_expansion`).
         dry_run: print what would be published, without an upload; needs no token.
         token: access token; by default that of `hf auth login` or HF_TOKEN.
 
     Raises:
-        InputError: the folder or the card is wrong, or the hub refuses; the message says which and why.
+        InputError: the folder or the card is wrong, or the hub refuses.
     """
     folder, api = resolve_checkpoint(model), HfApi(token=token)
     CheckpointReader(folder).check_finite()
@@ -111,7 +105,6 @@ def push_to_hub(
 
 
 def _secrets(api: HfApi) -> list[str]:
-    """The token that was given; no message shows the machine's own."""
     return [api.token] if isinstance(api.token, str) else []
 
 
@@ -181,9 +174,8 @@ def card_to_push(
     evaluated_as: str | None = None, license: str | None = None, base: str | None = None, expansion_only: bool = False,
     keep: bool = False, token: str | None = None, say: Callable[[str], None] = print,
 ) -> tuple[str, Path | None, BaseModel]:  # fmt: skip
-    """The card that `push_to_hub` writes with the same arguments, the evaluation behind it, and the base that it names;
-    without `repo_id` the card names the checkpoint's folder. With `keep` the folder's own card takes its place.
-    """
+    """The card that `push_to_hub` writes with the same arguments (with `keep`, the folder's own takes its place), the
+    evaluation behind it, and the base that it names."""
     folder, name = resolve_checkpoint(model, weights=False), repo_id or own_name(model)
     config = load_expanded_config(folder)
     origin = named_base(config) if base is None else base_on_hub(config, base, token)
@@ -217,8 +209,8 @@ def _has_own_card(folder: Path) -> bool:
 def _evaluation(
     folder: Path, evaluation: str | os.PathLike | None, called: str | None, repo_id: str, say: Callable[[str], None]
 ) -> tuple[Path | None, str | None]:
-    """The evaluation to publish, and this model's name in it. One that was not given but found is used only if it has
-    scores of this model; a run's evaluation has none of the run's first checkpoint. Says where there is none."""
+    """The evaluation to publish, and this model's name in it; one that was found counts if it has scores of this model.
+    """
     run = run_of(folder)
     names = [repo_id, folder.resolve().name, name_in_results(folder), own_name(folder)]
     names += [] if run is None else [_name_in_run(folder.resolve(), run)]
@@ -233,8 +225,7 @@ def _evaluation(
 
 
 def _name_in_run(folder: Path, run: Path) -> str:
-    """The name of a run's checkpoint in the run's evaluation: that of its stage or, in a run with several expansions,
-    of the expansion whose last checkpoint it is."""
+    """The name of a run's checkpoint in the run's evaluation: of its stage, or of the expansion that it ends."""
     result_names = {key: stage.result_name for key, stage in recipe_stages().items()}
     if folder.parent == run:
         return result_names.get(folder.name, folder.name)

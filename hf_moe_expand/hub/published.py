@@ -54,14 +54,8 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY", re.IGNOREC
 
 
 def published_files(folder: Path, include: Sequence[str] = (), say: Callable[[str], None] = print) -> dict[str, Path]:
-    """Maps names in the repository to local files: weights, configuration, code, tokenizer and the run's records. Says
-    which other files of the folder stay here.
-
-    For a checkpoint inside a run folder, these include the run's recipe, plan and analyses.
-
-    Args:
-        include: further files of the folder to publish, relative to it.
-    """
+    """Maps names in the repository to local files: weights, configuration, code, tokenizer, the records of the run that
+    the folder lies in, and what to `include`. Says which other files of the folder stay here."""
     names = [file.name for file in CheckpointReader(folder).files]
     patterns = ("config.json", "*.py", *TOKENIZER_FILES, "*.safetensors.index.json", RECORD, CARD, EVALUATION)
     for pattern in (*patterns, *PROVENANCE):
@@ -107,10 +101,7 @@ def check_loads_alone(folder: Path) -> None:
 
 def check_code(folder: Path) -> None:
     """Checks that a checkpoint folder holds and names only this package's code, byte for byte."""
-    again = (
-        "Write it again with this package's code: python -c \"from hf_moe_expand import load_for_inference; "
-        f"load_for_inference('{folder}')[0].save_pretrained('{folder}')\"."
-    )
+    again = "Load it with `load_for_inference`, and save it again."
     own, parts = Path(modeling.__file__).parent, [*load_expanded_config(folder).parts]
     for file in sorted(folder.rglob("*.py")):
         name = str(file.relative_to(folder))

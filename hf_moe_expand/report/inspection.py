@@ -159,8 +159,7 @@ def _size_of(module: Any) -> int:
 
 
 def _idle_weights(network: Any) -> int:
-    """Weights that a token does not use; of a mixture of the backbone's own, none where the configuration does not say
-    how many experts a token takes."""
+    """Weights that a token does not use; none of a mixture whose configuration does not say how many it takes."""
     # Of each class the size of each of its tensors, less those it takes the place of.
     own: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for name, holder in network.named_modules():

@@ -33,15 +33,12 @@ _STYLE = {"axes.grid": True, "svg.fonttype": "none", "svg.hashsalt": "losses", "
 
 def make_page(run: str | Path, *others: str | Path) -> str:
     """The page of a run's folder; or of checkpoints, in the order of their stages, and a folder with JSON files of the
-    commands that made them. Of local paths it has the last part. The same folder gives the same text."""
+    commands that made them. The same folder gives the same text."""
     root, *checkpoints = _records_and_checkpoints([run, *others])
     parts = _parts(root, checkpoints)
     plans = [(title, Plan.load(file)) for title, folder, _ in parts if (file := folder / "plan.json").is_file()]
     if not checkpoints and not plans and not any((root / name).is_file() for name in _RECORDS.split(", ")):
-        raise InputError(
-            f"{root}: not the folder of a run (it has none of {_RECORDS}); give the `output` of a recipe "
-            "that `hf-moe-expand run` has run, or checkpoints."
-        )
+        raise InputError(f"{root}: not the folder of a run (it has none of {_RECORDS}).")
     made = [path for _, folder, stages in parts
             for path in (folder / "expanded", folder / "joined", *(checkpoint for _, checkpoint in stages))
             if (path / "config.json").is_file()]  # fmt: skip
@@ -73,16 +70,12 @@ def _records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:
         check_expanded(folder)
     others = [folder for folder in resolved if folder not in checkpoints]
     if len(others) > 1:
-        raise InputError(
-            f"{others[1]}: a page tells of one run: give one folder, or one folder with the JSON files of single "
-            "commands (plan.json, evaluation.json) and the checkpoints that they made."
-        )
+        raise InputError(f"{others[1]}: a page tells of one run: give one folder, and checkpoints.")
     return [*(others or checkpoints[:1]), *checkpoints]
 
 
 def _parts(root: Path, checkpoints: Sequence[Path]) -> list[tuple[str, Path, list[tuple[str, Path]]]]:
-    """For each expansion its heading, empty without another; its folder; headings and checkpoints of its stages.
-    Checkpoints of single commands are one part."""
+    """For each expansion its heading, empty without another; its folder; headings and checkpoints of its stages."""
     if checkpoints:
         names = [record.stage if (record := _last_stage(path)) else "expanded" for path in checkpoints]
         return [("", root, [(f"{name}: {path.name}", path) for name, path in zip(names, checkpoints, strict=True)])]
@@ -101,7 +94,6 @@ def _history(folder: Path) -> History:
 
 
 def _last_stage(folder: Path) -> StageRecord | None:
-    """The last record in a checkpoint's history, if anything came after its last expansion."""
     history = _history(folder)
     return history.last.stages[-1] if len(history) and history.last.stages else None
 
