@@ -355,7 +355,7 @@ def test_lost_bytes_are_counted(case):
     else:
         assert [(found.lost, found.size)] == counts
         assert found.share == found.lost / found.size
-        assert found.named
+        assert found.characters
 
 
 def test_a_sample_ends_and_tokens_a_byte_are_counted():

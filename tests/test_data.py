@@ -17,11 +17,10 @@ from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.data import sources
 from hf_moe_expand.data.packing import (
     balanced_tokens,
+    first_tokens,
     pack_texts,
     review_documents,
     small_shares,
-    take_tokens,
-    tokenize,
 )
 from hf_moe_expand.data.places import UnreachableError
 from hf_moe_expand.data.sources import LanguageText, check_languages
@@ -72,14 +71,14 @@ def test_bad_files_are_told_by_file_and_line(tmp_path):
         ("a.jsonl", good + b"[1]\n", r"a\.jsonl:2: .*found a list"),
         ("a.jsonl", good + b'{"text": \n', r"a\.jsonl:2: not JSON"),
         ("a.jsonl", good + b"[" * 100_000, r"a\.jsonl:2: not JSON"),
-        ("a.jsonl", good + b'{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: not JSON .*4300"),
+        ("a.jsonl", good + b'{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: not JSON: .*4300"),
         ("a.jsonl", good + b'{"text": "\\ud83d"}', r"a\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
         ("a.jsonl", b'{"translation": {"en": "a", "hu": "b"}}', "no text in language 'el'"),
         ("a.jsonl", b'{"translation": {"en": "a", "el": 3}}', "strings by language under `translation`"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet: cannot be read as a Parquet file"),
-        ("a.jsonl", b"", r"a\.jsonl: empty: the file has no text\.$"),
+        ("a.jsonl", b"", r"a\.jsonl: holds no text; known: \.jsonl.*a\.jsonl \(empty\)\.$"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
-        ("a.csv", b"text\nx\n", r"of another kind; known: \.jsonl"),
+        ("a.csv", b"text\nx\n", r"a\.csv: holds no text; known: \.jsonl.*\(of another kind\)"),
     ):
         (tmp_path / name).write_bytes(content)
         refused(load, tmp_path / name, says=said)
@@ -107,7 +106,7 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
 
 def test_which_files_are_read(tmp_path):
     refused(load, tmp_path / "none.jsonl", says=r"no such file \(text for language 'el'\)")
-    refused(load, tmp_path, says=r"the folder holds no file of a known kind; known: \.jsonl")
+    refused(load, tmp_path, says=r"holds no text; known: \.jsonl")
     write_texts(tmp_path / "a.jsonl", ["ένα"])
     for name in ("a.jsonl~", ".a.jsonl.swp", "#a.jsonl#"):  # copies of editors
         write_texts(tmp_path / name, ["copy"])
@@ -175,10 +174,9 @@ def test_languages_are_mixed_from_the_first_block_to_the_last():
 
 
 def test_tokens_per_language_takes_whole_documents_and_refuses_more_than_there_are():
-    encoded = tokenize(texts(el=["abc"] * 10)["el"], byte_tokenizer(), 0)
-    taken, total = take_tokens(encoded, 9, "el")
-    assert (len(taken), total) == (3, 12)
-    refused(take_tokens, encoded, 41, "el", says=r"'el' has 40 tokens, but 41 were asked for")
+    packed = pack_texts(texts(el=["abc"] * 10), byte_tokenizer(), 4, 0, tokens_per_language=9)
+    assert (packed.documents, packed.tokens) == ({"el": 3}, {"el": 12})
+    refused(first_tokens, "el", [4] * 10, 41, says=r"'el' has 40 tokens, but 41 were asked for")
     tokenizer, given = byte_tokenizer(), texts(en=["a"] * 9, el=["β"] * 500)
     refused(pack_texts, texts(el=["abc"]), tokenizer, 64, 0, says="less than one block of 64")
     refused(pack_texts, given, tokenizer, 8, 0, says="replay_share is 0.5: Language 'en'", replay=(["en"], 0.5))
@@ -242,10 +240,10 @@ def test_a_review_mixes_as_many_documents_as_it_is_told_or_refuses():
         given = ({"en": 40_000, "el": 2219, "hu": 60_000}, ["en"], ["el", "hu"], asked)
         assert review_documents(*given, fewer_documents=True) == {"en": taken, "el": 2 * taken, "hu": 2 * taken}
     for en, el, asked, said in (
-        (5, 1, None, r"'el' has 1 documents, but the mix asks for 2: .*, or lower new_per_old\.$"),
-        (0, 9, 1, r"'en' has 0 documents, but the mix asks for 1: give more text\.$"),
-        (5, 3, 5, r"take 1 of each old language, or set old_documents to 1\.$"),
-        (500, 300, 200, r"'el' has 300 documents, but the mix asks for 400: .*true. to take 150 .*150 or fewer"),
+        (5, 1, None, r"'el' has 1 documents, but the mix asks for 2: .* allows 0 of each old language\.$"),
+        (0, 9, 1, r"'en' has 0 documents, but the mix asks for 1: .* allows 0 of"),
+        (5, 3, 5, r"the text allows 1 of each old language\.$"),
+        (500, 300, 200, r"'el' has 300 documents, but the mix asks for 400: .*true.; the text allows 150 of"),
     ):
         for fewer in (False, True) if min(en, el) < 2 else (False,):  # not even one old document
             given = ({"en": en, "el": el}, ["en"], ["el"], asked)

@@ -65,7 +65,7 @@ def test_an_archive_of_one_file_is_read_and_one_of_several_refused(tmp_path):
     content = bytearray((tmp_path / "one.jsonl.zip").read_bytes())
     content[content.index(b"PK\x01\x02") + 10] = 99  # the method's number
     (tmp_path / "odd.jsonl.zip").write_bytes(content)
-    refused(load, tmp_path / "odd.jsonl.zip", says=r"odd\.jsonl\.zip: cannot be read \(.*compression method")
+    refused(load, tmp_path / "odd.jsonl.zip", says=r"odd\.jsonl\.zip: cannot be read: .*compression method")
 
 
 def test_a_kind_is_told_by_the_name():
@@ -87,8 +87,8 @@ def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     (tmp_path / "linked").symlink_to(tmp_path / "in")
     (tmp_path / "later.jsonl").symlink_to(tmp_path / "a.jsonl")
-    files, left_out = text_files(tmp_path)
-    assert [str(file.relative_to(tmp_path)) for file in files] == [
+    files, left_out = text_files(str(tmp_path))
+    assert [os.path.relpath(file, tmp_path) for file in files] == [
         "a.jsonl", "in/b.jsonl", "in/news.txt", "readme.jsonl",
     ]  # fmt: skip
     assert {reason: sorted(names) for reason, names in left_out.items()} == {
@@ -110,7 +110,7 @@ def test_every_file_of_a_folder_is_read_or_said(tmp_path, capsys):
 
 def test_a_folder_of_readmes_alone_holds_no_text(tmp_path):
     (tmp_path / "README.txt").write_text("This data is free.")
-    refused(load, tmp_path, says=r"no file of a known kind.*README\.txt \(about the data, by its name\)")
+    refused(load, tmp_path, says=r"holds no text; .*README\.txt \(about the data, by its name\)")
     assert load(tmp_path / "README.txt") == ["This data is free."]  # asked for by its name
 
 
@@ -120,7 +120,7 @@ def test_bytes_that_are_no_utf8_are_told_by_their_line(tmp_path, kind, suffix):
     good = BODY if kind == ".jsonl" else "ένα\n\nδύο\n".encode()
     content = good * 20 + line + good * 5000
     (tmp_path / f"a{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
-    refused(load, tmp_path / f"a{kind}{suffix}", says=rf"a{kind}{suffix}:61: not UTF-8 text \(.*byte 0xe9 in position")
+    refused(load, tmp_path / f"a{kind}{suffix}", says=rf"a{kind}{suffix}:61: not UTF-8 text: .*byte 0xe9 in position")
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
@@ -219,17 +219,6 @@ def test_text_of_the_same_relative_path_is_another_text(tmp_path, monkeypatch):
     for project, text in (("one", "first"), ("two", "other")):
         monkeypatch.chdir(tmp_path / project)
         assert load("el.jsonl") == [text]
-
-
-def test_a_giant_line_of_text_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_moe_expand.data.files.GIANT", 20)
-    (tmp_path / "a.txt").write_text("short\n" + "many words " * 5 + "\n")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "many words " * 5}) + "\n")
-    say_once.cache_clear()
-    assert len(list(read_rows(tmp_path / "a.txt"))) == 2
-    assert "a.txt:2: the line has 56 characters, and is one document: put each" in capsys.readouterr().err
-    list(read_rows(tmp_path / "a.jsonl"))
-    assert not capsys.readouterr().err
 
 
 def test_the_share_that_is_read_of_a_file_grows_to_the_whole(tmp_path):

@@ -76,7 +76,7 @@ def test_an_address_of_nothing_is_found_before_anything_runs(recipe, tmp_path):
     given = {"el": f"file://{tmp_path / 'el.jsonl'}"}
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given))
     (tmp_path / "el.jsonl").write_text("")
-    refused(validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: holds empty files alone")
+    refused(validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: holds no text; .*\(empty\)")
     (tmp_path / "el.jsonl").unlink()
     refused(validate_recipe, changed(recipe, new=given), says=r"new.el: file://.*el.jsonl: cannot be opened: no such")
     assert f"new.el: {given['el']}, elsewhere" in validate_recipe(changed(recipe, new=given), offline=True)

@@ -56,11 +56,6 @@ class LostText:
         """The share of the bytes that is lost."""
         return self.lost / self.size if self.size else 0.0
 
-    @property
-    def named(self) -> str:
-        """The characters that are lost most often."""
-        return " ".join(character for character, _ in self.characters.most_common(_NAMED))
-
 
 def lost_text(texts: Iterable[str], tokenizer: Any, size: int = SAMPLE) -> LostText:
     """What a tokenizer loses of the first documents, about `size` bytes of them."""
@@ -102,8 +97,9 @@ def check_lost(lost: Mapping[str, LostText], allowed: bool = False) -> None:
 
 def _too_much(lost: Mapping[str, LostText]) -> list[str]:
     return [
-        f"{code}: the tokenizer loses {share_in_words(found.share)} of the text's bytes (most often {found.named}): "
-        "they become unknown tokens, other characters or nothing, so no model learns to read or write them"
+        f"{code}: the tokenizer loses {share_in_words(found.share)} of the text's bytes (most often "
+        f"{' '.join(character for character, _ in found.characters.most_common(_NAMED))}): they become unknown tokens, "
+        "other characters or nothing, so no model learns to read or write them"
         for code, found in lost.items() if found.share > MOST_LOST
     ]  # fmt: skip
 

@@ -63,15 +63,16 @@ class PackedText:
         numbers = [-1 if code is None else order.index(code) for code in known.values()]
         data = self.dataset
         if isinstance(data, Blocks):
-            data = data.renumbered(numbers)
+            data = copy.copy(data)
+            data.numbers = np.asarray(numbers)
         elif isinstance(data, Dataset):  # sentence pairs
             data = data.map(
                 lambda row: {"language_ids": [numbers[one] if one >= 0 else one for one in row["language_ids"]]},
                 features=data.features, desc="number languages",
             )  # fmt: skip
-        tokens, documents = ({known[code]: n for code, n in of.items()} for of in (self.tokens, self.documents))
-        lost = {known[code]: one for code, one in self.lost.items()}
-        return replace(self, dataset=data, languages=order, tokens=tokens, documents=documents, lost=lost)
+        parts: Any = {part: getattr(self, part) for part in ("tokens", "documents", "lost")}
+        renamed: Any = {part: {known[code]: value for code, value in of.items()} for part, of in parts.items()}
+        return replace(self, dataset=data, languages=order, **renamed)
 
 
 class Blocks:
@@ -87,6 +88,8 @@ class Blocks:
 
     column_names = ("input_ids", "language_ids")
 
+    numbers: np.ndarray | None = None  # other ids of the languages
+
     def __init__(self, documents: Sequence[Dataset], block_size: int, begin: Sequence[int] = ()) -> None:
         self.documents = concatenate_datasets(list(documents)).with_format("arrow")
         self.block_size, self.begin = block_size, list(begin)
@@ -94,17 +97,8 @@ class Blocks:
         whole = [int(size.sum()) for size in sizes]
         self.of_each = tuple(tokens // block_size for tokens in whole)
         first = np.cumsum([0, *whole[:-1]])
-        self._starts = np.concatenate(
-            [start + block_size * np.arange(count) for start, count in zip(first, self.of_each, strict=True)]
-        )
-        self._ends = np.cumsum(np.concatenate(sizes))
-        self._numbers: np.ndarray | None = None  # new ids of the languages
-
-    def renumbered(self, numbers: Sequence[int]) -> "Blocks":
-        """The same blocks, whose language i has the id `numbers[i]`."""
-        blocks = copy.copy(self)
-        blocks._numbers = np.asarray(numbers)
-        return blocks
+        starts = [start + block_size * np.arange(count) for start, count in zip(first, self.of_each, strict=True)]
+        self._starts, self._ends = np.concatenate(starts), np.cumsum(np.concatenate(sizes))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -122,39 +116,10 @@ class Blocks:
         ids = pc.list_flatten(rows["input_ids"]).slice(skipped, self.block_size).to_pylist()
         counts = np.diff(np.minimum(ends, self.block_size), prepend=0)
         languages = rows["language"].to_numpy()
-        languages = languages if self._numbers is None else self._numbers[languages]
+        languages = languages if self.numbers is None else self.numbers[languages]
         return {
             "input_ids": [*self.begin, *ids[len(self.begin) :]], "language_ids": np.repeat(languages, counts).tolist(),
         }  # fmt: skip
-
-
-def tokenize(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    language_id: int,
-    desc: str = "tokenize",
-    num_proc: int | None = None,
-) -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_documents`), their number `tokens` and the id `language`.
-
-    Args:
-        desc: what the progress bar shows.
-        num_proc: processes that share the work.
-    """
-
-    def encode(batch: dict) -> dict:
-        ids = encode_documents(batch["text"], tokenizer)
-        return {"input_ids": ids, "tokens": list(map(len, ids)), "language": [language_id] * len(ids)}
-
-    return dataset.map(
-        encode, batched=True, remove_columns=dataset.column_names, features=_DOCUMENT, desc=desc, num_proc=num_proc
-    )  # fmt: skip
-
-
-def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
-    """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens."""
-    number, total = first_tokens(language, dataset["tokens"], tokens)
-    return dataset.select(range(number)), total
 
 
 def first_tokens(language: str, sizes: Iterable[int], wanted: int | None) -> tuple[int, int]:
@@ -212,7 +177,8 @@ def pack_texts(
 
     def take(wanted: Mapping[str, int | None]) -> None:
         for language, most in wanted.items():
-            encoded[language], tokens[language] = take_tokens(encoded[language], most, language)
+            number, tokens[language] = first_tokens(language, encoded[language]["tokens"], most)
+            encoded[language] = encoded[language].select(range(number))
 
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
@@ -228,17 +194,30 @@ def pack_texts(
     mixed = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]
-        _check_block(sum(tokens[code] for code in members), block_size, members)
+        if (found := sum(tokens[code] for code in members)) < block_size:
+            raise InputError(
+                f"All text of {', '.join(members)} together is {found:,} tokens, less than one block of {block_size}: "
+                "give more text or a smaller block_size."
+            )
         mixed.append(concatenate_datasets([encoded[code] for code in members]).shuffle(seed=seed))
     blocks = Blocks(mixed, block_size, begin_tokens(tokenizer))
     return PackedText(blocks, order, tokens, {code: len(of) for code, of in encoded.items()}, blocks.of_each, lost)
 
 
 def _encoded(dataset: Dataset, tokenizer: Any, number: int, language: str, num_proc: int | None) -> Dataset:
-    """`tokenize`; says which special tokens the text has."""
+    """Turns `text` into `input_ids` (see `encode_documents`), how many they are (`tokens`) and the `language`'s id;
+    says which special tokens the text has."""
     if not len(dataset):
         raise InputError(f"Language {language!r}: no row has text to train on or to score: give some.")
-    encoded = tokenize(dataset, tokenizer, number, f"tokenize {language}", num_proc)
+
+    def encode(batch: dict) -> dict:
+        ids = encode_documents(batch["text"], tokenizer)
+        return {"input_ids": ids, "tokens": list(map(len, ids)), "language": [number] * len(ids)}
+
+    columns, desc = dataset.column_names, f"tokenize {language}"
+    encoded = dataset.map(
+        encode, batched=True, remove_columns=columns, features=_DOCUMENT, desc=desc, num_proc=num_proc
+    )
     counted = pc.value_counts(pc.list_flatten(encoded.data["input_ids"])).to_pylist()
     found = {entry["values"]: entry["counts"] for entry in counted}
     around = [token for side in document_frame(tokenizer) for token in side]  # of every document
@@ -247,14 +226,6 @@ def _encoded(dataset: Dataset, tokenizer: Any, number: int, language: str, num_p
         f"language {language!r}", {name: found.get(at, 0) - around.count(at) * len(encoded) for at, name in names}
     )
     return encoded
-
-
-def _check_block(found: int, block_size: int, languages: Sequence[str]) -> None:
-    if found < block_size:
-        raise InputError(
-            f"All text of {', '.join(languages)} together is {found:,} tokens, less than one block of {block_size}: "
-            "give more text or a smaller block_size."
-        )
 
 
 def _replayed_tokens(tokens: Mapping[str, int], replayed: Sequence[str], share: float) -> int:
@@ -281,18 +252,22 @@ def amounts_of(
 def collate_blocks(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch for the trainers: `input_ids`, `labels` (the rows' own, else all tokens) and, where the rows have them,
     `language_ids`, each `[batch, block_size]`."""
-    languages = {"language_ids": _stacked(rows, "language_ids")} if "language_ids" in rows[0] else {}
-    return collate_without_languages(rows) | languages
+    return _batch(rows, ("input_ids", "labels", "language_ids"))
 
 
 def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
-    input_ids = _stacked(rows, "input_ids")
-    return {"input_ids": input_ids, "labels": _stacked(rows, "labels") if "labels" in rows[0] else input_ids.clone()}
+    return _batch(rows, ("input_ids", "labels"))
 
 
-def _stacked(rows: Sequence[Mapping[str, Any]], column: str) -> torch.Tensor:
-    return torch.from_numpy(np.stack([np.asarray(row[column], dtype=np.int64) for row in rows]))
+def _batch(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[str, torch.Tensor]:
+    stacked = {
+        name: torch.from_numpy(np.stack([np.asarray(row[name], dtype=np.int64) for row in rows]))
+        for name in columns if name in rows[0]
+    }  # fmt: skip
+    if "labels" not in stacked:
+        stacked["labels"] = stacked["input_ids"].clone()
+    return stacked
 
 
 def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -334,12 +309,8 @@ def review_documents(
     wanted = dict.fromkeys(old, taken) | {code: max(1, round(taken * new_per_old)) for code in new}
     for code, count in wanted.items():
         if available[code] < count:
-            if most:
-                advice = f"give more text, set `fewer_documents: true` to take {most} of each old language, or set "
-                advice += f"old_documents to {most}" + (" or fewer" if most > 1 else "")
-            else:
-                advice = "give more text" if code in old else "give more text, or lower new_per_old"
             raise InputError(
-                f"Language {code!r} has {available[code]} documents, but the mix asks for {count}: {advice}."
+                f"Language {code!r} has {available[code]} documents, but the mix asks for {count}: give more text, or "
+                f"set `fewer_documents: true`; the text allows {most} of each old language."
             )
     return wanted

@@ -2,6 +2,7 @@
 languages, in rows and batches."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -24,11 +25,10 @@ from .sources import LanguageText
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
 IGNORED = -100  # label of padding
 _AT_ONCE = 512  # pairs tokenised at once
-_CODE = re.compile(r"[a-z]{2,3}(_[A-Za-z]{2,4})?")
+_CODE = "[a-z]{2,3}(_[A-Za-z]{2,4})?"
 _ROW = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "language_ids": List(Value("int16"))}
 )
-_IN_FRONT = re.compile(r"<2[a-z]{2,3}(_[A-Za-z]{2,4})?>")
 
 
 class SentencePair(NamedTuple):
@@ -60,11 +60,12 @@ class PairEncoder:
         self.tokenizer = tokenizer
         self._found: dict[str, str] = {}
         self.codes = _language_codes(tokenizer)
-        one_way = hasattr(tokenizer, "supported_language_codes")  # Marian's
+        self._is_marian = hasattr(tokenizer, "supported_language_codes")
         # Whether the source names the target's language alone, or no language.
-        self.of_target = one_way or any("<" in code for code in self.codes)
-        self._reads = getattr(tokenizer, "source_lang", None) if one_way else None
-        self._writes = getattr(tokenizer, "target_lang", None) if one_way else None
+        self.of_target = self._is_marian or any("<" in code for code in self.codes)
+        self._reads, self._writes = (
+            getattr(tokenizer, name, None) if self._is_marian else None for name in ("source_lang", "target_lang")
+        )
 
     def translates(self, direction: Pair) -> bool:
         """False if a direction reads the language that the model writes, or writes the one that it reads."""
@@ -80,21 +81,18 @@ class PairEncoder:
         for source, target in directions:
             if not self.translates((source, target)):
                 raise InputError(f"{source}-{target} is not a direction of this model: {self.one_way()}.")
-            self._name(target)
-            if not self.of_target:
-                self._name(source)
+            for language in (target,) if self.of_target else (target, source):
+                self._name(language)
 
     def encode(self, rows: Sequence[SentencePair]) -> tuple[list[list[int]], list[list[int]]]:
         """The encoder's tokens of each row, and the labels."""
         inputs: list[list[int]] = [[] for _ in rows]
         labels: list[list[int]] = [[] for _ in rows]
-        places: dict[Pair, list[int]] = {}
-        for place, row in enumerate(rows):
-            places.setdefault(row.direction, []).append(place)
-        for direction, of_direction in places.items():
-            sources = self.sources([rows[place].source for place in of_direction], direction)
-            targets = self.targets([rows[place].target for place in of_direction], direction)
-            for place, source, target in zip(of_direction, sources, targets, strict=True):
+        for direction in dict.fromkeys(row.direction for row in rows):
+            places = [place for place, row in enumerate(rows) if row.direction == direction]
+            sources = self.sources([rows[place].source for place in places], direction)
+            targets = self.targets([rows[place].target for place in places], direction)
+            for place, source, target in zip(places, sources, targets, strict=True):
                 inputs[place], labels[place] = source, target
         return inputs, labels
 
@@ -139,14 +137,14 @@ class PairEncoder:
 
     def lost(self, rows: Iterable[SentencePair], size: int = SAMPLE) -> dict[str, LostText]:
         """What the tokenizer loses of the first pairs, about `size` bytes of a side, by the sentence's language."""
-        found: dict[str, LostText] = {}
-        reads = {"use_source_tokenizer": True} if hasattr(self.tokenizer, "supported_language_codes") else {}  # Marian
+        found: dict[str, LostText] = defaultdict(LostText)
+        reads = {"use_source_tokenizer": True} if self._is_marian else {}
         for row in (row for row in rows if self.translates(row.direction)):
             with self._set_to(row.direction):
                 source = self.tokenizer(row.source, add_special_tokens=False, verbose=False).input_ids
                 target = self.tokenizer(text_target=row.target, add_special_tokens=False, verbose=False).input_ids
-            found.setdefault(row.source_language, LostText()).add(row.source, source, self.tokenizer, **reads)
-            found.setdefault(row.target_language, LostText()).add(row.target, target, self.tokenizer)
+            found[row.source_language].add(row.source, source, self.tokenizer, **reads)
+            found[row.target_language].add(row.target, target, self.tokenizer)
             if sum(one.size for one in found.values()) >= 2 * size:
                 break
         return found
@@ -157,8 +155,7 @@ class PairEncoder:
         place = self.place_of_code(direction)
         if place is None:
             return {}
-        option = "decoder_start_token_id" if place else "forced_bos_token_id"
-        return {option: self._code_id(direction[1])}
+        return {"decoder_start_token_id" if place else "forced_bos_token_id": self._code_id(direction[1])}
 
     def place_of_code(self, direction: Pair) -> int | None:
         """The place in the labels of the target language's token: 0, or -1 at the end; None without one."""
@@ -169,7 +166,6 @@ class PairEncoder:
         return next((place for place in (0, -1) if labels and labels[place] == code), None)
 
     def _code_id(self, language: str) -> int:
-        """The id of the token that names a language."""
         tokens, name = getattr(self.tokenizer, "lang_code_to_token", None) or {}, self._name(language)
         return self.tokenizer.convert_tokens_to_ids(tokens.get(name, name))
 
@@ -177,7 +173,7 @@ class PairEncoder:
         """What the tokenizer calls a language; its English name where the tokenizer has no codes."""
         if language not in self._found:
             if self.codes:
-                self._found[language] = _nearest(language, self.codes, self.tokenizer)
+                self._found[language] = _nearest(language, self.codes, type(self.tokenizer).__name__)
             else:
                 self._found[language] = language if self.of_target else language_name(language)
         return self._found[language]
@@ -188,37 +184,32 @@ def _language_codes(tokenizer: Any) -> dict[str, str]:
     if hasattr(tokenizer, "supported_language_codes"):  # Marian's `>>el<<`
         return {code: code.strip("<>") for code in tokenizer.supported_language_codes}
     if not hasattr(tokenizer, "src_lang"):
-        return {token: token[2:-1] for token in tokenizer.get_vocab() if _IN_FRONT.fullmatch(token)}
+        return {token: token[2:-1] for token in tokenizer.get_vocab() if re.fullmatch(f"<2{_CODE}>", token)}
     listed = getattr(tokenizer, "lang_code_to_token", None) or getattr(tokenizer, "lang_code_to_id", None)
-    names = list(listed) if listed else [str(token) for token in tokenizer.all_special_tokens]
-    return {name: name for name in names if _CODE.fullmatch(name)}
+    names = map(str, listed or tokenizer.all_special_tokens)
+    return {name: name for name in names if re.fullmatch(_CODE, name)}
 
 
-def _nearest(language: str, codes: Mapping[str, str], tokenizer: Any) -> str:
+def _nearest(language: str, codes: Mapping[str, str], tokenizer: str) -> str:
     """The tokenizer's code for a language: the same one, or another standard's; of several scripts, the usual one."""
     for code, name in codes.items():
         if language in (code, name):
             return code
-    alike = {code: name for code, name in codes.items() if _same_language(name, language)}
+    bare = re.split("[_-]", language)[0]  # `el` of `el_GR`, `ell_Grek`
+    alike = {code: name for code, name in codes.items() if names_language(re.split("[_-]", name)[0], bare)}
     script = _script(language)
     matches = [code for code, name in alike.items() if _script(name) == script] or list(alike)
-    called = f"the tokenizer ({type(tokenizer).__name__})"
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise InputError(
-            f"{language!r} may be {', '.join(sorted(matches))}, which {called} tells apart: name one of them."
+            f"{language!r} may be {', '.join(sorted(matches))}, which the tokenizer ({tokenizer}) tells apart: name "
+            "one of them."
         )
     raise InputError(
-        f"{called} has no code for {language!r}, so the model cannot be told to read or write it; it has "
-        f"{', '.join(sorted(codes)[:8])}{', ...' if len(codes) > 8 else ''}. If one of them is this language, call the "
-        "language so; else use a model whose tokenizer knows it."
+        f"the tokenizer ({tokenizer}) has no code for {language!r}, so the model cannot be told to read or write it; "
+        f"it has {', '.join(sorted(codes)[:8])}{', ...' if len(codes) > 8 else ''}."
     )
-
-
-def _same_language(code: str, language: str) -> bool:
-    """Whether two codes name one language, in whichever standard, script and region."""
-    return names_language(*(re.split("[_-]", one)[0] for one in (code, language)))  # `el` of `el_GR`, `ell_Grek`
 
 
 def _script(code: str) -> str | None:
@@ -307,7 +298,15 @@ def pack_pairs(
     encoder = PairEncoder(tokenizer)
     datasets, tokens, counts, lost = [], {}, {}, {}
     for language, dataset in texts.items():
-        dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
+        directions = list(zip(dataset["source_language"], dataset["target_language"], strict=True))
+        takes = {direction: encoder.translates(direction) for direction in set(directions)}
+        if not any(takes.values()):
+            raise InputError(
+                f"Language {language!r}: no sentence pair in a direction of the model: {encoder.one_way()}."
+            )
+        if not all(takes.values()):
+            dataset = dataset.select([place for place, direction in enumerate(directions) if takes[direction]])
+        dataset = dataset.shuffle(seed=seed)
         lost[language] = _lost_of_rows(dataset, tokenizer, True, language)
         wanted = len(dataset) if documents is None else min(documents[language], len(dataset))
         fitting = _fitting(dataset, encoder, block_size, order, wanted, language)
@@ -351,17 +350,6 @@ def _fitting(
     return fitting.select(range(min(wanted, len(fitting))))
 
 
-def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dataset:
-    """The pairs that the model translates."""
-    directions = list(zip(dataset["source_language"], dataset["target_language"], strict=True))
-    takes = {direction: encoder.translates(direction) for direction in set(directions)}
-    if all(takes.values()):
-        return dataset
-    if not any(takes.values()):
-        raise InputError(f"Language {language!r}: no sentence pair in a direction of the model: {encoder.one_way()}.")
-    return dataset.select([place for place, direction in enumerate(directions) if takes[direction]])
-
-
 @checked
 class PairCollator:
     """Makes batches of the rows of `pack_pairs`, for `RouterLossMixin` on any Trainer: `input_ids`, `attention_mask`
@@ -376,16 +364,17 @@ class PairCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         sources, targets = ([row[name] for row in rows] for name in ("input_ids", "labels"))
-        languages = [
-            [[row["language_ids"][side]] * len(ids) for row, ids in zip(rows, sentences, strict=True)]
-            for side, sentences in enumerate((sources, targets))
-        ]
+
+        def languages(side: int, sentences: list[Any]) -> torch.Tensor:
+            both = zip(rows, sentences, strict=True)
+            return padded([[row["language_ids"][side]] * len(ids) for row, ids in both], UNKNOWN)
+
         return {
             "input_ids": padded(sources, self.pad_token_id),
             "attention_mask": padded([[1] * len(source) for source in sources], 0),
             "labels": padded(targets, IGNORED),
-            "language_ids": padded(languages[0], UNKNOWN),
-            "decoder_language_ids": padded(languages[1], UNKNOWN),
+            "language_ids": languages(0, sources),
+            "decoder_language_ids": languages(1, targets),
         }
 
 

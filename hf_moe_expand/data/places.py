@@ -1,5 +1,5 @@
 """Files at any place that `fsspec` reaches (`s3://`, `gs://`, `file://`): they are listed, and read again where a
-connection breaks off. The user's own credentials open them: an address that holds some is refused."""
+connection breaks off. The user's own credentials open them."""
 
 import glob
 import os
@@ -45,14 +45,12 @@ def check_address(source: str) -> None:
         raise InputError(f"{source}: chains of addresses (`::`) are not read: give the file's own address.")
     if "://" in source and _SECRET.search(source):
         shown = re.split(r"[?&]", re.sub(r"://\S*@", "://***@", source))[0]
-        raise InputError(
-            f"{shown}: the address holds credentials: leave them out, and give them as its store's own tools read them "
-            "(environment variables, or a file in your home folder)."
-        )
+        raise InputError(f"{shown}: the address holds credentials: leave them out, and give them to its store's tools.")
 
 
-def files_elsewhere(source: str) -> dict[str, int | None]:
-    """The address of each file of a folder, of a pattern, or of the file itself, in order, and its size in bytes.
+def files_elsewhere(source: str) -> tuple[dict[str, int | None], str]:
+    """The address of each file of a folder, of a pattern, or of the file itself, in order, with its size in bytes; and
+    the folder's address, empty where it is none.
 
     Raises:
         InputError: the place cannot be reached, or has no such file.
@@ -60,20 +58,22 @@ def files_elsewhere(source: str) -> dict[str, int | None]:
     return _retried(lambda: _listed(source), source)
 
 
-def _listed(source: str) -> dict[str, int | None]:
+def _listed(source: str) -> tuple[dict[str, int | None], str]:
     files, path = fsspec.core.url_to_fs(source)
     files.invalidate_cache()
-    if glob.has_magic(source):
-        found: dict[str, Any] = files.glob(path, detail=True)
+    is_pattern = glob.has_magic(source)
+    is_folder = not is_pattern and files.isdir(path)
+    if is_folder or is_pattern:
+        found: dict[str, Any] = (files.find if is_folder else files.glob)(path, detail=True)
     else:
-        found = files.find(path, detail=True) if files.isdir(path) else {path: files.info(path)}
+        found = {path: files.info(path)}
     if not found:
         raise FileNotFoundError
-    return {
+    sizes = {
         files.unstrip_protocol(name): info.get("size")
-        for name, info in sorted(found.items())
-        if info.get("type") != "directory"
-    }
+        for name, info in sorted(found.items()) if info.get("type") != "directory"
+    }  # fmt: skip
+    return sizes, files.unstrip_protocol(path) if is_folder else ""
 
 
 @contextmanager

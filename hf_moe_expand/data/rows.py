@@ -43,9 +43,9 @@ class LeftOut(Counter[str]):
     """Rows that are left out, by the reason."""
 
     def __str__(self) -> str:
-        named = [f"{count:,} {reason}" for reason, count in self.most_common(_MOST_NAMED)]
-        if rest := self.total() - sum(count for _, count in self.most_common(_MOST_NAMED)):
-            named.append(f"{rest:,} for other reasons")
+        most = self.most_common(_MOST_NAMED)
+        rest = self.total() - sum(count for _, count in most)
+        named = [f"{count:,} {reason}" for reason, count in (*most, ("for other reasons", rest)) if count]
         return f"{counted(self.total(), 'row')} left out: {', '.join(named)}"
 
 
@@ -55,25 +55,25 @@ def judged(row: Mapping[str, Any], language: str, where: str, as_pairs: bool = F
     Raises:
         InputError: it is no row of text; `where` says which one it is.
     """
-    check_row(row, where)
-    tag = row.get("language")
+    _check_row(row, where)
+    text, tag = row.get("text"), row.get("language")
     if isinstance(tag, list) and len(tag) == 1:
         tag = tag[0]
     if tag is not None and not names_language(tag, language):
         return [], f"tagged {str(tag)[:40]!r}"
-    if row.get("text") is None and row.get("translation") is None:
+    if text is None and row.get("translation") is None:
         return [], "without text"
     if as_pairs:
         return list(row_pairs(row, language, where)), "without a sentence and its translation"
-    if row.get("text") is None:
+    if text is None:
         found = [{"text": translation_line(codes, *both)} for codes, both in _directions(row, language)]
         return found, "without a sentence and its translation"
-    return [{"text": row["text"]}] if row["text"].strip() else [], "without text"
+    return [{"text": text}] if text.strip() else [], "without text"
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
     """A row's sentence pairs to and from a language; refuses a row with `text` in place of `translation`."""
-    if not is_translation(row):
+    if not _is_translation(row):
         raise InputError(
             f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "
             'translations: give rows such as {"translation": {"en": "A word.", "el": "Μία λέξη."}}.'
@@ -87,9 +87,8 @@ def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, P
     """The codes and the sentences of each direction between a language and another one, without missing translations;
     white space in a sentence counts as one space."""
     sentences = {code: " ".join((text or "").split()) for code, text in (row.get("translation") or {}).items()}
-    named = (code for code in sentences if names_language(code, language))
-    own = language if language in sentences else next(named, None)
-    if own is None or not sentences[own]:
+    named = [code for code in (language, *sentences) if code in sentences and names_language(code, language)]
+    if not named or not sentences[own := named[0]]:
         return
     for other in sentences:
         if other != own and sentences[other]:
@@ -97,7 +96,7 @@ def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, P
                 yield (source, target), (sentences[source], sentences[target])
 
 
-def check_row(row: Any, where: str) -> None:
+def _check_row(row: Any, where: str) -> None:
     """Refuses a row without a column of text, or of translations, whose value may be missing."""
     if not isinstance(row, dict):
         raise InputError(f"{where}: needs an object with `text` or `translation`, found a {type(row).__name__}.")
@@ -105,21 +104,20 @@ def check_row(row: Any, where: str) -> None:
     if text is None and row.get("translation") is None:
         has_text = "text" in row or "translation" in row
     else:
-        has_text = isinstance(text, str) if text is not None else is_translation(row)
+        has_text = isinstance(text, str) if text is not None else _is_translation(row)
     if not has_text:
         found = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
         raise InputError(
             f"{where}: has no string under `text`, nor strings by language under `translation` (found {found})."
         )
     try:
-        for part in (text, *chain.from_iterable(row["translation"].items() if is_translation(row) else ())):
+        for part in (text, *chain.from_iterable(row["translation"].items() if _is_translation(row) else ())):
             (part or "").encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{where}: not Unicode text ({error.reason}).") from None
 
 
-def is_translation(row: Mapping[str, Any]) -> bool:
-    """Whether a row holds sentences by language."""
+def _is_translation(row: Mapping[str, Any]) -> bool:
     sentences = row.get("translation")
     return isinstance(sentences, dict) and all(isinstance(text, str | None) for text in sentences.values())
 

@@ -1,6 +1,7 @@
 """Reads the text of a language, documents or translations, from files, folders and the hub as a `datasets.Dataset`."""
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +22,8 @@ from ..core.errors import InputError, in_one_line, is_unicode
 from ..core.languages import check_old_and_new
 from ..core.saying import say_once
 from ..core.schema import checked
-from .files import KNOWN, by_its_name, format_of, no_text_file, read_rows, text_files, version
-from .places import UnreachableError, check_address, files_elsewhere, is_elsewhere
+from .files import KNOWN, read_rows, text_files, version
+from .places import UnreachableError, check_address, is_elsewhere
 from .rows import PAIR, TEXT, Document, LeftOut, Row, counted, judged
 
 _LEFT_OUT = "left_out"  # the column that says why a row is left out
@@ -61,14 +62,10 @@ class Shard:
     size: int | None
     rows: Callable[[int], Iterator[Row]]
 
-    def documents(
-        self, language: str, left_out: LeftOut, as_pairs: bool = False
-    ) -> Iterator[tuple[Row, list[Document]]]:
-        """Each row and its documents, or pairs; counts in `left_out` the rows without."""
+    def documents(self, language: str, as_pairs: bool = False) -> Iterator[tuple[Row, list[Document], str]]:
+        """Each row and its documents, or pairs; of one without, the reason."""
         for row in self.rows(0):
-            found, reason = judged(row.content, language, f"{self.name}:{row.number}", as_pairs)
-            left_out.update([reason] * (not found))
-            yield row, found
+            yield row, *judged(row.content, language, f"{self.name}:{row.number}", as_pairs)
 
 
 @checked
@@ -105,6 +102,10 @@ class LanguageText:
             raise InputError(f"{argument!r} is not LANGUAGE=FILE, e.g. el=data/el.jsonl.")
         return cls(language, source)
 
+    @property
+    def _is_here(self) -> bool:
+        return not (self.source.startswith("hub:") or is_elsewhere(self.source))
+
     def load(self, as_pairs: bool = False) -> Dataset:
         """The documents, in order, as a dataset with the column `text`.
 
@@ -116,8 +117,9 @@ class LanguageText:
             InputError: the source is missing, empty or not UTF-8, a line is malformed, or has no pairs.
         """
         # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
-        stamps: dict[str, Any] = {str(path): (str(path.resolve()), *version(path)) for path in self.files()}
-        stamps |= self._elsewhere() if is_elsewhere(self.source) else {}
+        stamps: Any = {str(path): (str(path.resolve()), *version(path)) for path in self.files()}
+        if is_elsewhere(self.source):
+            stamps = self._listed()[0]
         features = Features({**(PAIR if as_pairs else TEXT), _LEFT_OUT: Value("string")})
         arguments: dict[str, Any] = {"text": self, "stamps": stamps, "as_pairs": as_pairs}
         if next(read_documents(**arguments), None) is None:  # the library's error for an empty one is unclear
@@ -127,12 +129,12 @@ class LanguageText:
         except DatasetGenerationError as error:
             raise error.__cause__ if isinstance(error.__cause__, InputError) else error from None
         reasons = dataset.data.column(_LEFT_OUT)
-        if left_out := LeftOut(reasons.drop_null().to_pylist()):
+        left_out = LeftOut(reasons.drop_null().to_pylist())
+        if left_out:
             dataset = dataset.select(numpy.flatnonzero(reasons.is_null().to_numpy()))
         if not len(dataset):
             raise self.no_text(left_out, as_pairs)
-        if left_out:
-            say_once(f"{self.source}, language {self.language!r}: {counted(len(dataset), 'document')} kept, {left_out}")
+        self._say(len(dataset), "kept", left_out)
         return dataset.remove_columns(_LEFT_OUT)
 
     def load_pairs(self) -> Dataset:
@@ -146,9 +148,8 @@ class LanguageText:
             InputError: see `load`.
         """
         left_out = LeftOut()
-        files = self.files()
         first = next(self._documents(left_out, as_pairs), None)
-        if files and first is None:
+        if self._is_here and first is None:
             raise self.no_text(left_out, as_pairs)
         return first
 
@@ -156,7 +157,7 @@ class LanguageText:
         """Its source, and SHA-256 of each local file, or of parts of it where all together have `LARGE` bytes; of files
         elsewhere, addresses and sizes. For a fingerprint."""
         if is_elsewhere(self.source):
-            return [self.source, *(f"{path} {size}" for path, size in self._elsewhere().items())]
+            return [self.source, *(f"{path} {size}" for path, size in self._listed()[0].items())]
         files = self.files()
         whole = sum(path.stat().st_size for path in files) < LARGE
         return [self.source, *(_digest(path, whole, *version(path)) for path in files)]
@@ -169,39 +170,15 @@ class LanguageText:
         """
         if self.source.startswith("hub:"):
             stream, limit = _hub_stream(self.source)
-            parts: dict[str, int | None] = {f"{self.source}, shard {part}": part for part in range(stream.num_shards)}
-            if limit is not None:  # the first rows of all shards
-                parts = {self.source: None}
             rows = partial(_hub_rows, self.source, stream, limit)
-            return [Shard(name, None, partial(rows, part)) for name, part in parts.items()]
-        if is_elsewhere(self.source):
-            return [Shard(path, size, partial(read_rows, path)) for path, size in self._elsewhere().items()]
-        if not_read := self.files_left_out():
-            say_once(f"{self.source}: {not_read}")
-        return self._of_files()
-
-    def _of_files(self) -> list[Shard]:
-        return [Shard(str(path), path.stat().st_size, partial(read_rows, str(path))) for path in self.files()]
-
-    def _elsewhere(self) -> dict[str, int | None]:
-        """The files of an address that are of a known kind, and their sizes; says which are not."""
-        found = files_elsewhere(self.source)
-        is_folder = not has_magic(self.source) and [Path(path).name for path in found] != [Path(self.source).name]
-        known: dict[str, int | None] = {}
-        left_out: dict[str, list[str]] = {}
-        for path, size in found.items():
-            name = path.removeprefix(self.source).strip("/") if path.startswith(self.source) else Path(path).name
-            if reason := by_its_name(name) if is_folder else None if format_of(path) else "of another kind":
-                left_out.setdefault(reason, []).append(name)
-            else:
-                known[path] = size
-        if not known:
-            raise InputError(f"{self.source}: holds no file of a known kind; known: {KNOWN}.")
-        if not any(size != 0 for size in known.values()):
-            raise InputError(f"{self.source}: holds empty files alone: give one with text.")
+            if limit is not None:  # the first rows of all shards
+                return [Shard(self.source, None, partial(rows, None))]
+            parts = range(stream.num_shards)
+            return [Shard(f"{self.source}, shard {part}", None, partial(rows, part)) for part in parts]
+        files, left_out = self._listed()
         if left_out:
-            say_once(f"{self.source}: {_in_words(left_out)}")
-        return known
+            say_once(f"{self.source}: {left_out}")
+        return _shards(files)
 
     def documents(self, say: bool = False) -> Iterator[str]:
         """Yields the documents of the local files one by one; none for text on the hub.
@@ -218,8 +195,12 @@ class LanguageText:
                 kept += 1
                 yield row["text"]
         finally:
-            if say and left_out:
-                say_once(f"{self.source}, language {self.language!r}: {counted(kept, 'document')} read, {left_out}")
+            if say:
+                self._say(kept, "read", left_out)
+
+    def _say(self, number: int, verb: str, left_out: LeftOut) -> None:
+        if left_out:
+            say_once(f"{self.source}, language {self.language!r}: {counted(number, 'document')} {verb}, {left_out}")
 
     def pairs(self) -> Iterator[Document]:
         """Yields the sentence pairs of the local files one by one, as `load_pairs` has them."""
@@ -227,7 +208,7 @@ class LanguageText:
 
     def count(self, most: int) -> int:
         """The number of documents, counted up to `most`; text on the hub is taken to be enough."""
-        return sum(1 for _ in islice(self.documents(), min(most, sys.maxsize))) if self.files() else most
+        return sum(1 for _ in islice(self.documents(), min(most, sys.maxsize))) if self._is_here else most
 
     def beginnings(self, as_pairs: bool = False) -> Iterator[Beginning]:
         """The beginning of each local file: about `BEGINNING` bytes of text, or less of many files.
@@ -235,14 +216,15 @@ class LanguageText:
         Raises:
             InputError: see `load`.
         """
-        shards = self._of_files()
+        shards = _shards(self._listed()[0]) if self._is_here else []
         size = max(16 * BEGINNING // max(len(shards), 16), BEGINNING >> 6)
         return (beginning(shard, self.language, as_pairs, size) for shard in shards)
 
     def _documents(self, left_out: LeftOut, as_pairs: bool = False) -> Iterator[Document]:
         """The documents or pairs of the local files; counts in `left_out` the rows without."""
-        for shard in self._of_files():
-            for _, found in shard.documents(self.language, left_out, as_pairs):
+        for shard in _shards(self._listed()[0]) if self._is_here else ():
+            for _, found, reason in shard.documents(self.language, as_pairs):
+                left_out.update([reason] * (not found))
                 yield from found
 
     def no_text(self, left_out: LeftOut, as_pairs: bool = False) -> InputError:
@@ -254,9 +236,8 @@ class LanguageText:
         )
 
     def files_left_out(self) -> str:
-        """The files of a folder or a pattern that are not read, by the reason, in words; empty if all are."""
-        place = self._path()
-        return "" if place is None or place.is_file() else _in_words(text_files(place)[1])
+        """The files of a local folder or a pattern that are not read, by the reason, in words; empty if all are."""
+        return self._listed()[1] if self._is_here else ""
 
     def files(self) -> list[Path]:
         """The local files of this source; empty for the hub and other places.
@@ -264,45 +245,28 @@ class LanguageText:
         Raises:
             InputError: the file is missing, empty or of an unknown kind, or a folder holds none of a known kind.
         """
-        path = self._path()
-        if path is None:
-            return []
+        return [Path(path) for path in self._listed()[0]] if self._is_here else []
+
+    def _listed(self) -> tuple[dict[str, int | None], str]:
+        """The files here or elsewhere, with their sizes, and in words those that are left out."""
         if not is_unicode(self.source):  # no record could name it
             raise InputError(f"{self.source!r}: the name is not Unicode; rename it.")
-        why: str | None
-        if path.is_dir():
-            files, why = text_files(path)[0], "the folder holds no file of a known kind"
-        elif has_magic(self.source) and not path.exists():
-            files, why = text_files(path)[0], "no file of a known kind has such a name"
-        elif not path.exists():
-            raise InputError(f"{path}: no such file (text for language {self.language!r}).")
-        else:
-            why = no_text_file(path)
-            files = [] if why else [path]
-        if why == "empty":
-            raise InputError(f"{path}: empty: the file has no text.")
+        source = os.path.expanduser(self.source) if self._is_here else self.source
+        if self._is_here and not has_magic(source) and not os.path.exists(source):
+            raise InputError(f"{source}: no such file (text for language {self.language!r}).")
+        files, left_out = text_files(source)
+        parts = []
+        for reason, names in left_out.items():
+            more = f" and {len(names) - _MOST_FILES:,} others" if len(names) > _MOST_FILES else ""
+            parts.append(f"{', '.join(names[:_MOST_FILES])}{more} ({reason})")
+        words = f"files left out: {'; '.join(parts)}" if parts else ""
         if not files:
-            left_out = self.files_left_out()
-            raise InputError(f"{path}: {why}; known: {KNOWN}, and folders of them{left_out and f'; {left_out}'}.")
-        return files
-
-    def _path(self) -> Path | None:
-        """The local file, folder or pattern; None for the hub and other places."""
-        if self.source.startswith("hub:") or is_elsewhere(self.source):
-            return None
-        try:
-            return Path(self.source).expanduser()
-        except RuntimeError:  # no such user
-            return Path(self.source)
+            raise InputError(f"{source}: holds no text; known: {KNOWN}, and folders of them{words and f'; {words}'}.")
+        return files, words
 
 
-def _in_words(left_out: Mapping[str, list[str]]) -> str:
-    """The files that are left out, by the reason."""
-    parts = []
-    for reason, names in left_out.items():
-        more = f" and {len(names) - _MOST_FILES:,} others" if len(names) > _MOST_FILES else ""
-        parts.append(f"{', '.join(names[:_MOST_FILES])}{more} ({reason})")
-    return f"files left out: {'; '.join(parts)}" if parts else ""
+def _shards(files: Mapping[str, int | None]) -> list[Shard]:
+    return [Shard(path, size, partial(read_rows, path)) for path, size in files.items()]
 
 
 def read_documents(text: LanguageText, stamps: Any, as_pairs: bool) -> Iterator[Document]:
@@ -312,8 +276,7 @@ def read_documents(text: LanguageText, stamps: Any, as_pairs: bool) -> Iterator[
         stamps: tell versions of its files apart.
     """
     for shard in text.shards():
-        for row in shard.rows(0):
-            found, reason = judged(row.content, text.language, f"{shard.name}:{row.number}", as_pairs)
+        for _, found, reason in shard.documents(text.language, as_pairs):
             yield from found or [{_LEFT_OUT: reason}]
 
 
@@ -322,8 +285,9 @@ def beginning(shard: Shard, language: str, as_pairs: bool, size: int, skips: boo
     kept: list[Document] = []
     left_out, seen, share = LeftOut(), 0, 0.0
     try:
-        for row, found in shard.documents(language, left_out, as_pairs):
-            kept.extend(found)
+        for row, found, reason in shard.documents(language, as_pairs):
+            kept += found
+            left_out.update([reason] * (not found))
             seen, share = seen + len(row.content.get("text") or str(row.content.get("translation") or "")), row.read
             if seen >= size:
                 break
@@ -333,10 +297,8 @@ def beginning(shard: Shard, language: str, as_pairs: bool, size: int, skips: boo
     return Beginning(kept, left_out, share)
 
 
-def _hub_rows(
-    source: str, stream: Any, limit: int | None = None, part: int | None = None, after: int = 0
-) -> Iterator[Row]:
-    """The rows of a dataset on the hub, or of one of its shards."""
+def _hub_rows(source: str, stream: Any, limit: int | None, part: int | None, after: int) -> Iterator[Row]:
+    """The rows of a dataset on the hub, or of one of its shards, after that of a number."""
     with _hub_errors(source):
         shard = stream if part is None else stream.shard(stream.num_shards, part)
         shard = shard if limit is None else shard.take(limit)
@@ -351,12 +313,11 @@ def _hub_rows(
 
 def _hub_stream(source: str) -> tuple[Any, int | None]:
     """The dataset that a source names, and how many of its rows."""
-    name, *rest = source.removeprefix("hub:").split(":", 2)
-    config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
+    name, config, split = (*source.removeprefix("hub:").split(":", 2), "", "")[:3]
     slice_of = re.fullmatch(r"(\w+)\[:(\d{1,18})\]", split)  # more rows than 18 digits tell, nothing has
-    split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
+    split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split or "train", None)
     with _hub_errors(source):
-        return load_dataset(name, config, split=split, streaming=True), limit
+        return load_dataset(name, config or None, split=split, streaming=True), limit
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import dropwhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers.processors import TemplateProcessing
 
@@ -18,51 +18,42 @@ from ..core.saying import say_once
 from .sources import Beginning, LanguageText
 
 
-class Frame(NamedTuple):
-    """The tokens that a tokenizer puts before and after a text."""
-
-    before: list[int]
-    after: list[int]
-
-
-def frame(tokenizer: Any) -> Frame:
-    """What the tokenizer puts around a text."""
+def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before and after a text."""
     whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
     places = range(len(whole) - len(bare) + 1)
     start = next((place for place in places if whole[place : place + len(bare)] == bare), None)
-    return Frame([], []) if start is None else Frame(whole[:start], whole[start + len(bare) :])
+    return ([], []) if start is None else (whole[:start], whole[start + len(bare) :])
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:
     """The tokens that the tokenizer puts before a text: usually one, begin-of-text, or none."""
-    return frame(tokenizer).before
+    return frame(tokenizer)[0]
 
 
 def bare_tokens(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """The tokens of each text, without what the tokenizer puts around it, and without such tokens at its beginning."""
     before, rows = begin_tokens(tokenizer), tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
-    return [list(dropwhile(before.__contains__, row)) for row in rows] if before else rows
+    return [list(dropwhile(before.__contains__, row)) for row in rows]
 
 
-def document_frame(tokenizer: Any) -> Frame:
+def document_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What stands around a document: the tokenizer's frame, and an end-of-text token, which it must have."""
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
     before, after = frame(tokenizer)
-    return Frame(before, after if after[-1:] == [end] else [*after, end])
+    return before, after if after[-1:] == [end] else [*after, end]
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """The tokens of each document and of what stands around it."""
     before, after = document_frame(tokenizer)
-    return [[*before, *_without_end(row, after), *after] for row in bare_tokens(texts, tokenizer)]
-
-
-def _without_end(row: list[int], after: list[int]) -> list[int]:
-    """A text's tokens without those of an end that it has itself."""
-    end = next((place for place in range(len(row), 0, -1) if row[place - 1] not in after), 0)
-    return row[:end]
+    rows = bare_tokens(texts, tokenizer)
+    for row in rows:
+        while row and row[-1] in after:  # an end that the text has itself
+            row.pop()
+    return [[*before, *row, *after] for row in rows]
 
 
 def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
@@ -92,7 +83,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def say_special(name: str, counts: Mapping[str, int]) -> None:
     """Says how often a text names special tokens, if it does."""
-    if found := Counter({token: count for token, count in counts.items() if count > 0}):
+    if found := +Counter(counts):
         tokens = ", ".join(f"{token} {count:,} times" for token, count in found.most_common(5))
         say_once(f"{name}: the text has special tokens, which are read as such: {tokens}")
 
