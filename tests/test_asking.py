@@ -148,11 +148,15 @@ def test_chat_on_the_command_line(home):
     assert replies[0].removeprefix("other:\n") == replies[1]  # in an old language
 
 
-def test_what_cannot_be_sent_is_said(home):
+def test_what_cannot_be_sent_is_said(home, tmp_path):
     found = chatted(home / "other", input=b"hi\ncaf\xe9\nmore\n")
     assert isinstance(found.exception, InputError)
     assert str(found.exception).startswith("The input: 'utf-8' codec can't decode byte 0xe9")
-    refused(invoke, "chat", home / "el", "--prompt", "a", "--languages", "de", says=r"el: .*'de'")
+    # A language that no model knows is refused before one is loaded.
+    (tmp_path / "el").mkdir()
+    shutil.copy(home / "el" / "config.json", tmp_path / "el")
+    for models in ([tmp_path / "el"], [home / "el", "--base", tmp_path / "el"]):
+        refused(invoke, "chat", *models, "--prompt", "a", "--languages", "de", says=r"el: .*'de'")
 
 
 def test_an_unknown_command_is_not_sent(home):

@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from typing import Annotated, Literal
 
@@ -268,7 +269,7 @@ def ended(monkeypatch, capsys, error, *arguments):
 
 
 def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, said = ended(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
     assert code == 70
     assert len(said.splitlines()) == 1

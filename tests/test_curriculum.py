@@ -255,8 +255,7 @@ def test_commands(root, tmp_path):
     ValidationCurves(["hi"], 10, [0, 5], {}, {"hi": [1.0]}).save(tmp_path / "cut.json")
     refused(invoke, *derive, tmp_path / "cut.json", says=r"cut\.json: 'hi' has 1 scores for 2 steps")
     refused(invoke, *derive, root / "expanded", says=r"validation\.json: no such file \(the validation of a training")
-    data = [f"--data={code}={root / code}.jsonl" for code in ("el", "tr")]
-    invoke(*counts, *data, "--counts", "hu=3,en=70", "--thresholds", "60,30", "--steps", "50")
+    invoke(*counts, "--counts", "hu=3,en=70,el=60,tr=30", "--thresholds", "60,30", "--steps", "50")
     assert Curriculum.load(out) == Curriculum(50, {"el": 0, "en": 0, "tr": 30, "hu": 40})
     for words, said in (
         ("--counts el=many", "--counts el=many: could not convert"),
@@ -264,7 +263,6 @@ def test_commands(root, tmp_path):
         ("--counts el=nan", "'el' has nan examples"),
         ("--counts el=-4", "'el' has -4 examples"),
         ("--counts el=4 --thresholds nan,1", "thresholds nan, 1: must be finite numbers"),
-        (f"--counts el=1 {data[0]}", "given with --counts and with --data"),
         ("", "No language was given"),
     ):
         refused(invoke, *counts, *words.split(), "--steps", "50", says=said)

@@ -152,16 +152,13 @@ def test_a_run_names_its_pack_and_a_name_may_be_given(packs, tmp_path):
     assert join_expansions([el, hu], tmp_path / "out").packs == ["qwen-el", "qwen-hu"]
     assert join_expansions([f"greek={el}", hu], tmp_path / "a=b").packs == ["greek", "qwen-hu"]
     assert join_expansions([tmp_path / "a=b", packs["tr"]], tmp_path / "three").packs[0] == "greek"
-    said = invoke("join", tmp_path / "cli", el, hu, "--name", "greek", "--name", "Hungarian 1")
+    said = invoke("join", tmp_path / "cli", f"greek={el}", f"Hungarian 1={hu}")
     assert "pack 2  Hungarian 1: hu" in said
     assert f"until you run `gates {tmp_path / 'cli'} OUT`" in said
     assert "pack greek" in invoke("inspect", tmp_path / "cli")
-    for wrong, *names in (
-        ("1 names were given for 2 packs", "greek"), ("a: two packs have this name", "a", "a"),
-        ("no name of a pack", "a\nb", "c"),
-    ):  # fmt: skip
-        arguments = [word for name in names for word in ("--name", name)]
-        refused(invoke, "join", tmp_path / "no", el, hu, *arguments, says=wrong)
+    for wrong, *names in (("a: two packs have this name", "a", "a"), ("no name of a pack", "a\nb", "c")):
+        named = [f"{name}={pack}" for name, pack in zip(names, (el, hu), strict=True)]
+        refused(invoke, "join", tmp_path / "no", *named, says=wrong)
     again = [f"both={tmp_path / 'out'}", packs["tr"]]
     refused(join_expansions, again, tmp_path / "no", says="joins packs already, which keep their names")
 

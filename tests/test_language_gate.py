@@ -245,13 +245,14 @@ def test_the_command_line(base, tmp_path):
     anchors = [part for code in ANCHORS for part in ("--anchors", f"{code}={tmp_path / code}.jsonl")]
     options = ["--tokens", 400, "--anchor-tokens", 150, "--unseen-share", 0.02, "--new", "el,hu"]
     command = ("gates", base, *data, *anchors, *options, "--out", tmp_path / "gate.safetensors")
-    refused(invoke, *command, "--max-shard-size", "1MB", says="--max-shard-size: a gate is one file")
+    refused(invoke, *command, "--max-shard-size", "1MB", says="--max-shard-size has no effect beside --out")
     assert "gate               in layer 0" in invoke(*command)
     plan = ("--plan", tmp_path / "plan.json", "--gate", tmp_path / "gate.safetensors")
     assert "unseen languages" in invoke("expand", base, tmp_path / "one", *plan)
     assert "9 languages stay home, as does what it does not know; new: el, hu" in invoke("inspect", tmp_path / "one")
     refused(invoke, "gates", base, *data, says="Give OUT, the folder of an expanded model's gate, or --out FILE")
-    refused(invoke, "gates", tmp_path / "one", tmp_path / "no", *data, "--new", "el", says="--new is for a dense base")
+    says = "--new has no effect beside OUT"
+    refused(invoke, "gates", tmp_path / "one", tmp_path / "no", *data, "--new", "el", says=says)
 
 
 @pytest.mark.parametrize(("before", "nats", "after"), [(0, 4, 0), (0, 6, 1), (1, 4, 1), (1, -3, 1), (1, -41, 0)])

@@ -5,16 +5,15 @@ The module of a verb is imported when the verb runs, and the modules of the work
 
 import io
 import os
+import re
 import shlex
 import signal
 import sys
-import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import FrameType
 
 from ..core.errors import InputError, file_of, in_one_line, is_full_disk, is_unicode
@@ -29,9 +28,8 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 def main() -> None:
-    """Entry point. Errors are printed in one line, without a traceback (`--debug` or HF_MOE_EXPAND_DEBUG=1 shows it).
-    The exit code is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected
-    error."""
+    """Entry point. Errors are one line, without a traceback (`--debug` or HF_MOE_EXPAND_DEBUG=1 shows it). The exit
+    code is 2 after wrong input, 128 and its number after a signal, 70 after an unexpected error."""
     debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG")) or "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     with _lines_for_logs(), nullcontext() if debug else _warnings_in_one_line(), orderly_stops() as came:
@@ -131,7 +129,8 @@ def tell_interrupted(came: list[int], stop: BaseException) -> int:
             interrupt = interrupt.__context__  # typer makes an Exit of it
         where = getattr(interrupt, "__notes__", [])  # of the outer work last
         again = f"goes on {', '.join(reversed(where))}" if where else "starts from the beginning"
-        print(f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. The same command {again}.", file=sys.stderr)
+        verb = " ".join(word for word in sys.argv[1:3] if re.fullmatch(r"[a-z][a-z-]*", word))
+        print(f"interrupted{by}: hf-moe-expand {verb}. The same command {again}.", file=sys.stderr)
     return 128 + number
 
 
@@ -144,22 +143,10 @@ def tell_full_disk(error: BaseException) -> int:
 
 def tell_unforeseen(error: BaseException) -> int:
     """Prints the name of an error, and writes its traceback to a file; returns the exit code."""
-    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\n{version_line()}\n\n"
-    text += "".join(traceback.format_exception(error))
-    name = f"hf-moe-expand-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-    where = ""
-    for folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
-        with suppress(OSError):
-            file = folder() / name
-            file.write_text(text, encoding="utf-8", errors="backslashreplace")
-            where = f" The traceback is in {file}."
-            break
     kind, message = type(error).__name__, in_one_line(error) + file_of(error)
     message = message if message.startswith(kind) else f"{kind}: {message}"
-    print(f"error: {message}. This error was not expected.{where}", file=sys.stderr)
+    with NamedTemporaryFile("wb", prefix="hf-moe-expand-error-", suffix=".log", delete=False) as file:
+        text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\n{version_line()}\n\n"
+        file.write((text + "".join(traceback.format_exception(error))).encode(errors="backslashreplace"))
+    print(f"error: {message}. This error was not expected. The traceback is in {file.name}.", file=sys.stderr)
     return UNFORESEEN
-
-
-def _verb() -> list[str]:
-    words = sys.argv[1:3]
-    return [word for word in words if word.replace("-", "").isalpha() and not word.startswith("-")]

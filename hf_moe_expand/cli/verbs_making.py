@@ -5,18 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..analysis.settings import AnalysisSettings, GateSettings
-from ..checkpoint.arguments import (
-    Expanded,
-    Model,
-    NewFolder,
-    OldCodes,
-    Places,
-    PlanFile,
-    Texts,
-    codes,
-    each,
-    expanded,
-)
+from ..checkpoint.arguments import Expanded, Model, NewFolder, OldCodes, Places, PlanFile, Texts, codes, each, expanded
 from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings, TunedSettings, WriteSettings
 from ..core.errors import InputError, library_errors_at
 from ..core.printing import print_table
@@ -82,13 +71,17 @@ def expand(
         from ..baselines.depth import expand_depth
 
         print(f"wrote {out}: layers {', '.join(map(str, expand_depth(base, out, blocks, **dict(written))))} are new")
+    elif branches:
+        from ..baselines.branches import expand_branches
+
+        expand_branches([base, *branches], out, plan, seed=seed, **dict(written))
+        print(f"wrote {out}")
     else:
-        options = {**dict(written), "seed": seed}
-        _expand_by_plan(base, out, plan, branches, gate, revision, dict(settings.experts), options)
+        options = {"revision": revision, "seed": seed, **dict(settings.experts), **dict(written)}
+        _expand_by_plan(base, out, plan, gate, options)
 
 
 def _check_mode(given: Given, plan: Any) -> None:
-    """Refuses options of `expand` that have no effect beside others."""
     of_tuned = ("old", "data", "dtype", *TunedSettings.model_fields)
     beside = {"tuned": ("gate", "revision", *of_tuned, *_SCORES), "blocks": (), "branches": ("plan", "seed")}
     chosen = [mode for mode in ("tuned", "branches", "blocks") if mode in given]
@@ -103,26 +96,10 @@ def _check_mode(given: Given, plan: Any) -> None:
         without_effect(given, f"--{mode}", mode, *_LIKE_BASE, *beside[mode])
 
 
-def _expand_by_plan(
-    base: str,
-    out: Path,
-    plan: Any,
-    branches: Sequence[str],
-    gate: Path | None,
-    revision: str | None,
-    experts: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    if branches:
-        from ..baselines.branches import expand_branches
-
-        expand_branches([base, *branches], out, plan, **options)
-        print(f"wrote {out}")
-        return
+def _expand_by_plan(base: str, out: Path, plan: Any, gate: Path | None, options: dict[str, Any]) -> None:
     from ..checkpoint.expand import expand_checkpoint
 
-    fitted = _gate(gate, base, plan.new, revision)
-    report = expand_checkpoint(base, out, plan, revision=revision, gate=fitted, **experts, **options)
+    report = expand_checkpoint(base, out, plan, gate=_gate(gate, base, plan.new, options["revision"]), **options)
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
@@ -146,10 +123,8 @@ def _by_language(arguments: Sequence[str]) -> dict[str, str]:
         languages, _, place = argument.partition("=")
         if not place or not languages:
             raise InputError(f"--tuned {argument}: give LANGUAGE=MODEL, as in --tuned el=qwen-el.")
-        if languages in models:
-            raise InputError(f"--tuned {languages} has two models ({models[languages]}, {place}): give one.")
-        if place in models.values():
-            raise InputError(f"--tuned {argument}: {place} has a language already; join its languages by commas.")
+        if languages in models or place in models.values():
+            raise InputError(f"--tuned {argument}: the language or the model is given twice; join languages by commas.")
         models[languages] = place
     return models
 
@@ -158,7 +133,6 @@ def _expand_tuned(
     base: str, tuned: Sequence[str], out: Path, old: Any, data: dict[str, Any], scores: Any, gate: Path | None = None,
     **others: Any,
 ) -> None:  # fmt: skip
-    """Writes and scores the model of fine-tunes."""
     from ..checkpoint.tuned import expand_tuned
 
     models = _by_language(tuned)
@@ -232,7 +206,6 @@ def grow(
 
 
 def _number(copy_from: str, given: Given) -> int:
-    """The expert that new ones copy; refuses options that are for the nearest one."""
     if idle := sorted(given & {"data", *AnalysisSettings.model_fields}):
         raise InputError(f"{flag(idle[0])} belongs to --copy-from nearest, which is not given.")
     with library_errors_at("--copy-from", ValueError):
@@ -264,7 +237,6 @@ def join(
     out: NewFolder,
     packs: Annotated[list[str], Kind(metavar="PACK...")],
     *,
-    name: Sequence[str] = (),
     written: WriteSettings,
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
@@ -277,11 +249,7 @@ def join(
 
     Args:
         packs: expanded checkpoints of one base, whole or with the added tensors; NAME=PACK gives a name.
-        name: name of a pack, one for each PACK in order; by default that of its run's or own folder.
     """
-    if name and len(name) != len(packs):
-        raise InputError(f"--name: {len(name)} names were given for {len(packs)} packs; give one for each, in order.")
-    packs = [f"{one}={pack}" for one, pack in zip(name, packs, strict=True)] if name else packs
     from ..checkpoint.source import pack_and_name
 
     for pack in packs:
@@ -445,10 +413,10 @@ def gates(
     """
     if (out is None) == (folder is None):
         raise InputError("Give OUT, the folder of an expanded model's gate, or --out FILE, for a dense base.")
-    if folder is not None and new is not None:
-        raise InputError("--new is for a dense base: an expanded model's history names its new languages.")
-    if out is not None and "max_shard_size" in given:
-        raise InputError("--max-shard-size: a gate is one file: leave it out.")
+    if folder is not None:
+        without_effect(given, "OUT", *(given - {"new"}))
+    elif "max_shard_size" in given:
+        without_effect(given, "--out", *(given - {"max_shard_size"}))
     known = None if anchors is None else documents_of(anchors)
     texts = documents_of(data, seed)
     from ..analysis.gating import fit_base_gate, fit_gates

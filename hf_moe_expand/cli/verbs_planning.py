@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..checkpoint.arguments import NewCodes, NewFile, OldCodes, Texts, codes, expanded
+from ..checkpoint.arguments import NewCodes, NewFile, OldCodes, codes, expanded
 from ..core.errors import InputError, library_errors_at
 from ..core.printing import print_table
 from ..core.verbs import Group, Keys
@@ -41,10 +41,7 @@ def _plan(
     alike = SimilarityResult.load(analysis) if analysis else None
     moved = DeviationResult.load(deviation) if deviation else None
     if settings.analysis == "deviation" and (alike is None) == (moved is None):
-        raise InputError(
-            "Give --deviation (the file of `analyze deviation`), or in its place --analysis (that of `analyze "
-            "similarity`)."
-        )
+        raise InputError("Give --deviation (of `analyze deviation`) or --analysis (of `analyze similarity`).")
     if alike is not None and not settings.makes_groups:
         old, new = old or alike.old, new or alike.new
     counts, known, encoder, exclusive = _of_base(from_, new) if from_ else ([], [], 0, False)
@@ -70,8 +67,8 @@ for _word, _method in METHODS.items():
 
 
 def _of_base(name: str, new: Sequence[str]) -> tuple[list[int], list[str], int, bool]:
-    """Of the expanded checkpoint that a plan grows: its numbers of experts, its languages, the number of its encoder's
-    layers, and whether its experts are exclusive."""
+    """Of the checkpoint that a plan grows: numbers of experts, languages, encoder's layers, and whether its experts are
+    exclusive."""
     expanded(name, {})
     from ..checkpoint.facts import Facts
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
@@ -118,12 +115,7 @@ curriculum = Group("Decide which language enters training when.")
 
 @curriculum.verb("derive")
 def curriculum_derive(
-    run: Path,
-    *,
-    out: NewFile,
-    bins: int = 5,
-    merge_first: int = 1,
-    steps: int | None = None,
+    run: Path, *, out: NewFile, bins: int = 5, merge_first: int = 1, steps: int | None = None
 ) -> None:
     """Let languages that over-fitted early in a first run enter late in the next run (step-based).
 
@@ -145,47 +137,28 @@ def curriculum_derive(
 
 @curriculum.verb("counts")
 def curriculum_counts(
-    *,
-    out: NewFile,
-    steps: int,
-    counts: str = "",
-    data: Texts | None = None,
-    thresholds: str = "5e6,8e5",
-    shares: str = "1,0.4,0.2",
+    *, out: NewFile, steps: int, counts: str, thresholds: str = "5e6,8e5", shares: str = "1,0.4,0.2"
 ) -> None:
     """Let languages with little text enter late (count-based).
 
-    Example: hf-moe-expand curriculum counts --data el=el.jsonl --data hi=hi.jsonl --thresholds 1000,100 --steps 2000
-    --out curriculum.json
+    Example: hf-moe-expand curriculum counts --counts el=6000000,hi=900000 --steps 2000 --out curriculum.json
 
     Args:
         steps: steps of the training.
         counts: examples of each language, e.g. el=6000000,tr=900000.
-        data: LANGUAGE=FILE whose documents are counted; repeat.
         thresholds: minimum of examples for each bin but the last.
         shares: share of the training steps in which each bin trains.
     """
     from ..data.curriculum import count_based
 
-    examples = _counts(counts)
-    for language, source in (data or {}).items():
+    examples: dict[str, float] = {}
+    for part in codes(counts):
+        language, _, number = part.partition("=")
         if language in examples:
-            raise InputError(f"Language {language!r} is given with --counts and with --data; give it once.")
-        examples[language] = len(source.load())
-    if not examples:
-        raise InputError("No language was given: use --counts el=6000000,... or --data el=FILE.")
+            raise InputError(f"--counts: language {language!r} is given twice; give it once.")
+        examples[language] = _numbers(number, f"--counts {part}")[0]
     bins = _numbers(thresholds, "--thresholds"), _numbers(shares, "--shares")
     _write(count_based(examples, steps, *bins), out, "examples", examples)
-
-
-def _counts(argument: str) -> dict[str, float]:
-    counts: dict[str, float] = {}
-    for part in codes(argument):
-        language, _, number = part.partition("=")
-        if language in counts:
-            raise InputError(f"--counts: language {language!r} is given twice; give it once.")
-        counts[language] = _numbers(number, f"--counts {part}")[0]
-    return counts
 
 
 def _numbers(argument: str, what: str) -> list[float]:

@@ -70,7 +70,7 @@ def evaluate(
 
     asked = _questions(questions, models)
     more = None if ensemble is None else _ensemble(models, data or {}, ensemble)
-    groups, found = _tasks(models, [*(data or {})], [*old], [*new], tasks, [*unnamed], harness)
+    groups, found = _tasks(models, [*(data or {})], ([*old], [*new]), tasks, [*unnamed], harness)
     result = evaluate_models(labels_of(models), data or {}, groups, settings, found, more)
     _ask_and_write(models, asked, result, out)
 
@@ -91,30 +91,25 @@ def _ask_and_write(models: list[str], questions: dict[str, list[str]], result: A
 
 
 def _tasks(
-    models: list[str],
-    languages: list[str],
-    old: list[str],
-    new: list[str],
-    tasks: str,
-    unnamed: list[str],
+    models: list[str], languages: list[str], known: tuple[list[str], list[str]], tasks: str, unnamed: list[str],
     harness: HarnessSettings,
-) -> tuple[list[list[str]], Any]:
+) -> tuple[list[list[str]], Any]:  # fmt: skip
     """The groups of languages, and the tasks of lm-evaluation-harness; None without any."""
     from ..evaluation.benchmarks import in_languages, task_list
 
     benchmarks = task_list(tasks)
     if unnamed and benchmarks is None:
         raise InputError("--unnamed: means of a task list have them, but --tasks names none: leave it out.")
-    groups = _language_groups(models, languages, old, new, benchmarks is not None)
+    groups = _language_groups(models, languages, *known, benchmarks is not None)
     if not tasks:
         return groups, None
     from ..evaluation.harness import HarnessTasks
 
-    known = [code for group in groups for code in group]
-    if both := sorted({*known} & {*unnamed}):
+    named = [code for group in groups for code in group]
+    if both := sorted({*named} & {*unnamed}):
         raise InputError(f"--unnamed: {', '.join(both)} is an old or a new language; leave it out.")
     if benchmarks is not None:
-        benchmarks, missing = in_languages(benchmarks, [*known, *unnamed])
+        benchmarks, missing = in_languages(benchmarks, [*named, *unnamed])
         print("\n".join(missing), end="\n" * bool(missing))
     names = [] if benchmarks else codes(tasks)
     return groups, HarnessTasks(names, **dict(harness), benchmarks=benchmarks, unnamed=unnamed)
@@ -183,15 +178,9 @@ def _language_groups(
 
 
 def _evaluate_translations(
-    models: list[str],
-    sources: dict[str, Any] | None,
-    directions: str,
-    settings: TranslationSettings,
-    out: Path | None,
-    texts: Path | None,
-    overwrite: bool,
-    given: Given,
-) -> None:
+    models: list[str], sources: dict[str, Any] | None, directions: str, settings: TranslationSettings,
+    out: Path | None, texts: Path | None, overwrite: bool, given: Given,
+) -> None:  # fmt: skip
     without_effect(given, "--pairs", *_TRANSLATED, *TranslationSettings.model_fields)
     if out is None or not sources:
         raise InputError("--pairs translates the text of --data, and writes to --out: give both.")

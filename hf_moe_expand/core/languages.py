@@ -1,4 +1,4 @@
-"""Checks language codes, and the old and new languages of an expansion; tells which tags name a language."""
+"""Language codes, the old and new languages of an expansion, and which tags name a language."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -33,7 +33,7 @@ def check_language_code(code: Any) -> str:
 
 
 def names_language(tag: Any, language: str) -> bool:
-    """Whether text with this tag is text in `language`, in whichever standard each is written.
+    """Whether text with this tag is text in `language`.
 
     BCP 47, ISO 639-3, FLORES and locales are one: `tr` takes `tur`, `tur_Latn`, `tr-TR` and `tr_TR.UTF-8`. A language
     takes its scripts and regions: `zh` takes `zh-Hant`. One with a script or region takes the tags that state it or

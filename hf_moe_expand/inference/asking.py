@@ -3,13 +3,12 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..checkpoint.facts import Facts
-from ..checkpoint.source import name_in_results
+from ..checkpoint.source import load_config, name_in_results, resolve_checkpoint
 from ..core.errors import InputError, library_errors_at
 from ..data.tokens import prompt_tokens
 from ..modeling import ExpandedConfig
@@ -66,15 +65,18 @@ class ChatModel:
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
-        known = self.tokenizer.chat_template
-        # A fine-tune that a language came from may have brought its own.
-        own = known[language] if isinstance(known, dict) and language in known else None
-        write = partial(self.tokenizer.apply_chat_template, chat_template=own, add_generation_prompt=True)
+        options = {"add_generation_prompt": True, "return_dict": False, **self._template(language)}
         with library_errors_at(f"{self.name}: its chat template refuses the messages"):
-            ids, newest = (write(talk, return_dict=False) for talk in ([*system, *messages], messages[-1:]))
+            talks = [*system, *messages], messages[-1:]
+            ids, newest = (self.tokenizer.apply_chat_template(talk, **options) for talk in talks)
         # The gate judges the newest message alone, in the template: bare, a short one says too little.
         judge = {"judge": torch.tensor([newest])} if hasattr(self.model, "judge") else {}
         return self._write(ids, how, language, streamer=streamer, **judge)
+
+    def _template(self, language: str | None) -> dict[str, Any]:
+        """The chat template of the fine-tune that a language came from, where it has its own."""
+        known = self.tokenizer.chat_template
+        return {"chat_template": known[language]} if isinstance(known, dict) and language in known else {}
 
     def _write(self, ids: list[int], how: Answering, language: str | None, **given: Any) -> str:
         """What it writes after these tokens, with further arguments of `generate`."""
@@ -106,13 +108,24 @@ class ChatModel:
 
     def not_told(self, language: str) -> str | None:
         """Why it cannot be told this language; None if it can."""
-        if not isinstance(self.model.config, ExpandedConfig):
-            return "is a dense model, which knows no languages"
-        try:
-            classes_of(self.model.config, language)
-        except ValueError as error:
-            return str(error)
-        return None
+        return _not_told(self.model.config, language)
+
+
+def _not_told(config: Any, language: str) -> str | None:
+    if not isinstance(config, ExpandedConfig):
+        return "is a dense model, which knows no languages"
+    try:
+        classes_of(config, language)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_told(name: str, revision: str | None, language: str) -> None:
+    """Refuses a language that an expanded model does not know; reads its config.json alone."""
+    config = load_config(resolve_checkpoint(name, revision, weights=False))
+    if isinstance(config, ExpandedConfig) and (why := _not_told(config, language)) is not None:
+        raise InputError(f"{name_in_results(name)}: {why}")
 
 
 def why_no_base_inside(config: Any) -> str | None:

@@ -44,8 +44,12 @@ def chat(
     belongs(given, "prompt", "plain")
     if base not in (None, "inside"):
         checkpoint(str(base), {})
-    from .asking import ChatModel
+    from .asking import ChatModel, check_told
 
+    if languages is not None:
+        for name, at in ((model, revision), (base, None)):
+            if name not in (None, "inside"):
+                check_told(str(name), at, languages)
     models = [ChatModel.load(model, revision)]
     if base == "inside":
         _warn_of_moved(model, revision)
