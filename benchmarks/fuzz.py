@@ -71,7 +71,7 @@ TEXTS = "--data en={made}/held.jsonl --data el={made}/el.jsonl"
 MAKERS = (
     "run {made}/recipe.yaml",
     "analyze routing {made}/run/review --data el={made}/el.jsonl --out {made}/run/routing.json --tokens 8",
-    f"curriculum counts {TEXTS} --steps 10 --thresholds 2 --shares 1,0.5 --out {{made}}/curriculum.json",
+    "curriculum counts --counts el=30,en=9 --steps 10 --thresholds 2 --shares 1,0.5 --out {made}/curriculum.json",
 )
 # Command lines, and the files that a case spoils for each.
 READS = (

@@ -263,7 +263,6 @@ def test_commands(root, tmp_path):
         ("--counts el=nan", "'el' has nan examples"),
         ("--counts el=-4", "'el' has -4 examples"),
         ("--counts el=4 --thresholds nan,1", "thresholds nan, 1: must be finite numbers"),
-        ("", "No language was given"),
     ):
         refused(invoke, *counts, *words.split(), "--steps", "50", says=said)
 

@@ -209,8 +209,7 @@ def _has_own_card(folder: Path) -> bool:
 def _evaluation(
     folder: Path, evaluation: str | os.PathLike | None, called: str | None, repo_id: str, say: Callable[[str], None]
 ) -> tuple[Path | None, str | None]:
-    """The evaluation to publish, and this model's name in it; one that was found counts if it has scores of this model.
-    """
+    """The evaluation to publish, and this model's name in it; one that was found counts if it has scores of this model."""
     run = run_of(folder)
     names = [repo_id, folder.resolve().name, name_in_results(folder), own_name(folder)]
     names += [] if run is None else [_name_in_run(folder.resolve(), run)]
