@@ -15,9 +15,8 @@ from hf_moe_expand.checkpoint.records import History
 from hf_moe_expand.core.errors import InputError
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation import chat, report
-from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
+from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, begin_samples, check_chat, continue_samples
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.evaluation.samples import begin_samples, continue_samples
 from hf_moe_expand.hub.card import make_card
 from hf_moe_expand.inference.asking import Answering, ChatModel
 from hf_moe_expand.inference.models import load_for_inference

@@ -10,10 +10,10 @@ from conftest import invoke, refused, save_dense, tensors
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.core.jsonfile import read_json, write_json
+from hf_moe_expand.evaluation.chat import Sample
 from hf_moe_expand.evaluation.harness import Metric, TaskScore
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.evaluation.samples import Sample
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.planning.results import RoutingResult
 from hf_moe_expand.report.page import make_page

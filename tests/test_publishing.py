@@ -21,7 +21,7 @@ from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.core.errors import InputError, library_errors_at
 from hf_moe_expand.core.private import refuse_private
-from hf_moe_expand.hub import base_model, card
+from hf_moe_expand.hub import card
 from hf_moe_expand.hub.publish import push_to_hub
 from hf_moe_expand.hub.published import check_code, check_loads_alone, published_files
 
@@ -358,8 +358,7 @@ def test_metadata_of_weight_files_and_the_token_in_use_are_checked_too(tmp_path,
 
 
 def test_a_base_that_cannot_be_asked_for_is_named_and_said(tiny_el, monkeypatch):
-    for module in (base_model, card):
-        monkeypatch.setattr(module, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("not in the cache")))
+    monkeypatch.setattr(card, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("not in the cache")))
     said = []
     pushed = push_to_hub(tiny_el, "me/tiny-el", base="org/tiny", dry_run=True, say=said.append)
     assert any(line.startswith("base: org/tiny was not compared with the checkpoint") for line in said)

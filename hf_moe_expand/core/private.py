@@ -30,23 +30,17 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
             data = content if isinstance(content, bytes) else content.read_bytes()
             text = data.decode("utf-8", errors="ignore")
         for secret, what in _private(name, text):
-            raise InputError(
-                f"{name}: holds {what} ({secret}), which must not be published: remove it."
-                + (" A variable in its place, such as $DATA/el.jsonl, may stay." if name.endswith(".yaml") else "")
-            )
+            raise InputError(f"{name}: holds {what} ({secret}), which must not be published: remove it.")
 
 
 def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Finds secrets and local paths: the part of each that may be shown, and its kind."""
-    own = get_token()
-    for token in [*TOKEN.findall(text), *([own] if own and own in text else [])]:
-        yield f"{token[:6]}...", "an access token"
-    for secret in _AWS_SECRET.findall(text):
-        yield f"{secret[:4]}...", "an access token"
-    for block in _PRIVATE_KEY.findall(text):
-        yield block, "a private key"
-    for password in PASSWORD.findall(text):
-        yield f"{password[:1]}...", "a password in an address"
+    own = [token] if (token := get_token()) and token in text else []
+    tokens = [*TOKEN.findall(text), *_AWS_SECRET.findall(text), *own]
+    found = {"an access token": tokens, "a private key": _PRIVATE_KEY.findall(text),
+             "a password in an address": PASSWORD.findall(text)}  # fmt: skip
+    for what, secrets in found.items():
+        yield from ((f"{secret[: min(6, len(secret) // 4)]}...", what) for secret in secrets)
     if Path(name).name in _VOCABULARIES or name.endswith((".model", ".tiktoken")):
         return  # a vocabulary may hold the string /home/
     for value in _strings(_parsed(name, text)):
@@ -64,10 +58,6 @@ def _parsed(name: str, text: str) -> Any:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
+    elif isinstance(value, dict | list):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _strings(item)

@@ -77,7 +77,7 @@ def new_file(path: Path) -> Iterator[Path]:
     partial = sibling(path, "partial")
     with library_errors_at(path, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file in _abandoned(path, "partial", file=True):
+        for file in _abandoned(path, "partial"):
             with suppress(OSError):
                 file.unlink()
         try:
@@ -112,14 +112,9 @@ def remove_work_folder(path: str | os.PathLike) -> None:
         return
     if not is_work_folder(path):
         raise InputError(f"{path}: is not a work folder of this program, so it is not removed; move it away.")
-    # The marker goes last: a folder that a killed process removed in part is still known as ours.
-    for entry in path.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name != MARKER:
-            entry.unlink(missing_ok=True)
-    if {entry.name for entry in path.iterdir()} <= {MARKER}:
-        shutil.rmtree(path, ignore_errors=True)
+    aside = sibling(path, "partial")  # a folder that was removed in part would look whole
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
@@ -136,20 +131,20 @@ def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
 
 
 def is_work_folder(path: Path) -> bool:
-    """Whether a folder carries the marker, or is empty: one that was just made, or is just removed."""
+    """Whether a folder carries the marker, or is empty: one that was just made."""
     is_folder = path.is_dir() and not path.is_symlink()
     return is_folder and ((path / MARKER).is_file() or not any(path.iterdir()))
 
 
-def _abandoned(out: Path, kind: str = "|".join(_KINDS), file: bool = False) -> Iterator[Path]:
-    """The folders (or files) of some kinds beside `out` whose process runs no more, the latest first."""
+def _abandoned(out: Path, kind: str = "|".join(_KINDS)) -> Iterator[Path]:
+    """The folders and files of some kinds beside `out` whose process runs no more, the latest first."""
     out = named(out)
     pattern = re.compile(rf"\.{re.escape(out.name)}\.(?:{kind})-(\d{{1,9}})(?:-(.+))?")
     dated = []
     with suppress(OSError):
         for entry in os.scandir(out.parent):
             name = pattern.fullmatch(entry.name)
-            if name and (entry.is_file if file else entry.is_dir)(follow_symlinks=False):
+            if name and not entry.is_symlink():
                 changed = entry.stat(follow_symlinks=False).st_ctime
                 here = name[2] in (None, gethostname())
                 # Processes of another machine cannot be seen from here.

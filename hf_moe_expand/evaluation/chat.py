@@ -1,10 +1,11 @@
-"""Asks a base and the model made of it the same short questions in an old language, in the base's chat template.
-
-Bits per byte can stay where they were while a chat in an old language breaks: no text of a stage looks like a chat.
+"""What models write: answers of a base and of the model made of it to short questions in an old language, in the base's
+chat template, since bits per byte can stay where they were while a chat breaks; and samples of text.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from textwrap import shorten
 
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
@@ -21,6 +22,7 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 _TOKENS = 24
+_LETTERS, _SAMPLED = 40, Answering(max_new_tokens=24)  # most of a sample's prompt, and of what follows
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,35 @@ def check_chat(
         return None
     told = answers(second, language) if second.not_told(language) is None else None
     return ChatCheck(language, list(questions), of_base, answers(second), told)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How models continue the same words.
+
+    Attributes:
+        prompt: the first words of held-out text in the language.
+        continued: what each model wrote, by its name in results.
+    """
+
+    language: str
+    prompt: str
+    continued: dict[str, str] = field(default_factory=dict)
+
+
+def begin_samples(texts: Mapping[str, Iterable[str]], groups: Iterable[Sequence[str]]) -> list[Sample]:
+    """For the first language of each group that has text, a sample that no model has continued yet."""
+    samples = []
+    for codes in groups:
+        code = next((code for code in codes if code in texts), None)
+        if code is not None and (text := next(iter(texts[code]), "").strip()[: 10 * _LETTERS]):
+            # Whole words, or letters where no space ends a word soon.
+            samples.append(Sample(code, shorten(text, _LETTERS, placeholder="") or text[:_LETTERS]))
+    return samples
+
+
+def continue_samples(samples: Iterable[Sample], model: ChatModel) -> None:
+    """Adds what the model writes; it writes nothing where the words alone fill its positions."""
+    for sample in samples:
+        with suppress(InputError):
+            sample.continued[model.name] = " ".join(model.answer(sample.prompt, _SAMPLED).split())

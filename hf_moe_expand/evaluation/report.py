@@ -21,10 +21,9 @@ from ..data.sources import LanguageText
 from ..inference.asking import ChatModel
 from ..inference.models import check_decoder, load_for_inference
 from .benchmarks import benchmark_means
-from .chat import ChatCheck
+from .chat import ChatCheck, Sample, begin_samples, continue_samples
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
-from .samples import Sample, begin_samples, continue_samples
 from .scoring_settings import EvaluationSettings
 
 THIS = "this model"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -11,16 +12,25 @@ from typing import Any
 import jinja2
 import langcodes
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from markupsafe import Markup
 
 from .. import __version__
 from ..checkpoint.compare import Verdict, moved_tensors
 from ..checkpoint.facts import Facts
 from ..checkpoint.records import History, StageRecord, without_folders
-from ..checkpoint.source import load_expanded_config, name_in_results, own_name, resolve_checkpoint
-from ..checkpoint.stored import StoredModel
+from ..checkpoint.source import (
+    load_config,
+    load_expanded_config,
+    name_in_results,
+    own_name,
+    resolve_checkpoint,
+    text_config,
+)
+from ..checkpoint.stored import BASE_FIELDS, StoredModel, field_of
 from ..core.disk import readable_size
-from ..core.errors import errors_at
+from ..core.errors import InputError, errors_at, library_errors_at
+from ..core.jsonfile import read_json
 from ..core.languages import check_language_code, in_words
 from ..core.layer_names import layer_name
 from ..core.private import refuse_private
@@ -29,7 +39,6 @@ from ..core.yamlfile import to_yaml
 from ..evaluation.report import THIS, Evaluation, markdown_table
 from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
-from .base_model import BaseModel, base_on_hub, named_base
 from .published import CARD
 
 _MEASURES = ("bits_per_byte", "perplexity")
@@ -37,6 +46,57 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MARKDOWN = str.maketrans({
     "&": "&amp;", "<": "&lt;", "[": "&#91;", "]": "&#93;", "|": "&#124;", "`": "&#96;", "*": "&#42;"
 })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The dense model inside an expanded one; `hub_id` is None for a model known only as a local folder."""
+
+    name: str
+    hub_id: str | None
+    revision: str | None
+
+
+def named_base(config: Any) -> BaseModel:
+    """The base that config.json records."""
+    first = Facts(config).history.first
+    name, revision = first.base_model, first.base_revision  # of a model of the hub only
+    if name is None:
+        raise InputError(
+            "config.json does not say which base model was expanded: give its hub id (`push --base HUB_ID`)."
+        )
+    return BaseModel(name, name if revision else None, revision)
+
+
+def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel:
+    """The base that the hub has under `hub_id`, with its present commit; its configuration must be that of the model
+    that was expanded. Where the hub is out of reach, or a model gated, nothing is compared and the commit is None."""
+    where = f"--base {hub_id}"
+    with library_errors_at(where, secrets=[token]):
+        try:
+            folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))
+        except (GatedRepoError, LocalEntryNotFoundError):
+            return BaseModel(hub_id, hub_id, None)
+    with errors_at(where):
+        _compare_configs(config, text_config(load_config(folder)))
+    return BaseModel(hub_id, hub_id, folder.name)  # the hub's cache names a snapshot's folder by its commit
+
+
+def _compare_configs(config: Any, base: Any) -> None:
+    grafted = any(stage.changes_everything for stage in Facts(config).history.stages)  # perhaps with further tokens
+    for name in ("hidden_size", "intermediate_size", *([] if grafted else ["vocab_size"]), *BASE_FIELDS):
+        if (ours := field_of(config, name, base)) != (theirs := field_of(base, name, base)):
+            raise InputError(f"is not the model that was expanded: its {name} is {theirs!r}, not {ours!r}.")
+
+
+def config_with_base(file: Path, base: BaseModel) -> bytes:
+    """A checkpoint's config.json in which every expansion of the first one's base names `base`."""
+    fields = read_json(file, "a configuration")
+    before = fields["expansions"][0].get("base_model")
+    for record in fields["expansions"]:
+        if record.get("base_model") == before:
+            record |= {"base_model": base.name, "base_revision": base.revision}
+    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @checked

@@ -22,8 +22,7 @@ from ..core.schema import checked
 from ..evaluation.report import Evaluation
 from ..modeling.part_expansion_only import RECORD
 from ..stages import recipe_stages
-from .base_model import BaseModel, base_on_hub, config_with_base, named_base
-from .card import make_card
+from .card import BaseModel, base_on_hub, config_with_base, make_card, named_base
 from .published import CARD, EVALUATION, check_code, check_loads_alone, published_files
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -209,7 +208,7 @@ def _has_own_card(folder: Path) -> bool:
 def _evaluation(
     folder: Path, evaluation: str | os.PathLike | None, called: str | None, repo_id: str, say: Callable[[str], None]
 ) -> tuple[Path | None, str | None]:
-    """The evaluation to publish, and this model's name in it; one that was found counts if it has scores of this model."""
+    """The evaluation to publish, and this model's name in it; one that was found must have scores of this model."""
     run = run_of(folder)
     names = [repo_id, folder.resolve().name, name_in_results(folder), own_name(folder)]
     names += [] if run is None else [_name_in_run(folder.resolve(), run)]
