@@ -48,7 +48,7 @@ from transformers import AutoTokenizer
 import hf_moe_expand as moe
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.core.jsonfile import write_text
 from hf_moe_expand.data.anchors import shipped_anchors

@@ -20,7 +20,7 @@ from hf_moe_expand import (
     join_expansions,
     train_stage,
 )
-from hf_moe_expand.checkpoint.average import average_checkpoints
+from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.modeling.part_lora import LoraLinear
 from hf_moe_expand.modeling.updates import LoraFactor
 from hf_moe_expand.report.inspection import inspect_checkpoint
@@ -149,16 +149,15 @@ def test_packs_of_any_width_are_joined(saved, tmp_path):
     join_expansions([packs[0], packs[2]], tmp_path / "two")
     assert load(tmp_path / "two").config.parts["added"] == {"width": WIDTH}
     expand_checkpoint(dense, tmp_path / "copies", Plan("u", [2, 2, 2], old=["en"], new=["de"], exclusive=True))
-    refused(join_expansions, [packs[0], tmp_path / "copies"], tmp_path / "out", says="added experts are joined")
+    refused(join_expansions, [packs[0], tmp_path / "copies"], tmp_path / "out", says="joined with their own kind")
 
 
 def test_refusals(saved, tmp_path):
     mixture, dense, out = saved("olmoe") / "base", saved("qwen2") / "base", tmp_path / "out"
     for said, base, plan, options in (
-        ("there is no expert_width: give the width", dense, PLAN, {"expert_kind": "added"}),
+        ("expert_width is None: added experts need a width", dense, PLAN, {"expert_kind": "added"}),
         ("more than the disk has free", mixture, PLAN, {"expert_kind": "added", "expert_width": 1 << 40}),
         ("expert_width is 16, but expert_kind is 'ffn'", dense, PLAN, {"expert_width": 16}),
-        ("lora_rank is 32: must be below 32, the narrowest side", dense, MOLA, LORA | {"lora_rank": 32}),
     ):
         refused(expand_checkpoint, base, out, plan, says=said, **options)
     refused(average_checkpoints, [saved("qwen2") / "moved", dense], out, says="has added experts, which the dense")

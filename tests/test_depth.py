@@ -27,9 +27,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_moe_expand import DenseConfig, Plan, evaluate_ensemble, expand_checkpoint, train_stage
 from hf_moe_expand.baselines.depth import expand_depth
-from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.graft import graft_delta
+from hf_moe_expand.checkpoint.merge import average_checkpoints, graft_delta
 from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.core.scratch import work_folder
 from hf_moe_expand.data.packing import pack_texts

@@ -24,8 +24,8 @@ from hf_moe_expand import (
     join_expansions,
 )
 from hf_moe_expand.analysis.routers import measure_routing
-from hf_moe_expand.checkpoint.average import average_checkpoints
 from hf_moe_expand.checkpoint.export import export_dense
+from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.report.inspection import inspect_config
 

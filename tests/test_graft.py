@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint, graft_delta
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
-from hf_moe_expand.checkpoint.average import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.grow import grow_checkpoint
+from hf_moe_expand.checkpoint.expand import grow_checkpoint
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.checkpoint.promises import tiny_twin
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -164,16 +164,16 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
     fewer = made("fewer", vocab_size=250, pad_token_id=0, eos_token_id=0)
     tied, base, trained = made("tied", tie_word_embeddings=True), family / "base", family / "trained"
     for says, changes in (
-        ("scale is nan: must be a finite number", {"scale": float("nan")}),
-        ("is an expanded checkpoint; base and instruct must be dense ones", {"instruct": trained}),
+        ("is not finite", {"scale": float("nan")}),
+        ("is an expanded checkpoint already", {"instruct": trained}),
         ("model_type is 'qwen2' in .*, but 'llama' in", {"instruct": llama}),
         ("model_type is 'qwen2' in .*, but 'llama' in", {"base": llama, "instruct": llama}),
         ("layers is 3 in .*, but 4 in", {"instruct": made("deep", num_hidden_layers=4)}),
         ("num_attention_heads is 4 in .*, but 2 in", {"instruct": made("heads", num_attention_heads=2)}),
         ("hidden_act is 'silu' in .*, but 'gelu' in", {"instruct": made("act", hidden_act="gelu")}),
-        (r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", {"instruct": wide}),
-        (r"gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", {"base": wide, "instruct": wide}),
-        (r"'model.embed_tokens.weight' has shape \[257, 32\] .*but \[250, 32\]", {"instruct": fewer}),
+        (r"'model.layers.0.mlp.gate_proj.weight' has shape \(48, 32\) in .*, but \(64, 32\)", {"instruct": wide}),
+        (r"gate_proj.weight' has shape \(48, 32\) in .*, but \(64, 32\)", {"base": wide, "instruct": wide}),
+        (r"'model.embed_tokens.weight' has shape \(257, 32\) .*but \(250, 32\)", {"instruct": fewer}),
         ("tie_word_embeddings is False in .*, but True in", {"instruct": tied}),
         ("tie_word_embeddings is False in .*, but True in", {"base": tied, "instruct": tied}),
         ("has no tokenizer; pass --keep-tokenizer", {"instruct": tmp_path / "bare"}),
@@ -256,15 +256,15 @@ def test_averages_that_make_no_sense(three, tmp_path):
     heads, llama = save_dense(tmp_path / "heads", num_attention_heads=2), save_dense(tmp_path / "llama", "llama")
     acts = [save_dense(tmp_path / act, "gpt2", activation_function=act) for act in ("gelu", "relu")]
     for message, models, *weights in (
-        ("two or more", three[:1]),
-        ("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5]),
+        ("two or more checkpoints need as many weights", three[:1]),
+        ("need as many weights with the sum 1", three[:2], [0.5]),
         (r"weights is \[40, -39\]: .* with the sum 1, none below 0\.", three[:2], [40, -39]),
         ("the sum 1", three[:2], [float("nan"), 0.5]),
-        (r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\] in .*, but \[64, 32\]", [three[0], wide]),
+        (r"'model.layers.0.mlp.gate_proj.weight' has shape \(48, 32\) in .*, but \(64, 32\)", [three[0], wide]),
         ("num_attention_heads is 4 in .*, but 2", [three[0], heads]),
         ("model_type is 'qwen2' in .*, but 'llama'", [three[0], llama]),
         ("activation_function is 'gelu' in .*, but 'relu'", acts),
-        ("is a dense checkpoint; give an expanded one first", [three[0], expanded]),
+        ("is missing from the checkpoint", [three[0], expanded]),
         ("model_type is 'qwen2' in .*, but 'llama'", [expanded, llama]),
         ("only these have routers", [expanded, three[0]], [0.0, 1.0]),
         (r"num_experts_per_layer is \[2, 2, 2\] in .*, but \[3, 3, 3\]", [expanded, larger]),

@@ -125,13 +125,13 @@ def test_what_does_not_fit_is_refused(packs, base, tmp_path):
         ("two or more packs", el),
         ("is no expansion of the base of qwen-el: tensor '(lm_head|model.embed_tokens).weight' differs", el, other),
         ("el: qwen-el and again both add it", el, shutil.copytree(el, tmp_path / "again")),
-        ("is a dmoe checkpoint.*nothing of a DMoE's base is frozen", el,
+        ("dmoe: nothing of a DMoE's base is frozen", el,
          expanded("dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))),
-        ("is a qwen2 checkpoint, which is no language pack", el, base),
+        ("a qwen2 checkpoint, not an expanded one", el, base),
         ("router_top_k is 2 in qwen-el, but 3 in qwen-fi", el, three),
-        ("router_top_k is 3 in qwen-fi, but 2 in qwen-el: they were not expanded", three, el),
+        ("router_top_k is 3 in qwen-fi, but 2 in qwen-el", three, el),
         ("everything: `everything` trained the base inside", el, staged("everything")),
-        ("graft: got a graft, and qwen-el did not", el, staged("graft")),
+        ("some packs got a graft, and some did not", el, staged("graft")),
         ("routed: its routers choose among all experts, and a language pack has", el,
          expanded("routed", Plan("moe-lpr", [3, 3, 3], old=["en"], new=["pl"]))),
     ):  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_run_names_its_pack_and_a_name_may_be_given(packs, tmp_path):
     assert "pack 2  Hungarian 1: hu" in said
     assert f"until you run `gates {tmp_path / 'cli'} OUT`" in said
     assert "pack greek" in invoke("inspect", tmp_path / "cli")
-    for wrong, *names in (("a: two packs have this name", "a", "a"), ("no name of a pack", "a\nb", "c")):
+    for wrong, *names in (("a: two packs have this name", "a", "a"), ("a pack's name must be of", "a\nb", "c")):
         named = [f"{name}={pack}" for name, pack in zip(names, (el, hu), strict=True)]
         refused(invoke, "join", tmp_path / "no", *named, says=wrong)
     again = [f"both={tmp_path / 'out'}", packs["tr"]]
@@ -179,7 +179,7 @@ def test_a_link_out_of_the_folder_is_not_followed(packs, base, tmp_path):
         (expand_checkpoint, dense, tmp_path / "out", EL),
         (graft_delta, packs["el"], tmp_path / "out", base, dense),
     ):
-        refused(call, *given, says=r"vocab\.txt: is a link that leads out of the folder")
+        refused(call, *given, says=r"vocab\.txt: .* a link that leads out of it")
     assert not (tmp_path / "out").exists()
 
 
@@ -294,7 +294,7 @@ def test_what_validation_refuses(home, tmp_path):
     texts = {code: str(home / f"{code}.jsonl") for code in ("el", "hu", "tr")}
     for message, changes in (
         ("join.packs: .*no such folder", {"join": {"packs": [el, str(nothing)]}}),
-        ("join.packs: .*is a qwen2 checkpoint, which is no language pack", {"join": {"packs": [el, str(wide)]}}),
+        ("join.packs: .*a qwen2 checkpoint, not an expanded one", {"join": {"packs": [el, str(wide)]}}),
         ("join.packs: el: qwen-el and copy both add it", {"join": {"packs": [el, str(copied)]}}),
         ("qwen-el: is no expansion of `base`, .*wide: tensor .* differs", {"base": str(wide)}),
         ("new: tr: the packs do not have it as a new language", {"new": texts}),

@@ -75,14 +75,9 @@ def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, line):
     words = line.format(base=made / "base", expanded=made / "expanded", text=text, **files).split()
     before = sorted(home.rglob("*"))
     (tmp_path / "link").symlink_to(model)
-    for out, message in (
-        (model / "deep" / "out", "lies in the input folder"),
-        (tmp_path / "link" / "out", "lies in the input folder"),
-        (model, "the output folder is the input folder"),
-        (home, "the input folder .* lies in it"),
-    ):
+    for out in (model / "deep" / "out", tmp_path / "link" / "out", model, home):
         given = [str(model) if word == "IN" else str(out) if word == "OUT" else word for word in words]
-        refused(invoke, *given, "--overwrite", says=message)
+        refused(invoke, *given, "--overwrite", says="is, holds or lies in the input folder")
     assert sorted(home.rglob("*")) == before
 
 
@@ -122,12 +117,12 @@ def make(out, needed=0, error=None):
 
 def test_places_where_nothing_can_be_written_are_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    places = {"file/out": "file is a file, not a folder", "file": "file: is a file", "x" * 300: "cannot be .*too long"}
+    places = {"file/out": "file is no folder, or not", "file": "file: is a file", "x" * 300: "cannot be .*too long"}
     for place, said in places.items():
         for write in (lambda out: check_output(out, True), make):
             refused(write, tmp_path / place, says=said)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    refused(check_output, tmp_path / "deep" / "out", False, says=rf"out: cannot be made, as {tmp_path} is not writable")
+    refused(check_output, tmp_path / "deep" / "out", False, says=rf"out: cannot be .*{tmp_path} is .*not writable")
 
 
 def test_a_full_disk_says_how_much_was_needed_and_one_without_room_is_not_written(tmp_path, monkeypatch):

@@ -20,8 +20,8 @@ from hf_moe_expand import (
     ReviewConfig,
 )
 from hf_moe_expand.analysis.settings import AnalysisSettings, DeviationSettings
+from hf_moe_expand.checkpoint.arguments import ExpandSettings
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.operation_settings import ExpandSettings
 from hf_moe_expand.core.schema import changed
 from hf_moe_expand.evaluation.scoring_settings import EvaluationSettings
 from hf_moe_expand.hub.published import published_files

@@ -18,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.checkpoint.average import average_checkpoints
+from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.core.errors import InputError, library_errors_at
 from hf_moe_expand.core.private import refuse_private
 from hf_moe_expand.hub import card

@@ -18,8 +18,7 @@ import hf_moe_expand
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, Recipe, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.arguments import check_file
-from hf_moe_expand.checkpoint.expand import check_plan_of_gate
-from hf_moe_expand.checkpoint.grow import grow_checkpoint
+from hf_moe_expand.checkpoint.expand import check_plan_of_gate, grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.core.jsonfile import write_json
@@ -135,7 +134,7 @@ def test_a_header_that_lies_is_refused(tmp_path):
         ({"a": entry | {"data_offsets": [-8, 0]}}, "-8"),
         ({"a": entry, "b": entry | {"data_offsets": [4, 12]}}, "invalid offset"),
         ({"a": entry | {"dtype": "F33\n"}}, "F33"),
-        ([], "not a safetensors file"),
+        ([], "not a whole safetensors file"),
         (None, "model.safetensors: "),
     ):
         encoded = json.dumps(header).encode()
@@ -314,9 +313,9 @@ def test_sentence_pairs_of_an_encoder_decoder(tmp_path):
 
 def test_plans_and_tokenizers_that_apply_to_nothing(root, tmp_path):
     placed = Plan("moe-lpr", [1, 2, 2], [2], old=["en"], new=["el"])
-    refused(check_plan_of_gate, placed, says="the place of classifiers, .* in layers 2: plan")
+    refused(check_plan_of_gate, placed, says="has classifiers in layers 2, which a gate takes the place of")
     dmoe = Plan("dmoe", [1, 2, 2], groups=[["en"], ["el"]])
-    refused(check_plan_of_gate, dmoe, says="DMoE trains the base: leave the gate out")
+    refused(check_plan_of_gate, dmoe, says="has groups of a DMoE, which a gate")
     given = (root / "expanded", tmp_path / "out")
     refused(grow_checkpoint, *given, GROWTH, copy_from={99: 1}, says="copy_from names layer 99, but .* layers 0 to 2")
     gate = {"processing_class": byte_tokenizer(), "says": "processing_class: a checkpoint has its own tokenizer"}
@@ -336,7 +335,7 @@ def test_the_record_of_a_run_is_checked(tmp_path):
 
 def test_a_dense_checkpoint_with_fields_of_expanded_ones_and_an_expanded_one_without_a_history(root, tmp_path):
     base = copied(root / "base", tmp_path / "base", classifier_layers=[1])
-    said = "its configuration has classifier_layers, a field of expanded models"
+    said = "its configuration says that it has fields of expanded models"
     refused(expand_checkpoint, base, tmp_path / "out", PLAN, says=said)
     folder = copied(root / "expanded", tmp_path / "x", expansions=[])
     refused(grow_checkpoint, folder, tmp_path / "out", GROWTH, says=r"x: config\.json records no expansion")

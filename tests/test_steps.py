@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, PostPretrainConfig, ReviewConfig, cli, expand_checkpoint, run_recipe, validate_recipe
 from hf_moe_expand.analysis.settings import GateSettings
-from hf_moe_expand.checkpoint.operation_settings import AverageSettings, GraftSettings
+from hf_moe_expand.checkpoint.arguments import AverageSettings, GraftSettings
 from hf_moe_expand.checkpoint.source import local_checkpoint, name_in_results
 from hf_moe_expand.core.saying import say_once
 from hf_moe_expand.core.schema import changed

@@ -1,5 +1,4 @@
-"""Compares tensors: of two checkpoints, the proof that frozen means frozen; and of the base inside an expanded model
-with the hashes that were recorded at its expansion."""
+"""Compares the tensors of two checkpoints, and the base inside an expanded model with the hashes of its expansion."""
 
 import json
 import os
@@ -34,7 +33,6 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all tensors are identical."""
         return not (self.changed or self.removed or self.added)
 
     def by_part(self) -> dict[str, dict[str, int]]:
@@ -60,10 +58,8 @@ def part_of(name: str) -> str:
 
 
 def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> Comparison:
-    """Compares two checkpoints, tensor by tensor and in pieces. Types may differ: equal values are identical.
-
-    If the names in the files differ (BLOOM's may lack `transformer.`), tensors are matched by the models' own names.
-    """
+    """Compares two checkpoints, tensor by tensor and in pieces. Types may differ: equal values are identical. If the
+    names in the files differ (BLOOM's may lack `transformer.`), tensors are matched by the models' own names."""
     a, b = CheckpointReader(Path(before)), CheckpointReader(Path(after))
     ours, theirs = a.tensors, b.tensors
     if ours.keys() != theirs.keys():
@@ -109,12 +105,8 @@ _FEW, _READERS = 3, 4
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the base inside a model is the base that was expanded.
-
-    Attributes:
-        moved: names, in the base, of the tensors that are not those of the base.
-        checked: whether the tensors were compared.
-    """
+    """Whether the base inside a model is the base that was expanded: the names, in the base, of the tensors that moved,
+    and whether the tensors were compared."""
 
     moved: list[str] = field(default_factory=list)
     checked: bool = False
@@ -127,25 +119,18 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """The verdict in a few words."""
         return f"moved: {self.names}" if self.moved else "as the base" if self.checked else "unchecked"
 
 
 def base_hashes(source: Any) -> list[str]:
-    """A hash of each of the base's tensors, in the order of their names in the base.
-
-    Args:
-        source: a `StoredModel` or a `LoadedModel`, dense or expanded.
-    """
+    """A hash of each tensor of the base in a `Source`, in the order of their names in the base."""
     with ThreadPoolExecutor(_READERS) as pool:  # reading and hashing release the GIL
         return list(pool.map(lambda of: _hash(of[1].dtype, of[1].shape, of[1].chunks()), _home(source)))
 
 
 def moved_tensors(source: StoredModel) -> Verdict:
-    """Compares the base inside a checkpoint with the hashes in its history, and records the verdict in its folder.
-
-    A tensor of another type has not moved if its values are the base's. Without hashes nothing is compared.
-    """
+    """Compares the base inside a checkpoint with the hashes in its history, if it has any, and records the verdict in
+    its folder. A tensor of another type has not moved if its values are the base's."""
     expansions = History.of(source.config).expansions
     recorded = next((record.base_hashes for record in expansions if record.base_hashes), None)
     if recorded is None:
@@ -166,23 +151,17 @@ def moved_tensors(source: StoredModel) -> Verdict:
 
 def recorded_verdict(folder: Path) -> Verdict:
     """The verdict in a checkpoint's folder, if the weights are those that were compared; reads none of them."""
-    file = folder / BASE_CHECK
-    try:
-        if not file.is_file():
-            return Verdict()
-        content = read_json(file, "a verdict on the base")
-        moved = content.get("moved")
-        if content.get("files") != _files(folder) or not isinstance(moved, list):
-            return Verdict()
-    except (InputError, OSError):
-        return Verdict()
-    return Verdict([str(name) for name in moved], True)
+    with suppress(InputError, OSError):
+        content = read_json(folder / BASE_CHECK, "a verdict on the base") if (folder / BASE_CHECK).is_file() else {}
+        if content.get("files") == _files(folder) and isinstance(content.get("moved"), list):
+            return Verdict([str(name) for name in content["moved"]], True)
+    return Verdict()
 
 
 def _files(folder: Path) -> list[list[Any]]:
     """Name, size and time of the weight files."""
-    record = [folder / RECORD] if (folder / RECORD).is_file() else []
-    states = [(file.name, file.stat()) for file in [*CheckpointReader(folder).files, *record]]
+    files = [*CheckpointReader(folder).files, folder / RECORD]
+    states = [(file.name, file.stat()) for file in files if file.is_file()]
     return [[name, state.st_size, state.st_mtime_ns] for name, state in states]
 
 

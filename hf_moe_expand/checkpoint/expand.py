@@ -1,8 +1,10 @@
-"""Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model."""
+"""Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model; and growth: an
+expanded checkpoint gets further ones, and keeps existing weights byte for byte."""
 
+import copy
 import os
 import re
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,36 +16,24 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
-from ..core.errors import InputError
-from ..core.schema import checked, shown_value
-from ..modeling import (
-    DMoEConfig,
-    LayerMoEConfig,
-    decoder_ffns,
-    language_models,
-    stack_sizes,
-)
-from ..planning.plan import Plan
+from ..core.errors import InputError, errors_at, library_errors_at
+from ..core.languages import check_named_once
+from ..core.schema import changed, checked
+from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
+from ..planning.plan import REFUSED, Plan
+from .arguments import NewExperts
 from .compare import base_hashes
-from .facts import ExpertKind
+from .facts import ExpertKind, Facts
 from .gate import Gate
 from .new_experts import chosen_kind, new_weight, random_weight
-from .operation_settings import NewExperts
 from .promises import check_architecture
 from .reader import TORCH_DTYPES
 from .records import ExpansionRecord, History
-from .source import (
-    check_base_config,
-    load_base_config,
-    name_and_commit,
-    resolve_checkpoint,
-)
+from .source import check_base_config, load_base_config, load_expanded_config, name_and_commit, resolve_checkpoint
 from .stored import LoadedModel, Place, Source, StoredModel
-from .table import Copy, Given, New, Rule, rewrite
+from .table import Copy, Given, New, Rows, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
 
-_FEW = 5
-_PART = re.compile(r"(model\.)?[^.]+")
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
 
 
@@ -55,14 +45,6 @@ class ExpansionReport:
     base_parameters: int
     parameters: int
     left_out: list[str]
-
-    @property
-    def left_out_parts(self) -> list[str]:
-        """What was left out, in words: a few tensors by name, many by the part of the model that they belong to."""
-        if len(self.left_out) <= _FEW:
-            return self.left_out
-        parts = Counter(_PART.match(name)[0] for name in self.left_out)  # type: ignore[index]
-        return [f"{part} ({count} tensors)" for part, count in parts.items()]
 
 
 @partial(checked, keywords=NewExperts)
@@ -83,13 +65,9 @@ def expand_checkpoint(
     Args:
         base: folder or hub id of the dense checkpoint (safetensors).
         out: folder to write; appears whole or not at all.
-        plan: experts and classifiers of each layer.
         experts: `expert_init`, `expert_kind` and the other settings of the new experts (`NewExperts`). All but
             `random` ones start as the dense model: copies, or updates and added FFNs whose output is zero.
-        seed: random seed of the routers, of random experts and of updates.
-        revision: revision of a hub id.
-        max_shard_size: size of the largest weight file.
-        overwrite: replace `out` if it exists.
+        seed: of the routers, of random experts and of updates.
         gate: the language gate of this base (`gating.gate_from_file`), for the plan's languages.
 
     Raises:
@@ -107,7 +85,7 @@ def expand_checkpoint(
 
 
 @partial(checked, keywords=NewExperts)
-def expand_model(dense: Any, plan: Plan, *, seed: int = 0, gate: Gate | None = None, **experts: Any) -> Any:
+def expand_model(dense: PreTrainedModel, plan: Plan, *, seed: int = 0, gate: Gate | None = None, **experts: Any) -> Any:
     """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`.
 
     All weights but new experts and routers share the dense model's memory: training one model changes the other. New
@@ -121,16 +99,15 @@ def expand_model(dense: Any, plan: Plan, *, seed: int = 0, gate: Gate | None = N
     Returns:
         A `LayerMoEForCausalLM`, a `LayerMoEForSeq2SeqLM` if `dense` is an encoder-decoder, or a `DMoEForCausalLM` if
         the plan has language groups.
-
-    Raises:
-        InputError: the model cannot be expanded, or the plan is for another model.
     """
-    _check_dense(dense)
+    name = type(dense).__name__
+    check_base_config(dense.config, name)
+    check_architecture(dense.config, name)
     source, named = LoadedModel(dense), base_of(dense)
     if source.unknown:
         raise InputError(
-            f"{type(dense).__name__}: has tensors that the backbone does not know ({', '.join(source.unknown[:3])}); "
-            "merge an adapter into the model before expanding it."
+            f"{name}: has tensors that the backbone does not know ({', '.join(source.unknown[:3])}): merge adapters, "
+            "and load the model with its head."
         )
     model, _ = _expanded(source, named[0], plan, NewExperts(**experts), named, seed, gate)
     return model
@@ -140,12 +117,8 @@ def _expanded(
     dense: Source, name: Any, plan: Plan, experts: NewExperts, base: tuple[str, str | None], seed: int,
     gate: Gate | None, **written: Any,
 ) -> tuple[Any, ExpansionRecord]:  # fmt: skip
-    """The folder of the expanded model of a checkpoint, or that of a loaded model; and its record.
-
-    Args:
-        name: what messages call the dense model.
-        base: its name and commit, for the record.
-    """
+    """The folder of the expanded model of a checkpoint, or that of a loaded model; and its record. Messages call the
+    dense model `name`, and its record has its name and commit, `base`."""
     check_dense_plan(plan, dense.config, name)
     kind = chosen_kind(dense.network, plan, experts)
     config = planned_config(dense.config, plan, kind, gate, conditional_routing=experts.conditional_routing)
@@ -202,11 +175,11 @@ def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.
 def planned_config(
     dense_config: PreTrainedConfig, plan: Plan, kind: ExpertKind | None = None, gate: Gate | None = None, **fields: Any
 ) -> Any:
-    """The configuration of a dense model expanded by `plan` with experts of a kind, FFNs by default, and a gate;
-    `fields` are further ones of `ExpandedConfig`."""
+    """The configuration of a dense model expanded by `plan` with experts of a kind, FFNs by default, and a gate; and
+    with further `fields` of `ExpandedConfig`."""
     config_class: Any = DMoEConfig if plan.groups else LayerMoEConfig
     kind = kind or ExpertKind()
-    try:
+    with library_errors_at("plan", ValueError):  # of code that checkpoints carry, which has no InputError
         config = config_class.from_dense(
             dense_config,
             num_experts_per_layer=plan.experts_per_layer,
@@ -217,8 +190,6 @@ def planned_config(
             **({"language_groups": plan.groups} if plan.groups else {}),
             **fields,
         )
-    except ValueError as error:  # of code that checkpoints carry, which has no InputError
-        raise InputError(str(error)) from None
     if gate is not None:
         check_plan_of_gate(plan)
         gate.set_in(config)
@@ -227,13 +198,9 @@ def planned_config(
 
 def check_plan_of_gate(plan: Plan) -> None:
     """Refuses a plan with what a gate takes the place of."""
-    if plan.groups:
-        raise InputError("A gate sends text home to a frozen base, but DMoE trains the base: leave the gate out.")
-    if plan.classifier_layers:
-        raise InputError(
-            f"The gate takes the place of classifiers, but the plan has some, in layers {plan.classifiers_in_words}: "
-            "plan without classifiers."
-        )
+    if plan.groups or plan.classifier_layers:
+        has = f"classifiers in layers {plan.classifiers_in_words}" if plan.classifier_layers else "groups of a DMoE"
+        raise InputError(f"The plan has {has}, which a gate takes the place of: leave one of them out.")
 
 
 def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
@@ -260,20 +227,6 @@ def _only_commit(name: str) -> str | None:
     return folder.name if folder is not None and len(list(folder.parent.iterdir())) == 1 else None
 
 
-def _check_dense(dense: Any) -> None:
-    name = type(dense).__name__
-    if not isinstance(dense, PreTrainedModel):
-        raise InputError(
-            f"expand_model: dense is {shown_value(dense)}: not a model of transformers; for a PEFT model, give its "
-            "`merge_and_unload()`."
-        )
-    check_base_config(dense.config, name)
-    check_architecture(dense.config, name)
-    wanted: Any = language_models(dense.config)[type(dense.config)]
-    if not isinstance(dense, wanted):
-        raise InputError(f"{name}: only a model with its language-model head is expanded; load a {wanted.__name__}.")
-
-
 def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
     """The record of an expansion by `plan`; `facts` are the fields that the plan does not decide."""
     grouped = [code for group in plan.groups for code in group]
@@ -291,3 +244,184 @@ def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
 def versions() -> dict[str, str]:
     """The versions of the software that writes a checkpoint."""
     return {"hf_moe_expand": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+
+
+@checked
+def grow_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    plan: Plan,
+    *,
+    copy_from: Mapping[int, int] | None = None,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the further expansion of an expanded checkpoint (LayerMoE section 3.4, lifelong expansion).
+
+    New experts are of the last expansion's kind and size, and exclusive if those are. Earlier experts and router rows
+    stay byte for byte. Classifiers get one more class: a layer that had a classifier keeps its rows, and the new class
+    starts as a copy of the last one, so that its decisions do not change until review.
+
+    Args:
+        plan: made with `--from`, for this model: experts of each layer after the growth.
+        copy_from: the expert that the new ones copy, by layer; expert 0 by default.
+
+    Raises:
+        InputError: see `check_growth`; or a layer lacks the expert to copy.
+    """
+    folder = resolve_checkpoint(model)
+    config = check_growth(folder, plan)
+    facts, layers = Facts(config), range(len(plan.experts_per_layer))
+    if unknown := sorted({*(copy_from or {})} - {*layers}):
+        raise InputError(f"copy_from names layer {unknown[0]}, but {folder} has layers 0 to {layers[-1]}.")
+    origin = {layer: (copy_from or {}).get(layer, 0) for layer in layers}
+    sources = {layer: [origin[layer]] * (plan.experts_per_layer[layer] - facts.counts[layer]) for layer in layers}
+    first = facts.history.first
+    record = planned_record(
+        changed(plan, exclusive=config.exclusive_experts), old_languages=facts.history.languages,
+        base_model=first.base_model, base_revision=first.base_revision, copied_experts=origin, seed=seed,
+    )  # fmt: skip
+    # A gate knows nothing of the new languages: fit it again.
+    parts = {name: settings for name, settings in config.parts.items() if name != "gate"}
+    if facts.has_adapters:
+        parts["languages"] = [*config.adapters, _adapter_to_copy(folder, config, origin)]
+    changes = {
+        "earlier_experts_per_layer": config.counts_of_expansions, "classifier_layers": plan.classifier_layers,
+        "parts": parts,
+    }  # fmt: skip
+    return add_experts(
+        folder, out, sources, record, config_changes=changes, seed=seed, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _adapter_to_copy(folder: Path, config: Any, origin: Mapping[int, int]) -> dict:
+    """The maps of the next adapter: those of the one that it copies; of the last one, if it begins with zeros."""
+    known = [config.adapters[-1], *config.adapters]  # `add_experts` refuses an expert that is not there
+    adapters = [known[expert] for expert in {*origin.values()} if expert < len(known)] or known
+    if any(adapter != adapters[0] for adapter in adapters):
+        raise InputError(f"{folder}: copy_from names adapters of different maps: copy one of them, or expert 0.")
+    return adapters[0]
+
+
+def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
+    """The configuration of the checkpoint that the plan grows, after checking that the plan is for it."""
+    folder = resolve_checkpoint(model)
+    config: Any = load_expanded_config(folder)
+    plan.checked()
+    with errors_at(str(folder)):
+        if not isinstance(config, LayerMoEConfig):
+            raise InputError(f"{REFUSED['dmoe', 'grown']}.")
+        if any("each" in (config.parts or {}).get(name, {}) for name in ("lora", "added")):
+            raise InputError(
+                "joins packs with experts of several kinds or sizes, and growth adds experts of one kind: expand the "
+                "base for the new languages and join that pack too."
+            )
+        facts = Facts(config)
+        if plan.grows_from != facts.counts:
+            raise InputError(f"has {facts.counts} experts, but the plan was made for {plan.grows_from or [1]}.")
+        added = [after - before for before, after in zip(facts.counts, plan.experts_per_layer, strict=True)]
+        if facts.has_adapters and max(added) > 1:
+            raise InputError("a language has one adapter, but the plan adds more experts to a layer: plan with 1.")
+        if plan.exclusive and not facts.exclusive:
+            raise InputError("the plan's experts are exclusive, but its own are not: plan without `exclusive`.")
+        check_layers(plan, config, folder)
+        known = [*facts.history.first.old_languages, *facts.history.languages]
+        if again := [code for code in plan.new if code in known]:
+            raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
+        check_named_once([*known, *plan.new])
+    return config
+
+
+def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
+    """What growth by the plan does to the model's classifiers, one sentence for each kind of change."""
+    config = check_growth(model, plan)
+    before, after = set(Facts(config).classifiers), set(plan.classifier_layers)
+    effects = {"removed": before - after, "kept": before & after, "added, with weights of zero": after - before}
+    names = layer_names(config)
+    changes = [
+        f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {effect}"
+        for effect, layers in effects.items()
+        if layers
+    ]
+    gate = ["the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)"]
+    return changes + (gate if Facts(config).gate is not None else [])
+
+
+def add_experts(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    sources: Mapping[int, Sequence[int]],
+    record: ExpansionRecord,
+    *,
+    copy_router_rows: bool = False,
+    config_changes: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the checkpoint with more experts in its expanded layers.
+
+    Args:
+        sources: the experts that the new ones copy, by layer; of expanded layers alone.
+        record: of the expansion, for the history; its parameter count is filled in here.
+        copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row is drawn.
+        config_changes: further fields of the configuration.
+    """
+    (stored,) = opened([model], out, overwrite)
+    config, counts, names = copy.deepcopy(stored.config), Facts(stored.config).counts, layer_names(stored.config)
+    for layer, expert in ((layer, expert) for layer, experts in sources.items() for expert in experts):
+        if not 0 <= expert < counts[layer]:
+            raise InputError(
+                f"{stored.folder}: layer {names[layer]} has no expert {expert} to copy; give one of "
+                f"0..{counts[layer] - 1}."
+            )
+    sources = {layer: experts for layer, experts in sources.items() if experts}
+    for name, value in (config_changes or {}).items():
+        setattr(config, name, value)
+    config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
+    return rewrite(
+        [stored], config, _growth(stored, counts, sources, copy_router_rows, seed), out,
+        record=History([*History.of(config).expansions, record]), title="grow", max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _growth(
+    stored: StoredModel, counts: Sequence[int], sources: Mapping[int, Sequence[int]], copy_router_rows: bool, seed: int
+) -> Rule:
+    """Of what the tensors of a grown model are made, whose layers had `counts` experts."""
+    copied = {expert for experts in sources.values() for expert in experts}
+    outside = copied.pop() if len(copied) == 1 else 0
+    classes = len(stored.config.counts_of_expansions) + 1
+
+    def rule(place: Place) -> Copy | Rows | New:
+        layer, key = place.layer, place.key
+        draw = partial(new_weight, place.inner, place.shape, (seed, layer))
+        before = counts[layer] if layer >= 0 else classes  # outside the layers a language has the number of its class
+        if place.expert is not None and place.expert >= before:
+            if source := sources[layer][place.expert - before] if layer >= 0 else outside:
+                return Copy(place.of_expert(source))
+            if place.dense is not None:
+                return Copy(stored.base.get(place.dense, place.dense))
+            # An update or an added expert, which adds zero to expert 0.
+            like = next(name for name in stored.tensors if name.startswith(place.beside("experts.")))
+            return New(draw, stored[like].dtype)
+        if place.inner == "router.weight" and layer in sources:
+            if key not in stored.shapes:  # the first class with a choice, of exclusive experts
+                return New(draw, "F32")
+            rows = [*range(counts[layer])]
+            if copy_router_rows:
+                return Rows(Copy(key), [*rows, *sources[layer]])
+            # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
+            place_of_rows = (seed, layer, counts[layer])
+            return Rows(Copy(key), rows, lambda: new_weight(place.inner, place.shape, place_of_rows)[counts[layer] :])
+        if place.inner == "classifier.weight":
+            if key not in stored.shapes:  # a new one
+                return New(draw, stored[place.beside("router.weight")].dtype)
+            had = stored.shapes[key][0]
+            return Rows(Copy(key), [*range(had), *[had - 1] * (place.shape[0] - had)])
+        return Copy(key)
+
+    return rule

@@ -24,12 +24,8 @@ from .writer import DEFAULT_SHARD_SIZE
 
 @dataclass(frozen=True)
 class SavedExpansion:
-    """Result of `save_expansion`.
-
-    Attributes:
-        added, in_base: bytes of the tensors in the folder, and of the tensors left to the base.
-        changed: tensors of the base that training changed, which the folder holds too.
-    """
+    """Result of `save_expansion`: the bytes of the tensors in the folder, and of those left to the base; and the
+    tensors of the base that training changed, which the folder holds too."""
 
     out: Path
     added: int
@@ -53,20 +49,13 @@ def save_expansion(
     checkpoint. If the base is a local folder, loading needs `base_model=FOLDER` too.
 
     Args:
-        model: folder or hub id of an expanded checkpoint.
         base: folder or hub id of the base model; by default the hub id that config.json records.
-
-    Raises:
-        InputError: the base is not known, or `model` did not come from it.
     """
     (expanded,) = opened([model], out, overwrite, load_expanded_config)
     folder, config = expanded.folder, expanded.config
     first = History.of(config).first
     if base is None and first.base_revision is None:
-        raise InputError(
-            f"{folder}: was expanded from {first.base_model}, a local folder: give `base`, a hub id or, for use on "
-            "this machine alone, a folder."
-        )
+        raise InputError(f"{folder}: was expanded from {first.base_model}, a local folder: give `base`.")
     origin = base or str(first.base_model)
     base_folder = resolve_checkpoint(origin, first.base_revision if base is None else None)
     name, revision = name_and_commit(origin, base_folder)
@@ -76,10 +65,7 @@ def save_expansion(
     in_base = sum(expanded[key].nbytes for key in left)
     if in_base <= sum(tensor.nbytes for tensor in changed):
         such = f", such as {changed[0].name}" if changed else ""
-        raise InputError(
-            f"{folder}: lacks most tensors of {origin}{such}: give the base model "
-            "that was expanded, or publish a model of which all weights were trained without --expansion-only."
-        )
+        raise InputError(f"{folder}: lacks most tensors of {origin}{such}: give the base model that was expanded.")
     fields = read_json(folder / "config.json", "a configuration")
     set_part(config, "expansion_only", reference)
     contents = {"config.json": {**fields, "parts": config.parts}, RECORD: record}
@@ -94,8 +80,8 @@ def save_expansion(
 def _compare(
     expanded: StoredModel, dense: StoredModel
 ) -> tuple[dict[str, dict[str, str]], set[str], list[StoredTensor]]:
-    """Returns, for each stored tensor that is byte-identical in the base, its name there and its hash; the places of
-    which all tensors are; and the tensors that the base has with other values."""
+    """For each stored tensor that is byte-identical in the base its name there and its hash; the places of which all
+    tensors are; and the tensors that the base has with other values."""
     record: dict[str, dict[str, str]] = {}
     left, changed = set(), []
     ordered = sorted(expanded.tensors, key=dot_natural_key)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.jsonfile import read_json
 from ..modeling import layer_names
 from ..modeling.configuration_dmoe import DMoEConfig
@@ -52,25 +53,22 @@ def export_dense(
     """Writes the dense model of a language or of an expert: an ordinary checkpoint, which every server takes.
 
     Args:
-        model: expanded checkpoint.
-        out: folder to write.
         expert: write the dense model that has this expert of every expanded layer as its FFN, byte for byte. Expert 0
             of a model whose base was frozen gives the base. A LoRA expert's updates are added to expert 0's weights in
             float32 and rounded once.
         language: write the dense model of a language: the base for one of its own, and for a new one the base with the
             FFNs that its tokens take alone (exclusive experts).
 
-    Returns:
-        The architecture's name.
+    Returns the architecture's name.
     """
     if (expert is None) == (language is None):
-        raise InputError("Give one of --language CODE and --expert NUMBER, for a dense model, or --peft, for adapters.")
+        raise InputError("Give one of --language CODE and --expert NUMBER, or --peft, for adapters.")
     (source,) = opened([model], out, overwrite, load_expanded_config)
-    own: dict[str, Any] = {"expert": expert} if language is None else {"language": language}
     if language is not None:
+        own: dict[str, Any] = {"language": language}
         chosen, number = experts_of(source, language), class_of(source, language)
     else:
-        number = expert or 0
+        own, number = {"expert": expert}, expert or 0
         chosen = _experts_of_number(source, number)
     config = dense_config(source.config)
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
@@ -91,19 +89,22 @@ def _own_files(source: StoredModel, language: str | None, number: int) -> dict[s
         return {}
     files, own = {}, entries[number - 1].get("generation")
     if own:
-        file = source.folder / GENERATION
-        fields = read_json(file, "a generation configuration") if file.is_file() else {}
-        files[GENERATION] = json.dumps({**fields, **own}, indent=2, sort_keys=True).encode()
+        fields = {**generation_of(source.folder), **own}
+        files[GENERATION] = json.dumps(fields, indent=2, sort_keys=True).encode()
     template = source.folder / "additional_chat_templates" / f"{language}.jinja"
     return {**files, TEMPLATE: template.read_bytes()} if template.is_file() else files
 
 
+def generation_of(folder: Path) -> dict[str, Any]:
+    """The generation settings in a checkpoint's folder."""
+    file = folder / GENERATION
+    return read_json(file, "a generation configuration") if file.is_file() else {}
+
+
 def class_of(source: StoredModel, language: str) -> int:
     """The class of a language."""
-    try:
+    with library_errors_at(source.folder, ValueError):
         (number,) = classes_of(source.config, language)
-    except ValueError as error:
-        raise InputError(f"{source.folder}: {error}") from None
     return number or 0
 
 
@@ -113,14 +114,13 @@ def experts_of(source: StoredModel, language: str) -> list[int]:
     experts = {layer: ffn.expert_of(number) for layer, ffn in source.network.expanded_ffns().items()}
     if mixed := [layer for layer, one in experts.items() if one is None]:
         raise InputError(
-            f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}: only exclusive "
-            "ones become one (`exclusive: true` in a plan)."
+            f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}; exclusive ones "
+            "become one."
         )
     return [experts.get(layer) or 0 for layer in range(len(config.num_experts_per_layer))]
 
 
 def _experts_of_number(source: StoredModel, expert: int) -> list[int]:
-    """This expert in each layer."""
     counts = source.config.num_experts_per_layer
     for layer, count in enumerate(counts):
         if not 0 <= expert < count and count > 1:
@@ -141,9 +141,7 @@ def _dense(source: StoredModel, experts: Sequence[int], number: int) -> Rule:
     """Of what the tensors of the dense model are made that has one expert of every expanded layer as its FFN, and what
     a class has of its own."""
     if any(experts) and source.config.expert_kind == "added":
-        raise InputError(
-            f"{source.folder}: {REFUSED['added', 'export-language']}: only expert 0, the base, is written (--expert 0)."
-        )
+        raise InputError(f"{source.folder}: {REFUSED['added', 'export-language']}: take expert 0.")
     own = own_places(source, experts, number)
     keys = source.base | {place.dense: place.key for place in own if place.dense}
     updates = updates_of(source, own)

@@ -14,10 +14,7 @@ from ..modeling.parts import PARTS
 from .records import History
 
 # The fields of a configuration for each setting of a kind of experts.
-_FIELDS = {
-    "ffn": {}, "lora": {"rank": "lora_rank", "alpha": "lora_alpha"}, "added": {"width": "expert_width"},
-    "adapter": {"adapters": "adapters"},
-}  # fmt: skip
+_FIELDS = {"rank": "lora_rank", "alpha": "lora_alpha", "width": "expert_width", "adapters": "adapters"}
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class ExpertKind:
     @property
     def fields(self) -> dict[str, Any]:
         """Its arguments of a configuration."""
-        own = {name: self.settings[setting] for setting, name in _FIELDS[self.name].items()}
-        return {"expert_kind": self.name, **own}
+        return {"expert_kind": self.name, **{_FIELDS[name]: value for name, value in self.settings.items()}}
 
     @property
     def _updates(self) -> dict[str, list[list | None]]:
@@ -99,14 +95,7 @@ def set_kinds(config: Any, kinds: Sequence[ExpertKind]) -> None:
 
 @dataclass(frozen=True)
 class JoinedPack:
-    """A language pack of a joined model.
-
-    Attributes:
-        name: folder or hub id.
-        languages: those that it adds.
-        expansions: number of its expansions.
-        experts: the kind of its experts, in words.
-    """
+    """A language pack of a joined model: its languages, number of expansions, and kind of experts in words."""
 
     name: str
     languages: list[str]
@@ -118,15 +107,25 @@ class JoinedPack:
         return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}"
 
 
-@dataclass(frozen=True)
 class Facts:
-    """What the configuration says; all lists of layers have an encoder's first."""
+    """What the configuration says; all lists of layers have an encoder's first.
 
-    config: Any
+    Attributes:
+        classifiers: the layers with a classifier.
+        exclusive: whether tokens of a new language take its experts alone.
+        groups: the languages of each expert of a DMoE, none of another model; `group_of` is the group of each language.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.classifiers: list[int] = list(getattr(config, "classifier_layers", None) or [])
+        self.exclusive = bool(getattr(config, "exclusive_experts", False))
+        self.has_adapters = getattr(config, "expert_kind", None) == "adapter"
+        self.groups: list[list[str]] = getattr(config, "language_groups", None) or []
+        self.group_of = {code: number for number, group in enumerate(self.groups) for code in group}
 
     @cached_property
     def history(self) -> History:
-        """The expansions, in order; none of a dense model."""
         return History.of(self.config)
 
     @property
@@ -141,33 +140,11 @@ class Facts:
 
     @property
     def encoder_layers(self) -> int:
-        """Number of the encoder's layers; 0 of a decoder."""
         return stack_sizes(self.config).get("encoder", 0)
 
     @property
-    def classifiers(self) -> list[int]:
-        """The layers with a classifier."""
-        return list(getattr(self.config, "classifier_layers", None) or [])
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether tokens of a new language take its experts alone."""
-        return bool(getattr(self.config, "exclusive_experts", False))
-
-    @property
     def gate(self) -> GateRule | None:
-        """The language gate."""
         return GateRule.of(self.config)
-
-    @property
-    def groups(self) -> list[list[str]]:
-        """The languages of each expert of a DMoE; none of another model."""
-        return getattr(self.config, "language_groups", None) or []
-
-    @property
-    def group_of(self) -> dict[str, int]:
-        """The group of each language of a DMoE."""
-        return {code: number for number, group in enumerate(self.groups) for code in group}
 
     @property
     def languages(self) -> tuple[list[str], list[str]]:
@@ -186,13 +163,7 @@ class Facts:
         return [kind_of(self.config, number, number + 1) for number in range(len(self.config.counts_of_expansions))]
 
     @property
-    def has_adapters(self) -> bool:
-        """Whether its experts are adapters."""
-        return getattr(self.config, "expert_kind", None) == "adapter"
-
-    @property
     def has_updates(self) -> bool:
-        """Whether languages have low-rank updates of modules."""
         return any(kind.has_updates for kind in self.kinds)
 
     @property

@@ -1,5 +1,4 @@
-"""Writes a fitted language gate into a checkpoint, in place of its classifiers or gate. All is streamed, and all other
-tensors stay byte for byte."""
+"""Writes a fitted language gate into a model, in place of its classifiers or gate."""
 
 import copy
 import json
@@ -37,12 +36,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Gate:
-    """A language gate.
-
-    Attributes:
-        rule: its layer, languages and numbers; the rows follow the order of `rule.languages`.
-        weight_Rh, bias_R: its rows.
-    """
+    """A language gate: its layer, languages and numbers, and its rows, in the order of `rule.languages`."""
 
     rule: GateRule
     weight_Rh: torch.Tensor
@@ -55,7 +49,6 @@ class Gate:
         return {weight: self.weight_Rh, bias: self.bias_R}
 
     def set_in(self, config: Any) -> None:
-        """Writes the gate into a configuration."""
         config.classifier_layers = []
         set_part(config, "gate", asdict(self.rule))
 
@@ -81,8 +74,7 @@ def gated(model: str | os.PathLike, out: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_takes_gate(model: str | os.PathLike | PreTrainedModel) -> Any:
-    """The configuration of a checkpoint, or of a loaded model, that takes a gate: not a DMoE's or an
-    encoder-decoder's."""
+    """The configuration of a checkpoint, or of a loaded model, that takes a gate; refuses others."""
     if isinstance(model, PreTrainedModel):
         config, name = model.config, f"model, a {type(model).__name__}"
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import InputError
+from ..core.errors import InputError, errors_at
 from ..core.languages import same_language
 from ..core.schema import changed, checked
 from ..modeling import LayerMoEConfig, count_layers
@@ -21,7 +21,7 @@ from .compare import differing_tensor
 from .facts import Facts, set_kinds, set_part
 from .reader import StoredTensor
 from .records import History
-from .source import differences, pack_and_name
+from .source import differences, load_expanded_config, pack_and_name
 from .stored import Place, StoredModel
 from .table import Copy, New, Rule, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
@@ -42,12 +42,8 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack, which is an expanded checkpoint: one expansion, or several that were joined or grown.
-
-    Attributes:
-        name: the last part of its folder or hub id, or the name that the user gives.
-        is_named: whether the user gives one.
-    """
+    """A pack, which is an expanded checkpoint: one expansion, or several that were joined or grown. Its name is the
+    last part of its folder or hub id, or the name that the user gives (`is_named`)."""
 
     name: str
     stored: StoredModel
@@ -55,12 +51,10 @@ class Pack:
 
     @cached_property
     def facts(self) -> Facts:
-        """What its configuration says."""
         return Facts(self.stored.config)
 
     @property
     def new_languages(self) -> list[str]:
-        """The languages that it adds."""
         return list(dict.fromkeys(code for codes in self.facts.history.by_expansion[1:] for code in codes))
 
     @property
@@ -72,14 +66,8 @@ class Pack:
 
 @dataclass(frozen=True)
 class JoinReport:
-    """Result of `join_expansions`.
-
-    Attributes:
-        packs: the packs' names, in order.
-        new_languages: the languages of each pack.
-        old_languages: the base model's languages that any pack names.
-        experts_per_layer: experts of each layer, expert 0 counted.
-    """
+    """Result of `join_expansions`: the packs in order, the languages that each adds, the base's languages that any pack
+    names, and the experts of each layer, expert 0 counted."""
 
     out: Path
     packs: list[str]
@@ -88,7 +76,6 @@ class JoinReport:
     experts_per_layer: list[int]
 
     def lines(self) -> list[str]:
-        """The lines that the command line prints."""
         packs = enumerate(zip(self.packs, self.new_languages, strict=True), start=1)
         lines = [f"pack {number}  {name}: {', '.join(codes)}" for number, (name, codes) in packs]
         lines.append(f"old languages      {', '.join(self.old_languages) or 'none'}")
@@ -112,12 +99,10 @@ def join_expansions(
     Args:
         packs: folders or hub ids of expanded checkpoints, whole or with only the tensors that the expansion added. A
             joined model counts as its packs. `NAME=FOLDER` names a pack; else the folder of its run does, or its own.
-        out: folder to write; appears whole or not at all.
 
     Raises:
         InputError: the packs do not fit together: of another base (the message names the first tensor that differs),
-            for one language, with experts that are not exclusive, with another top-k, or with shared weights that were
-            trained.
+            for one language, with experts that are not exclusive, or with shared weights that were trained.
     """
     loaded = load_packs(packs, out, overwrite)
     _check_packs(loaded)
@@ -142,19 +127,18 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
     loaded: list[Pack] = []
     for pack in packs:
         place, name = pack_and_name(pack)
-        stored = StoredModel(place)
+        stored = StoredModel(place, load=load_expanded_config)
         check_output(out, overwrite, stored.folder)
-        if not isinstance(stored.config, LayerMoEConfig):
-            kind = stored.config.model_type
-            why = REFUSED["dmoe", "joined"] if kind == "dmoe" else "it is not an expanded checkpoint"
-            raise InputError(f"{pack}: is a {kind} checkpoint, which is no language pack: {why}.")
-        if not stored.config.exclusive_experts:
-            raise InputError(f"{pack}: {REFUSED['routed', 'joined']}: expand the base by a plan with `exclusive`.")
-        if len(stored.config.packs or []) > 1 and str(pack) != place:
-            raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
-        # It is published: a local folder's path is not.
-        if not name.strip() or len(name) > 200 or not name.isprintable():
-            raise InputError(f"{name[:60]!r} is no name of a pack: it must be of 1 to 200 printable characters.")
+        with errors_at(str(pack)):
+            if not isinstance(stored.config, LayerMoEConfig):
+                raise InputError(f"{REFUSED['dmoe', 'joined']}.")
+            if not stored.config.exclusive_experts:
+                raise InputError(f"{REFUSED['routed', 'joined']}: expand the base by a plan with `exclusive`.")
+            if len(stored.config.packs or []) > 1 and str(pack) != place:
+                raise InputError("joins packs already, which keep their names: give it without a name.")
+            # It is published.
+            if not name.strip() or len(name) > 200 or not name.isprintable():
+                raise InputError("a pack's name must be of 1 to 200 printable characters.")
         loaded.append(Pack(name, stored, str(pack) != place))
     return loaded
 
@@ -162,21 +146,19 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
 def _check_packs(packs: Sequence[Pack]) -> None:
     """Refuses packs that do not fit together."""
     first, *others = packs
-    grafted = [any(stage.stage == "graft" for stage in pack.facts.history.stages) for pack in packs]
-    for pack, is_grafted in zip(packs, grafted, strict=True):
+    if len({any(stage.stage == "graft" for stage in pack.facts.history.stages) for pack in packs}) > 1:
+        raise InputError("some packs got a graft, and some did not: join them first and graft the joined model.")
+    for pack in packs:
         if stage := pack.facts.history.trained_base:
-            raise InputError(
-                f"{pack.name}: `{stage}` trained the base inside, which the other packs do not share: join packs whose "
-                "base stayed frozen."
-            )
-        if is_grafted != grafted[0]:
-            with_, without = (packs[grafted.index(flag)].name for flag in (True, False))
-            raise InputError(
-                f"{with_}: got a graft, and {without} did not: join the packs first and graft the joined model, or "
-                "graft all of them with the same model."
-            )
+            raise InputError(f"{pack.name}: `{stage}` trained the base inside, which the other packs do not share.")
     for pack in others:
-        _check_config(first, pack)
+        kinds = {one.facts.kinds[0].name for one in (first, pack)}
+        if len(kinds) > 1 and kinds & {"added", "adapter"}:
+            raise InputError(f"{first.name}, {pack.name}: added experts and adapters are joined with their own kind.")
+        for name, ours, theirs in differences(first.stored.config, pack.stored.config, _MAY_DIFFER):
+            raise InputError(
+                f"{name} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: join packs of one base."
+            )
     for pack, other in combinations(packs, 2):
         if twice := [code for code in other.new_languages if any(same_language(code, c) for c in pack.new_languages)]:
             raise InputError(f"{', '.join(sorted(twice))}: {pack.name} and {other.name} both add it: leave one out.")
@@ -191,23 +173,8 @@ def _check_packs(packs: Sequence[Pack]) -> None:
             )
 
 
-def _check_config(first: Pack, pack: Pack) -> None:
-    for own, other in ((first, pack), (pack, first)):
-        name, kind = own.facts.kinds[0].name, other.facts.kinds[0]
-        if (what := {"added": "added experts", "adapter": "adapters"}.get(name)) and kind.name != name:
-            raise InputError(
-                f"{own.name}: has {what}, but the experts of {other.name} are {kind.words}: {what} are joined with "
-                f"{what} alone."
-            )
-    for field, ours, theirs in differences(first.stored.config, pack.stored.config, _MAY_DIFFER):
-        raise InputError(
-            f"{field} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: they were not expanded from the same "
-            "base."
-        )
-
-
 def _joined_config(packs: Sequence[Pack]) -> Any:
-    """The configuration of the joined model, with the packs' histories one after the other."""
+    """The configuration of the joined model: its history is the packs', one after the other."""
     config: Any = copy.deepcopy(packs[0].stored.config)
     cumulated = [1] * count_layers(config)
     counts, records = [], []

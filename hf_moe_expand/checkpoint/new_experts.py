@@ -1,8 +1,5 @@
-"""What an expansion adds: the kind of the new experts, as the user chooses it; the linear maps that adapters update, as
-PEFT finds them; and the first weights of routers, classifiers, gates, LoRA updates, added experts and random experts.
-
-Each tensor's place (seed, layer, ...) decides its values, which depend neither on other tensors nor on their order.
-"""
+"""What an expansion adds: the kind of the new experts; the linear maps that adapters update, as PEFT finds them; and
+first weights, which a tensor's place (seed, layer, ...) decides, neither other tensors nor their order."""
 
 import copy
 import re
@@ -24,8 +21,8 @@ from ..modeling.language_modules import maps_of
 from ..modeling.routing import init_router
 from ..modeling.updates import init_kaiming
 from ..planning.plan import Plan
+from .arguments import NewExperts
 from .facts import ExpertKind
-from .operation_settings import NewExperts
 from .stored import network_of
 
 ALL_LINEAR = "all-linear"
@@ -55,15 +52,8 @@ def all_linear(network: Any) -> list[str]:
 
 
 def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
-    """The entry of `adapters` in a configuration for a LoRA of a dense model, whose weights are not read.
-
-    Args:
-        lora: its configuration, of PEFT.
-        where: what has it, for messages.
-
-    Raises:
-        InputError: PEFT refuses it, or it updates modules outside the layers.
-    """
+    """The entry of `adapters` in a configuration for PEFT's configuration of a LoRA of a dense model, whose weights are
+    not read; messages call it `where`. An InputError refuses updates outside the layers."""
     if lora.target_modules == ALL_LINEAR:
         lora = copy.deepcopy(lora)
         lora.target_modules = names = all_linear(network)  # type: ignore[assignment]
@@ -81,10 +71,7 @@ def adapter_of(network: Any, lora: LoraConfig, where: str) -> dict[str, Any]:
     for name, update in found.items():
         layer = layer_of(name, places)
         if layer is None or not isinstance(network.get_submodule(name), nn.Linear | Conv1D):
-            raise InputError(
-                f"{where}: updates {name}, which is no linear map of a layer: an adapter of a language updates the "
-                "linear maps of the layers alone."
-            )
+            raise InputError(f"{where}: updates {name}, which is no linear map of a layer.")
         layers[layer][name.removeprefix(f"{places[layer]}.")] = update
     return entry_of(layers)
 
@@ -156,41 +143,28 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     if name in ("ffn", "lora") and not owns and (mixtures := [layer for layer in grown if ffns[layer].is_mixture]):
         names = layer_names(network.config)
         raise InputError(
-            f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}: take --expert-kind added with an "
-            "--expert-width (expert_kind: added), adapters (expert_kind: adapter), or give these layers 1 expert in "
-            "the plan."
+            f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}: take expert_kind added with an "
+            "expert_width, or adapter, or give these layers 1 expert in the plan."
         )
     if name == "ffn" and not owns:
         return ExpertKind()
     feature = "adapters" if name in ("ffn", "adapter") else name
     if plan.groups:
-        raise InputError(
-            f"expert_kind is {name!r}, but {REFUSED[feature, 'dmoe']}: leave it out, or take another method."
-        )
+        raise InputError(f"expert_kind is {name!r}, but {REFUSED[feature, 'dmoe']}: take another method.")
     if experts.expert_init != "copy":
         raise InputError(f"expert_init is {experts.expert_init!r}, but {REFUSED[feature, 'random']}: leave it out.")
     if name in ("ffn", "adapter"):
         return _adapters(network, plan, experts)
     if name == "added":
-        if experts.expert_width is None:
-            raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
         return ExpertKind("added", {"width": experts.expert_width})
-    ffn = ffns[grown[0]].module if grown else next(ffn.module for ffn in ffns if not ffn.is_mixture)
-    narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
-    if experts.lora_rank >= narrowest:
-        raise InputError(
-            f"lora_rank is {experts.lora_rank}: must be below {narrowest}, the narrowest side of the FFN's linear "
-            "layers."
-        )
     return ExpertKind("lora", {"rank": experts.lora_rank, "alpha": float(experts.lora_alpha)})
 
 
 def _adapters(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
         raise InputError(
-            f"a language has modules of its own, but the plan has {plan.counts_in_words} experts"
-            f"{'' if plan.exclusive else ' and a router'}: it has one expert and no router; take the plan "
-            "`exclusive` (`plan exclusive`; `plan: {method: exclusive}`)."
+            f"a language has one expert and no router, but the plan has {plan.counts_in_words} experts: take the plan "
+            "`exclusive`."
         )
     by_plan = experts.expert_kind == "ffn"
     targets: Any = (plan.modules or "ffn") if by_plan else experts.target_modules or ALL_LINEAR
@@ -208,18 +182,14 @@ def _adapters(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
         layers = {layer: dict.fromkeys(maps) for layer, maps in entry.get("layers", {}).items()}
         entry = {"maps": dict.fromkeys(entry["maps"]), **({"layers": layers} if layers else {})}
     if not any(maps_of(entry, layer) for layer, count in enumerate(plan.experts_per_layer) if count > 1):
-        raise InputError(
-            f"{named}: updates nothing in the plan's layers ({plan.counts_in_words} experts): name "
-            "maps of layers that the plan expands."
-        )
+        raise InputError(f"{named}: updates nothing in the plan's layers ({plan.counts_in_words} experts).")
     return ExpertKind("adapter", {"adapters": [entry]})
 
 
 def _in_ffn(network: Any, name: str) -> bool:
-    """Whether a linear map is in the FFN of its layer."""
     for ffn in decoder_ffns(network):
         layer = ffn.place.rpartition(".")[0]
-        parts = [f"{layer}.fc1", f"{layer}.fc2"] if isinstance(ffn.module, SeparateFFN) else []
+        parts = (f"{layer}.fc1", f"{layer}.fc2") if isinstance(ffn.module, SeparateFFN) else ()
         if name in parts or name.startswith(f"{ffn.place}."):
             return True
     return False
@@ -235,12 +205,7 @@ def _place_seed(*numbers: int) -> int:
 def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...]) -> torch.Tensor:
     """First weights, in float32, of tensors that the dense model lacks: a router (`init_router`), a LoRA expert's A and
     an added expert's `gate` and `up` (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and
-    gates are zero.
-
-    Args:
-        inner: name of the tensor inside the layer's FFN block.
-        place: seed, layer and so on, which decide the weights.
-    """
+    gates are zero. `inner` is the name inside the layer's FFN block; `place` (seed, layer, ...) decides the weights."""
     weight = torch.zeros(tuple(shape))
     if inner == "router.weight":
         init_router(weight, torch.Generator().manual_seed(_place_seed(*place)))
@@ -265,6 +230,4 @@ def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...
         drawn = own.get_parameter(name).detach()
         if not drawn.isnan().any():  # which it left alone
             return drawn
-    raise InputError(
-        f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
-    )
+    raise InputError(f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy`.")

@@ -26,12 +26,7 @@ from .facts import kind_of
 from .new_experts import adapter_of, lora_maps
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
 from .records import History, without_folders
-from .source import (
-    ADAPTER,
-    load_expanded_config,
-    own_name,
-    resolve_adapter,
-)
+from .source import ADAPTER, load_expanded_config, own_name, resolve_adapter
 from .stored import Place, StoredModel, network_of, stored_tensors
 from .table import Given, Rule, given_tensor
 from .writer import OutputTensor, check_apart, check_output, new_folder, write_tensors
@@ -44,7 +39,7 @@ _TAKEN = frozenset((
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
     "lora_dropout", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-    "runtime_config", "target_modules", "use_rslora",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
 ))  # fmt: skip
 # First weights for which PEFT changes the base's own.
 _CHANGE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
@@ -60,13 +55,8 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A LoRA in PEFT's format.
-
-    Attributes:
-        name: its hub id, or the name of its folder.
-        fields: its adapter_config.json, and `lora` the same in PEFT's class.
-        tensors: what its file holds, by the names there.
-    """
+    """A LoRA in PEFT's format: its name, the hub's or its folder's; its adapter_config.json, as `fields` and as `lora`
+    in PEFT's class; and what its file holds, by the names there."""
 
     name: str
     folder: Path
@@ -76,17 +66,11 @@ class PeftAdapter:
 
     @classmethod
     def load(cls, name: str | os.PathLike) -> "PeftAdapter":
-        """Reads a folder's or a hub id's adapter, without its weights.
-
-        Raises:
-            InputError: there is no adapter, or it is more than low-rank updates of linear maps.
-        """
+        """Reads a folder's or a hub id's adapter, without its weights; refuses more than low-rank updates of linear
+        maps."""
         folder = resolve_adapter(name)
         read = read_json(folder / ADAPTER, "an adapter's configuration")
         _check_fields(read, name)
-        if not (folder / WEIGHTS).is_file():
-            pickled = ": its weights are pickled, which are not read: load and save it with PEFT"
-            raise InputError(f"{name}: has no {WEIGHTS}{pickled if any(folder.glob('adapter_model.bin')) else ''}.")
         with library_errors_at(f"{name}: PEFT cannot read its {ADAPTER}"):
             lora = PeftConfig.from_peft_type(**read)
         return cls(own_name(name), folder, read, lora, tensors_of_file(folder / WEIGHTS))
@@ -98,8 +82,8 @@ class PeftAdapter:
             match = _FACTOR.fullmatch(key)
             if match is None:
                 raise InputError(
-                    f"{self.name}: holds more than low-rank updates of linear maps ({key}), such as new tokens or "
-                    "modules that trained whole: train an adapter without them, or merge it into its base."
+                    f"{self.name}: holds more than low-rank updates of linear maps ({key}): train an adapter without "
+                    "it, or merge it into its base."
                 )
             by_factor[match[2]][f"{match[1]}.weight"] = tensor
         return {
@@ -121,10 +105,7 @@ class PeftAdapter:
                 raise InputError(f"{self.name}: {WEIGHTS} lacks {factor}, which {ADAPTER} names.")
             found[key] = Given(factors.pop(factor))
         for factor in factors:
-            raise InputError(
-                f"{self.name}: updates {factor}, which {ADAPTER} does not name in the base: is it another base's "
-                "adapter?"
-            )
+            raise InputError(f"{self.name}: updates {factor}, which {ADAPTER} does not name in the base.")
         return lambda place: found[place.key]
 
     def facts(self) -> dict[str, Any]:
@@ -143,27 +124,20 @@ class PeftAdapter:
 
 def _check_fields(read: Mapping[str, Any], name: str | os.PathLike) -> None:
     """Refuses what is no plain LoRA of a language model, by the fields of its configuration."""
-    if read.get("peft_type") != "LORA":
-        raise InputError(
-            f"{name}: {ADAPTER} has the peft_type {shown_value(read.get('peft_type'))}: only LoRA becomes an "
-            "expansion: merge the adapter into its base, or train a LoRA."
-        )
-    first = str(read.get("init_lora_weights", True)).lower()
-    if first.startswith(_CHANGE_BASE):
-        raise InputError(
-            f"{name}: began with init_lora_weights {first!r}, for which PEFT changed the base itself: convert it "
-            "to a LoRA of the unchanged base (save_pretrained(..., path_initial_model_for_weight_conversion=...))."
-        )
     usual = LoraConfig().to_dict()
-    for field, value in {**read, "task_type": read.get("task_type") not in (None, "CAUSAL_LM")}.items():
-        if field not in _TAKEN and value and value != usual.get(field):
-            known = (
-                "is no plain low-rank update of linear maps" if field in usual else f"PEFT {__version__} does not know"
-            )
-            raise InputError(
-                f"{name}: {ADAPTER} has {field} {shown_value(read[field])}, which {known}: train an adapter of a "
-                "language model without it, or merge this one into its base."
-            )
+    wrong = [field for field, value in read.items() if field not in _TAKEN and value and value != usual.get(field)]
+    plain = {
+        "peft_type": read.get("peft_type") == "LORA",
+        "task_type": read.get("task_type") in (None, "CAUSAL_LM"),
+        # For these first weights PEFT changed the base itself.
+        "init_lora_weights": not str(read.get("init_lora_weights")).lower().startswith(_CHANGE_BASE),
+    }
+    if wrong := [*wrong, *(field for field, is_plain in plain.items() if not is_plain)]:
+        raise InputError(
+            f"{name}: {ADAPTER} has {wrong[0]} {shown_value(read.get(wrong[0]))}, which is no plain low-rank update of "
+            f"linear maps, or which PEFT {__version__} does not know: train a LoRA without it, or merge it into its "
+            "base."
+        )
 
 
 # --- out ------------------------------------------------------------------------------------------------------------
@@ -174,13 +148,10 @@ class LanguageAdapter:
     """The adapter of an expansion.
 
     Attributes:
-        languages: the codes of the expansion's languages.
-        updates: its updates, by the name of the map in the dense model.
-        biases: the key of B's bias, by the map's name, where one has it.
+        updates: by the name of the map in the dense model; `biases` has the key of B's bias, where a map has one.
         whole: the modules that are no updates, norms alone: the key of each tensor, by its name in the dense model.
-        network: the dense model, on the meta device.
+        network: the dense model, on the meta device; `base` has its name and its commit.
         kept: the configuration with which `expand --tuned` took it; None without one.
-        base: the dense model's name, and its commit.
     """
 
     languages: list[str]
@@ -193,7 +164,6 @@ class LanguageAdapter:
 
     @property
     def name(self) -> str:
-        """The name of its folder, where there are several."""
         return "-".join(self.languages)
 
     def fields(self) -> dict[str, Any]:
@@ -211,7 +181,6 @@ class LanguageAdapter:
         return {**fields, "base_model_name_or_path": known or name, "revision": commit or fields.get("revision")}
 
     def _is_said_by(self, lora: LoraConfig) -> bool:
-        """Whether a configuration of PEFT says these updates."""
         said = {name: [update.rank, update.scaling] for name, update in self.updates.items()}
         try:
             return lora_maps(self.network, lora, ADAPTER) == said
@@ -219,7 +188,6 @@ class LanguageAdapter:
             return False
 
     def tensors(self, source: StoredModel) -> list[OutputTensor]:
-        """What PEFT saves of it."""
         made = []
         for name, update in self.updates.items():
             place, b, a = f"base_model.model.{name}", source[update.lora_B], source[update.lora_A]
@@ -258,7 +226,6 @@ class LanguageAdapter:
 
 
 def _turned(name: str, tensor: StoredTensor) -> OutputTensor:
-    """A factor of an embedding's update, as PEFT has it."""
     return given_tensor(name, tensor.load().T.contiguous())
 
 
@@ -270,24 +237,17 @@ def _alpha(rank: int, scaling: float, rslora: bool) -> float:
 
 
 def language_adapters(source: StoredModel, language: str | None) -> Iterator[LanguageAdapter]:
-    """The adapter of a language, or of each expansion.
-
-    Raises:
-        InputError: the model has other experts, no adapter for this language, or its base has trained.
-    """
+    """The adapter of a language, or of each expansion; refuses other experts, and a base that has trained."""
     config, history = source.config, History.of(source.config)
     if config.expert_kind != "adapter":
-        dense = "`export --language` writes the dense model of a language"
-        instead = "publish the checkpoint with its own code (`push`)" if config.expert_kind == "added" else dense
-        raise InputError(f"{source.folder}: {_NO_ADAPTERS}, but {kind_of(config).words}: {instead}.")
+        raise InputError(f"{source.folder}: {_NO_ADAPTERS}, but {kind_of(config).words}.")
     verdict = moved_tensors(source)
     changed = next((stage.stage for stage in history.stages if stage.changes_everything), None)
     if verdict.moved or (changed and not verdict.checked):
-        moved = f"{verdict.names} moved since the expansion"
+        moved = f"{verdict.names} moved since the expansion" if verdict.moved else f"`{changed}` trained more"
         raise InputError(
-            f"{source.folder}: {moved if verdict.moved else f'`{changed}` changed the weights beside the adapters'}, "
-            f"so that its adapters are none of {history.first.base_model}: `export --language` writes the dense model "
-            "of a language."
+            f"{source.folder}: {moved}, so that its adapters are none of {history.first.base_model}: `export "
+            "--language` writes the dense model of a language."
         )
     network = network_of(dense_config(config))
     having = {code: number for code, number in history.classes.items() if number}
@@ -303,14 +263,11 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
         tied = [str(one.updates) for one in own if one.factor == "lora_A.weight" and one.key not in source]
         updates |= {key: updates[network.all_tied_weights_keys[key]] for key in tied}
         if not updates or any(len(source.shapes[key]) > 1 for key in whole.values()):
-            raise InputError(f"{source.folder}: {code}: {_WHOLE}: `export --language` writes its dense model.")
+            raise InputError(f"{source.folder}: {code}: {_WHOLE}.")
         biases = {(one.updates or "").rpartition(".")[0]: one.key for one in own if one.factor == "lora_B.bias"}
         maps = [network.get_submodule(key.removesuffix(".weight")) for key in updates]
         if biases and any(isinstance(module, nn.Embedding) for module in maps):
-            raise InputError(
-                f"{source.folder}: {code}: its biases changed, and its embedding, which PEFT has not in one adapter: "
-                "`export --language` writes its dense model."
-            )
+            raise InputError(f"{source.folder}: {code}: PEFT has not the update of an embedding beside biases.")
         yield LanguageAdapter(
             record.new_languages, {key.removesuffix(".weight"): update for key, update in updates.items()},
             biases, whole, network, kept.get(ADAPTER), (history.first.base_model, history.first.base_revision),
@@ -326,7 +283,6 @@ class ExportedAdapters:
     ranks: dict[str, int]
 
     def lines(self) -> list[str]:
-        """The lines that the command line prints."""
         wrote = [f"wrote {out}: an adapter of rank {self.ranks[name]}" for name, out in self.folders.items()]
         most = max(self.ranks.values())
         rank = next((taken for taken in _VLLM_RANKS if taken >= most), most)
@@ -343,12 +299,9 @@ def export_peft(
     """Writes ordinary adapters of PEFT, whose model is the expanded one where it is told the language.
 
     Args:
-        model: expanded checkpoint of adapters.
+        model: expanded checkpoint of adapters, whose base has not trained.
         out: folder of the adapter; of several, a folder for each is written in it.
         language: write the adapter of this language alone.
-
-    Raises:
-        InputError: see `language_adapters`; or `out` cannot be written.
     """
     source = StoredModel(model, load=load_expanded_config)
     check_apart(Path(out), source.folder)

@@ -12,22 +12,21 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 
-from ..core.disk import readable_size
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.jsonfile import read_json
 from ..core.progress import Bar
 from ..modeling.part_expansion_only import ADDED, RECORD
-from .source import lies_inside, load_expanded_config, resolve_checkpoint
+from .source import check_inside, load_expanded_config, resolve_checkpoint
 
 ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
     "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I8": 8, "U8": 8,
     "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-Bytes = bytes | bytearray
+Bytes = bytes | bytearray | memoryview
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
 }  # fmt: skip
@@ -60,7 +59,7 @@ def are_headers_alone() -> bool:
 
 
 class Sized:
-    """A tensor with the type and the shape that its safetensors header gives."""
+    """A tensor of a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -96,6 +95,15 @@ class StoredTensor(Sized):
     held: torch.Tensor | None = None
     _is_finite: bool = False
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its type, which is a floating-point type; an InputError refuses a quantised one."""
+        if self.dtype not in TORCH_DTYPES:
+            raise InputError(
+                f"{self.file.parent}: tensor {self.name!r} is stored as {self.dtype}; use the unquantised checkpoint."
+            )
+        return TORCH_DTYPES[self.dtype]
+
     def load(self) -> torch.Tensor:
         """The tensor, on the CPU."""
         if self.compute is not None:
@@ -106,14 +114,7 @@ class StoredTensor(Sized):
 
     def chunks(self) -> Iterator[Bytes]:
         """Its bytes, in pieces."""
-        if are_headers_alone():
-            return
-        if self.compute is None:
-            yield from self._read(0, self.nbytes, _CHUNK)
-        else:
-            whole = self.compute().flatten()
-            for piece in whole.split(_CHUNK // whole.element_size()):
-                yield tensor_bytes(piece)
+        yield from self._read(0, self.nbytes, _CHUNK)
 
     def same_bytes(self, other: "StoredTensor") -> bool:
         """Whether another tensor has the same type, shape and bytes."""
@@ -124,8 +125,8 @@ class StoredTensor(Sized):
         return all(x == y for x, y in zip(self.chunks(), other.chunks(), strict=True))
 
     def finite_chunks(self) -> Iterator[Bytes]:
-        """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
-        once, however often it is copied."""
+        """`chunks`; refuses NaN and infinite values, for which a tensor is looked at once, however often it is
+        copied."""
         dtype = None if self._is_finite else TORCH_DTYPES.get(self.dtype)
         for chunk in self.chunks():
             if dtype is not None and not is_finite(torch.frombuffer(chunk, dtype=dtype)):
@@ -136,47 +137,37 @@ class StoredTensor(Sized):
         self._is_finite = True
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache.
-
-        The same elements of tensors of different types come in the same pieces.
-        """
-        if self.dtype not in TORCH_DTYPES:
-            raise InputError(
-                f"{self.file.parent}: tensor {self.name!r} is stored as {self.dtype}; use the unquantised checkpoint."
-            )
-        size = ITEM_BITS[self.dtype] // 8
+        """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache; the same
+        elements of tensors of different types come in the same pieces."""
+        dtype, size = self.torch_dtype, ITEM_BITS[self.dtype] // 8
         stop = self.numel if stop is None else stop
+        for piece in self._read(start * size, stop * size, _PIECE * size):
+            yield torch.frombuffer(piece, dtype=dtype)
+
+    def _read(self, start: int, stop: int, most: int) -> Iterator[Bytes]:
+        """Bytes `start` to `stop`, in pieces of `most` bytes."""
         if are_headers_alone():
             return
         if self.compute is not None:
-            whole = self.compute().flatten()
-            yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
+            whole = tensor_bytes(self.compute())
+            yield from (whole[place : min(place + most, stop)] for place in range(start, stop, most))
             return
-        for piece in self._read(start * size, stop * size, _PIECE * size):
-            yield torch.frombuffer(piece, dtype=TORCH_DTYPES[self.dtype])
-
-    def _read(self, start: int, stop: int, most: int) -> Iterator[bytearray]:
-        """Bytes `start` to `stop` of a tensor that is stored whole, in pieces of `most` bytes."""
         with open(self.file, "rb") as file:
             file.seek(self.start + start)
             for place in range(start, stop, most):
                 piece = bytearray(min(most, stop - place))
                 if file.readinto(piece) < len(piece):
-                    where = f"in the middle of tensor {self.name!r}"
-                    raise InputError(f"{self.file}: ends {where}: the file is incomplete.")
+                    raise InputError(f"{self.file}: ends in the middle of tensor {self.name!r}.")
                 yield piece
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder, in one file or in shards (`files`): the files that transformers would load.
-    A checkpoint with only the tensors added by an expansion takes the other tensors from its base model.
-
-    The index of the shards may name tensors that no file holds (`absent`), such as those of layers that predict further
-    tokens, which a model was published without.
+    """The tensors of a checkpoint folder, in the `files` that transformers would load; those of an expansion alone, and
+    the others from its base. `absent` are names that the index of the shards has and no file holds, such as those of
+    layers that predict further tokens.
 
     Raises:
-        InputError: the folder holds no safetensors weights, a file is broken, or the index of the shards names a file
-            outside the folder.
+        InputError: the folder holds no safetensors weights, a file is broken, or the index names one outside it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -193,20 +184,16 @@ class CheckpointReader:
             self.tensors.update(self._base_tensors())
 
     def _base_tensors(self) -> dict[str, StoredTensor]:
-        base = load_expanded_config(self.folder).parts.get("expansion_only")
-        if base is None:
-            raise InputError(f"{self.folder}: config.json does not say which base it adds to (parts.expansion_only).")
-        if base["base_model"] is None:
+        base = load_expanded_config(self.folder).parts.get("expansion_only") or {}
+        if not base.get("base_model"):
             raise InputError(
                 f"{self.folder}: holds only the tensors that an expansion added to a local folder's model: load it "
                 "with from_pretrained(..., base_model=FOLDER), and save the whole model with save_pretrained."
             )
         tensors = CheckpointReader(resolve_checkpoint(base["base_model"], base["revision"])).tensors
-        record = read_json(self.folder / RECORD, "the record of a base model")
-        for name, entry in record.items():
-            if not isinstance(entry, dict) or entry.get("name") not in tensors:
-                raise InputError(f"{self.folder / RECORD}: the base model has no tensor for {name!r}.")
-        return {name: replace(tensors[entry["name"]], name=name) for name, entry in record.items()}
+        with library_errors_at(f"{self.folder / RECORD}: the base model has other tensors"):
+            record = read_json(self.folder / RECORD, "the record of a base model").items()
+            return {name: replace(tensors[entry["name"]], name=name) for name, entry in record}
 
     def _files(self) -> tuple[list[Path], dict[str, str]]:
         """The files to read and, if there is an index, the file of each tensor that it names."""
@@ -217,10 +204,10 @@ class CheckpointReader:
         if index.is_file():
             where = _read_index(index)
             return [self.folder / name for name in sorted(set(where.values()))], where
-        hint = ""
-        if any(self.folder.glob("pytorch_model*.bin")):
-            hint = " It holds pickled weights, which are not read: load and save it with save_pretrained."
-        raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: not a safetensors checkpoint.{hint}")
+        raise InputError(
+            f"{self.folder}: no {weights.name} and no {index.name}: pickled weights are not read; save_pretrained "
+            "writes safetensors."
+        )
 
     def fingerprint(self) -> str:
         """A hash to identify the checkpoint: of config.json and tensors' names, types, shapes and first elements."""
@@ -240,9 +227,9 @@ class CheckpointReader:
         return self.tensors[name].load()
 
 
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """A tensor's bytes as safetensors stores them."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def is_finite(piece: torch.Tensor) -> bool:
@@ -254,40 +241,27 @@ def is_finite(piece: torch.Tensor) -> bool:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Maps each tensor to its file's name, from the index of a checkpoint's shards."""
-    where = read_json(index, "the index of a checkpoint's shards").get("weight_map")
+    where, folder = read_json(index, "the index of a checkpoint's shards").get("weight_map"), index.parent
     if not isinstance(where, dict) or not where:
-        raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
-    folder = index.parent
+        raise InputError(f"{index}: weight_map is missing.")
     for name in sorted(set(map(str, where.values()))):
-        if not name.endswith(".safetensors") or len(name) > 255 or {*name} & {*"/\\\0"}:
+        if not name.endswith(".safetensors") or {*name} & {*"/\\\0"}:
             raise InputError(f"{index}: names {name[:80]!r}, which is not a safetensors file in this folder.")
-        if not (folder / name).is_file():
-            raise InputError(f"{folder}: the index names {name}, but the file is missing.")
-        if not lies_inside(folder, folder / name):
-            raise InputError(f"{folder / name}: is a link that leads out of the folder; put the file itself there.")
+        check_inside(folder, folder / name)
     return where
 
 
 def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
     """A safetensors file's tensors, after the library has checked types, shapes and offsets; reads only the header."""
-    try:
-        # The library maps the file read-only for numpy, which takes no memory for the tensors.
-        with safe_open(file, "np"), open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
-    except SafetensorError as error:
-        reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
-        if "not fully covered" in reason:
-            raise InputError(
-                f"{file}: has {readable_size(file.stat().st_size)}, less than its header says: the file is incomplete."
-            ) from None
-        raise InputError(f"{file}: not a safetensors file ({reason}).") from None
-    except (OSError, ValueError, RecursionError, struct.error) as error:
-        raise InputError(f"{file}: cannot be read ({error}).") from None
+    # The library maps the file read-only for numpy, which takes no memory for the tensors.
+    with (
+        library_errors_at(f"{file}: not a whole safetensors file"),
+        safe_open(file, "np"),
+        open(file, "rb") as handle,
+    ):
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
     header.pop("__metadata__", None)
-    if unknown := [name for name, entry in header.items() if entry["dtype"] not in ITEM_BITS]:
-        kind = header[unknown[0]]["dtype"]
-        raise InputError(f"{file}: tensor {unknown[0]!r} is stored as {kind}, a type that this package does not know.")
     return {
         name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()

@@ -1,7 +1,4 @@
-"""The history that a checkpoint carries in config.json: one record for each expansion and for each step after it.
-
-All other modules write and read histories through these records.
-"""
+"""The history that a checkpoint carries in config.json: one record for each expansion and for each step after it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,13 +35,11 @@ class StageRecord(_Record):
 
     Attributes:
         stage: the step's name.
-        steps: optimizer steps.
-        documents, tokens: available documents and tokens, by language.
+        documents, tokens: available, by language.
         blocks_seen, tokens_seen: blocks and tokens that passed through the training, over all ranks and attempts; text
             that was seen twice counts twice.
         tokens_seen_by_language: `tokens_seen`, by language, where the batches named the languages.
         written_by: the model that wrote a language's text, by language, where a model wrote all of it.
-        seed: random seed.
         trained: the parts of the model that trained, where the stage's name does not say them: `base`, `experts`, ….
         settings: the step's settings; local paths are reduced to their last part.
     """
@@ -74,7 +69,6 @@ class StageRecord(_Record):
 
     @property
     def trains_base(self) -> bool:
-        """Whether the step trained the base model inside."""
         return self.stage in TRAINS_BASE or "base" in (self.trained or ())
 
 
@@ -82,14 +76,11 @@ class ExpansionRecord(_Record):
     """One expansion of a model.
 
     Attributes:
-        method: the plan's method.
+        method: the plan's.
         old_languages, new_languages: languages before this expansion, and languages that it adds.
-        base_model: hub id, or the name of the local folder.
-        base_revision: commit of a hub model; None for a local folder.
-        experts_per_layer: experts of each layer after this expansion, expert 0 counted.
-        classifier_layers: layers with a routing classifier, after this expansion.
+        base_model, base_revision: hub id and commit, or the name of the local folder and None.
+        experts_per_layer, classifier_layers: after this expansion; expert 0 counted.
         pack: name of the language pack that brought the expansion into a joined model.
-        language_gate: the gate of the model (`GateRule`); None without one.
         exclusive: whether tokens of the new languages take its experts alone.
         seed: random seed of routers and random experts.
         expert_init: how new experts started: `copy`, `random`, `branches`.
@@ -161,25 +152,20 @@ class History:
 
     @property
     def first(self) -> ExpansionRecord:
-        """The first expansion; an InputError says that there is none."""
+        """The first expansion; refuses a model that records none."""
         return self._known()[0]
 
     @property
     def last(self) -> ExpansionRecord:
-        """The last expansion; an InputError says that there is none."""
         return self._known()[-1]
 
     def _known(self) -> Sequence[ExpansionRecord]:
         if not self.expansions:
-            raise InputError(
-                "config.json records no expansion, so the base model and the languages are not known: make the "
-                "checkpoint with `hf-moe-expand expand`."
-            )
+            raise InputError("config.json records no expansion: the base model and the languages are not known.")
         return self.expansions
 
     @property
     def stages(self) -> list[StageRecord]:
-        """All steps of all expansions."""
         return [stage for expansion in self.expansions for stage in expansion.stages]
 
     @property
@@ -203,11 +189,9 @@ class History:
         return {code: number for number, codes in enumerate(self.by_expansion) for code in codes}
 
     def with_last(self, **fields: Any) -> "History":
-        """This history with other values in the record of its last expansion."""
         return History([*self.expansions[:-1], changed(self.last, **fields)])
 
     def with_stage(self, record: StageRecord) -> "History":
-        """This history with one more step on the last expansion."""
         return self.with_last(stages=[*self.last.stages, record])
 
 

@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
-from ..core.errors import InputError, in_one_line, library_errors_at
+from ..core.errors import InputError, errors_at, library_errors_at
 from ..core.jsonfile import read_json
 from ..core.saying import say_once
+from ..core.schema import shown_value
 from ..core.scratch import restore
 from ..modeling import ExpandedConfig, language_models
 from ..planning.plan import MOST_EXPERTS
 from .proven import reason_left_out
 from .records import History
 
-# Files of the tokenizer and the generation config, by the names that transformers writes and reads.
+# Files of the tokenizer and the generation config.
 TOKENIZER_FILES: tuple[str, ...] = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer.tiktoken",
     "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
@@ -40,7 +40,6 @@ _READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm
 ADAPTER = "adapter_config.json"  # of PEFT
 # The model types of expanded checkpoints.
 EXPANDED = ("layer_moe", "dmoe")
-_NOT_EXPANDED = "{}: a {} checkpoint, not an expanded one; run `hf-moe-expand expand` first."
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
 )  # fmt: skip
@@ -48,23 +47,17 @@ _LAYERS = (
 
 def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Path | None:
     """The folder of a checkpoint on this machine; None for a hub id."""
-    if not str(name):
-        raise InputError("The name of a model is empty: give a folder or hub id.")
     folder = Path(name)
-    try:
+    with library_errors_at(f"{name}: not a name of a folder or hub id", OSError, ValueError):
         restore(folder)
-        there = folder.exists()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name}: not a valid name of a folder or hub id ({in_one_line(error)}).") from None
-    if there and not folder.is_dir():
-        raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
+        there = folder.exists() and str(name) != ""
     if not there:
         _check_id(name)
         return None
     folder = last_checkpoint(folder)
     if revision is not None:
         raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
-    refuse_adapter(folder, folder)
+    _refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
     for entry in folder.iterdir():  # reading a pipe or a device would never end
@@ -74,28 +67,18 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
 
 
 def _check_id(name: str | os.PathLike) -> None:
-    try:
+    with library_errors_at(f"{name}: no such folder, and not a hub id (namespace/name)"):
         validate_repo_id(str(name))
-    except HFValidationError:
-        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
 
 
-def refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
+def _refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
     """Refuses an adapter of PEFT in the place of a model, or beside a model's weights: transformers would load it too,
-    and nothing says whether the weights have it already. Messages call the checkpoint `name`."""
-    file = folder / ADAPTER
-    if not file.is_file():
-        return
-    base = read_json(file, "an adapter's configuration").get("base_model_name_or_path")
-    of = f" of {base}" if isinstance(base, str) else ""
-    beside = any(weights.name.startswith("model") for weights in folder.glob("*.safetensors"))
-    kind = f"has an adapter{of} beside a model's weights" if beside else f"is an adapter{of}, not a model"
-    there = " If the weights have it already, move adapter_config.json away." if beside else ""
-    raise InputError(
-        f"{name}: {kind}: merge it into its base, and give the merged model: with PEFT, "
-        "PeftModel.from_pretrained(BASE_MODEL, ADAPTER).merge_and_unload().save_pretrained(FOLDER). Or make an "
-        f"expansion of it: hf-moe-expand expand BASE_MODEL OUT --tuned CODE=ADAPTER.{there}"
-    )
+    and nothing says whether the weights have it already."""
+    if (folder / ADAPTER).is_file():
+        raise InputError(
+            f"{name}: has an adapter of PEFT ({ADAPTER}), which is not read with a model: merge it into its base, or "
+            "make an expansion of it: hf-moe-expand expand BASE_MODEL OUT --tuned CODE=ADAPTER."
+        )
 
 
 def last_checkpoint(folder: Path) -> Path:
@@ -106,14 +89,9 @@ def last_checkpoint(folder: Path) -> Path:
     steps = [step for step in read_json(file, "the record of a run").values() if isinstance(step, dict)]
     for checkpoint in (folder / str(step.get("output")) for step in reversed(steps)):
         if (checkpoint / "config.json").is_file():
-            say_once(
-                f"{folder} is the folder of a run: the checkpoint of its last finished step is taken, {checkpoint}"
-            )
+            say_once(f"{folder} is the folder of a run: its last finished checkpoint is taken, {checkpoint}")
             return checkpoint
-    raise InputError(
-        f"{folder}: the folder of a run that has no finished checkpoint: run its recipe again, or give a checkpoint's "
-        "folder."
-    )
+    raise InputError(f"{folder}: the folder of a run that has no finished checkpoint: run its recipe again.")
 
 
 def run_of(folder: Path) -> Path | None:
@@ -155,55 +133,37 @@ def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:
     """Refuses what is no checkpoint, and a dense checkpoint on this machine."""
-    folder = local_checkpoint(name, revision)
-    if folder is None:
-        return
-    model_type = read_json(folder / "config.json", "a configuration").get("model_type")
+    if (folder := local_checkpoint(name, revision)) is not None:
+        _check_type(folder, read_json(folder / "config.json", "a configuration").get("model_type"))
+
+
+def _check_type(folder: Path, model_type: Any) -> None:
     if isinstance(model_type, str) and model_type not in EXPANDED:
-        raise InputError(_NOT_EXPANDED.format(folder, model_type))
+        raise InputError(f"{folder}: a {model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first.")
 
 
 def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded (safetensors and JSON, no pickles).
-
-    Args:
-        weights: False leaves the weights on the hub.
-    """
+    """The local folder of a checkpoint; a hub id is downloaded (safetensors and JSON, no pickles), without the weights
+    on demand."""
     folder = local_checkpoint(name, revision)
     if folder is not None:
         return folder
-    snapshot = _downloaded(
-        name, revision, ["*.json", "*.py", *TOKENIZER_FILES] + (["*.safetensors"] if weights else [])
-    )
-    refuse_adapter(snapshot, name)
+    patterns = ["*.json", "*.py", *TOKENIZER_FILES, *(["*.safetensors"] if weights else [])]
+    snapshot = _downloaded(name, revision, patterns)
+    _refuse_adapter(snapshot, name)
     return snapshot
 
 
 def holds_adapter(name: str | os.PathLike) -> bool:
-    """Whether a folder, or a repository of the hub, holds an adapter of PEFT, or a folder that does, and no model."""
+    """Whether a folder, or a repository of the hub, holds an adapter of PEFT and no model."""
     folder = Path(name) if Path(name).exists() else _downloaded(name, None, [ADAPTER])
-    found = (folder / ADAPTER).is_file() or any(folder.glob(f"*/{ADAPTER}"))
-    return found and not (folder / "config.json").is_file()
+    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
 def resolve_adapter(name: str | os.PathLike) -> Path:
-    """The local folder of an adapter of PEFT, from a folder or a hub id.
-
-    Raises:
-        InputError: there is none; the message says what is there instead.
-    """
+    """The local folder of an adapter of PEFT, from a folder or a hub id."""
     folder = Path(name)
-    if folder.is_file():
-        raise InputError(f"{name}: is a file; give the adapter's folder.")
-    if not folder.is_dir():
-        folder = _downloaded(name, None, [ADAPTER, "adapter_model.safetensors"])
-    if (folder / ADAPTER).is_file():
-        return folder
-    inside = sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER}"))
-    raise InputError(
-        f"{name}: has no {ADAPTER}, so it is no adapter of PEFT"
-        + (f"; its folder {inside[-1]} has one: give that." if inside else ": give the folder that PEFT wrote.")
-    )
+    return folder if folder.is_dir() else _downloaded(name, None, [ADAPTER, "adapter_model.safetensors"])
 
 
 def _downloaded(name: str | os.PathLike, revision: str | None, patterns: list[str]) -> Path:
@@ -221,6 +181,15 @@ def lies_inside(folder: Path, file: Path) -> bool:
     return home in file.resolve().parents
 
 
+def check_inside(folder: Path, file: Path) -> None:
+    """Refuses what is no file of a checkpoint folder: reading a pipe would never end, and a link could lead a file of
+    the user's into what is published."""
+    if not lies_inside(folder, file) or not file.is_file():
+        raise InputError(
+            f"{file}: is no file in the folder, or a link that leads out of it; put the file itself there."
+        )
+
+
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
     """A dense checkpoint's configuration from its folder or the hub's cache, without the network; None without one."""
     folder = local_checkpoint(name)
@@ -233,22 +202,13 @@ def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedCon
 def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint folder; runs none of its code."""
     fields = read_json(folder / "config.json", "a configuration")
-    check_fields(fields, folder)
-    model_type = fields.get("model_type")
-    if fields.get("auto_map") and isinstance(model_type, str) and model_type not in (*CONFIG_MAPPING, *EXPANDED):
-        raise InputError(
-            f"{folder}: its architecture {model_type!r} is code inside the checkpoint (auto_map), which "
-            "no command runs: give a model whose architecture transformers itself has."
-        )
-    try:
+    with errors_at(str(folder)), library_errors_at("its configuration cannot be read"):
+        _check_fields(fields)
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if hasattr(config, "validate"):
             config.validate()  # as `save_pretrained` does, before the work that is then saved
-        History.of(config)
-    except Exception as error:  # the library raises many types for wrong values
-        raise InputError(f"{folder}: its configuration cannot be read ({in_one_line(error)}).") from error
-    check_values(config, folder)
-    return config
+        _check_values(config, History.of(config))
+        return config
 
 
 def differences(
@@ -264,8 +224,7 @@ def differences(
 def load_expanded_config(folder: Path) -> Any:
     """The configuration of an expanded checkpoint."""
     config = load_config(folder)
-    if not isinstance(config, ExpandedConfig):
-        raise InputError(_NOT_EXPANDED.format(folder, config.model_type))
+    _check_type(folder, config.model_type)
     return config
 
 
@@ -301,59 +260,46 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
             f"{name}: a {config.model_type} checkpoint cannot be expanded: it is {reason}; give a dense decoder or "
             "encoder-decoder (docs/backbones.md)."
         )
-    if foreign := [field for field in ExpandedConfig.__annotations__ if hasattr(config, field)]:
-        raise InputError(
-            f"{name}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
-            f"{config.model_type} checkpoint: take the field out of config.json."
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"{name}: the weights are quantised; expand the unquantised checkpoint.")
-    if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:  # then the FFN slices whole sequences
-        raise InputError(
-            f"{name}: slow_but_exact with pretraining_tp {config.pretraining_tp} computes the FFN in slices, which "
-            "experts cannot. Set slow_but_exact to false in config.json."
-        )
+    wrong: dict[str, Any] = {
+        "has fields of expanded models": [one for one in ExpandedConfig.__annotations__ if hasattr(config, one)],
+        "is quantised; expand the unquantised checkpoint": getattr(config, "quantization_config", None) is not None,
+        "computes the FFN in slices, which experts cannot (slow_but_exact with pretraining_tp above 1)": (
+            getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1
+        ),
+    }
+    if said := next((what for what, is_so in wrong.items() if is_so), None):
+        raise InputError(f"{name}: its configuration says that it {said}.")
 
 
-def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
-    """Checks what transformers would not refuse in config.json: numbers of layers that would take for ever to build,
-    and another file of weights."""
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Checks what transformers would not refuse in config.json: numbers of layers and experts that would take for ever
+    to build, code, and another file of weights."""
     for mapping in [fields, *(value for value in fields.values() if isinstance(value, Mapping))]:
         for name in _LAYERS:
             value = mapping.get(name)
             if value is not None and not (type(value) is int and 1 <= value <= MOST_LAYERS):
-                raise _wrong(folder, name, value, f"a whole number from 1 to {MOST_LAYERS:,}")
+                raise InputError(f"{name} is {shown_value(value)}, not a whole number from 1 to {MOST_LAYERS:,}.")
+    experts, kind = fields.get("num_experts_per_layer"), fields.get("model_type")
+    if isinstance(experts, list) and all(type(count) is int for count in experts) and sum(experts) > MOST_EXPERTS:
+        raise InputError(f"num_experts_per_layer has {sum(experts)} experts, not at most {MOST_EXPERTS:,}.")
+    if fields.get("auto_map") and isinstance(kind, str) and kind not in (*CONFIG_MAPPING, *EXPANDED):
+        raise InputError(
+            f"its architecture {kind!r} is code inside the checkpoint (auto_map), which no command runs: give a model "
+            "whose architecture transformers itself has."
+        )
     if "transformers_weights" in fields:
         raise InputError(
-            f"{folder}: config.json names a weights file of its own (transformers_weights), which is not read: rename "
-            "that file to model.safetensors and take the field out."
+            "names a file of weights (transformers_weights), which is not read: name it model.safetensors."
         )
-    experts = fields.get("num_experts_per_layer")
-    if isinstance(experts, list) and all(type(count) is int for count in experts) and sum(experts) > MOST_EXPERTS:
-        raise _wrong(folder, "num_experts_per_layer", sum(experts), f"at most {MOST_EXPERTS:,} experts in all")
 
 
-def check_values(config: Any, folder: Path) -> None:
-    """Checks the configuration that transformers read from config.json for contradictions that it does not notice."""
-    inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    if not isinstance(inner, PreTrainedConfig):
-        raise InputError(
-            f"{folder}: its configuration cannot be read (a {config.model_type} model has no text decoder inside, but "
-            "config.json describes one: text_config or the like)."
-        )
+def _check_values(config: Any, history: History) -> None:
+    """Checks a configuration for contradictions that transformers does not notice."""
+    if not config.is_encoder_decoder and not isinstance(config.get_text_config(decoder=True), PreTrainedConfig):
+        raise InputError(f"config.json describes a text decoder inside, but a {config.model_type} model has none.")
     if isinstance(config, ExpandedConfig):
-        if config.backbone_model_type is None:
-            raise InputError(f"{folder}: config.json does not say which backbone was expanded (backbone_model_type).")
         earlier, packs = getattr(config, "earlier_experts_per_layer", None) or [], getattr(config, "packs", None) or []
-        recorded = len(History.of(config))
-        if earlier and recorded and len(earlier) != recorded - 1:
-            wanted = f"the counts before the last of {recorded} expansions"
-            raise _wrong(folder, "earlier_experts_per_layer", earlier, wanted)
-        if packs and not recorded:
-            raise _wrong(folder, "packs", packs, "left out, where config.json records no expansion")
-
-
-def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
-    text = repr(value)
-    text = text if len(text) <= 60 else f"{text[:60]}..."
-    return InputError(f"{folder}: its configuration cannot be read ({name} is {text}, not {wanted}).")
+        if config.backbone_model_type is None:
+            raise InputError("config.json does not say which backbone was expanded (backbone_model_type).")
+        if (earlier and len(history) not in (0, len(earlier) + 1)) or (packs and not len(history)):
+            raise InputError("earlier_experts_per_layer or packs are of another number of expansions than recorded.")

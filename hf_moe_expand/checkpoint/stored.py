@@ -22,13 +22,12 @@ from ..modeling.expanded_ffn import ExpandedLayer, copy_ffn
 from ..modeling.language_modules import Choosing
 from ..modeling.part_mixture import mixture_rules
 from ..modeling.updates import LoraUpdate
-from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor
+from .reader import CheckpointReader, StoredTensor
 from .source import load_base_config, load_config, name_and_commit, resolve_checkpoint
 from .writer import DTYPE_NAMES, OutputTensor
 
 GATE_ROWS = ("language_gate.weight", "language_gate.bias")
-# What decides the computation of a dense model although the shapes are the same, and what says more than they do. Heads
-# of one number and shape have one size, which a configuration may give for each layer alone (Gemma 4).
+# What decides the computation of a dense model although the shapes are the same.
 BASE_FIELDS = (
     "model_type", "layers", "tie_word_embeddings", "num_attention_heads", "num_key_value_heads", "hidden_act",
     "hidden_activation", "activation_function",
@@ -49,7 +48,6 @@ class Source:
     Attributes:
         name: the name that the user gave, without this machine's folders; a hub id with its commit.
         folder: folder of the checkpoint, or what messages call the loaded model.
-        config: configuration.
         network: the model; of a checkpoint, on the meta device.
         shapes: the shape of each tensor of the model.
     """
@@ -114,8 +112,7 @@ class Source:
     def _parts(self, key: str) -> Mapping[str, StoredTensor]:
         """The parts of a mixture's tensor, by their names in the model, if the files hold it in parts."""
         parts = self[key].parts
-        inside = key.startswith(self._mixtures) and all(part.startswith(self._mixtures) for part in parts)
-        return parts if parts and inside else {}
+        return parts if all(name.startswith(self._mixtures) for name in (key, *parts)) else {}
 
     @cached_property
     def _mixtures(self) -> tuple[str, ...]:
@@ -123,10 +120,8 @@ class Source:
 
 
 class StoredModel(Source):
-    """A checkpoint, and its model without weights; `load` reads the configuration, if none is given.
-
-    Attributes:
-        reader: the tensors under their names in the files.
+    """A checkpoint, and its model without weights; `load` reads the configuration, if none is given. `reader` has the
+    tensors under their names in the files.
 
     Raises:
         InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
@@ -157,8 +152,7 @@ class StoredModel(Source):
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
 
     def _untied(self) -> list[str]:
-        """The tensors that are tied by the configuration, but have other values in the files than those they are tied
-        to."""
+        """The tensors that are tied by the configuration, but have other values in the files than their partners."""
         return [key for key, source in self._tied.items() if key in self._stored and source in self._stored]
 
     def _check_complete(self) -> None:
@@ -168,9 +162,7 @@ class StoredModel(Source):
             computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
         absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self._stored.keys()]
         if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
-            tied = "lm_head.weight" in missing and not self.config.tie_word_embeddings
-            hint = " If its head is the embedding, set tie_word_embeddings to true in config.json." if tied else ""
-            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.{hint}")
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
         values = self.network.state_dict()
         for key in self.tensors:
             stored = self[key]
@@ -179,11 +171,8 @@ class StoredModel(Source):
                     f"{self.folder}: tensor {stored.name!r} has shape {list(stored.shape)}, but the configuration asks "
                     f"for {list(self.shapes[key])}."
                 )
-            if values[key].is_floating_point() and stored.dtype not in TORCH_DTYPES:
-                raise InputError(
-                    f"{self.folder}: tensor {stored.name!r} is stored as {stored.dtype}; use the unquantised "
-                    "checkpoint."
-                )
+            if values[key].is_floating_point():
+                _ = stored.torch_dtype  # which refuses a quantised type
 
     @property
     def unknown(self) -> list[str]:
@@ -192,26 +181,14 @@ class StoredModel(Source):
 
 
 class LoadedModel(Source):
-    """The tensors of a loaded model, tied ones once.
-
-    Attributes:
-        untied: the tensors that are tied by the configuration, but have other values than those they are tied to.
-
-    Raises:
-        InputError: its weights lie on several devices.
-    """
+    """The tensors of a loaded model on one device, tied ones once; `untied` are those that are tied by the
+    configuration, but have other values than their partners."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.network = model
         self.config = copy.deepcopy(model.config)
         self.name = str(model.config.name_or_path or type(model).__name__).rstrip("/").rpartition("/")[2]
-        self.folder = Path(self.name)  # what messages call it
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) > 1 or "meta" in {device.type for device in devices}:
-            raise InputError(
-                f"{type(model).__name__}: its weights lie on {', '.join(sorted(map(str, devices)))}: load it onto one "
-                "device, or give its folder to the function that takes checkpoints."
-            )
+        self.folder = Path(self.name)
         ties, values = self.network.get_expanded_tied_weights_keys(all_submodels=True), model.state_dict()
         self.untied = [key for key, source in ties.items() if not torch.equal(values[key], values[source])]
         if self.untied and not self.config.is_encoder_decoder:
@@ -234,16 +211,14 @@ class LoadedModel(Source):
 
 
 def check_size(config: Any, reader: CheckpointReader) -> None:
-    """Checks, before a model is built, that the files hold enough tensors for it."""
-    stored = len(reader.tensors)
-    config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    experts = sum(getattr(config, "num_experts_per_layer", None) or [])
-    counts = {"layers": count_layers(config), "experts": experts}
-    for what, count in counts.items():
-        if count > stored:
-            raise InputError(
-                f"{reader.folder}: config.json asks for {count:,} {what}, but the files hold only {stored} tensors."
-            )
+    """Checks, before a model is built, that the files hold enough tensors for its layers and experts."""
+    inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    needed = max(count_layers(inner), sum(getattr(inner, "num_experts_per_layer", None) or []))
+    if needed > len(reader.tensors):
+        raise InputError(
+            f"{reader.folder}: config.json asks for {needed:,} layers or experts, but the files hold only "
+            f"{len(reader.tensors)} tensors."
+        )
 
 
 @contextmanager
@@ -271,10 +246,9 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
 
 
 def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors by the model's keys, after the library's own renaming at loading (GPT-NeoX's
-    `embed_out`, BLOOM's keys without `transformer.`); of a model of several kinds of input, those of the text decoder
-    inside. Tensors that the library puts together from several at loading are put together. Of tied tensors, whichever
-    the files hold, the key is that of the tensor to which the others are tied; they are two if their values differ."""
+    """The checkpoint's tensors by the model's keys, renamed and put together as the library does at loading (GPT-NeoX's
+    `embed_out`, BLOOM's keys without `transformer.`, fused experts). Of tied tensors, whichever the files hold, the key
+    is that of the tensor to which the others are tied; they are two if their values differ."""
     rules: list[Any] = get_model_conversion_mapping(network)
     if isinstance(network.config, ExpandedConfig):  # what the library has under the class's name is the latest model's
         rules = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -305,8 +279,8 @@ def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTe
 def _put_together(
     network: Any, key: str, parts: list[tuple[str, str, StoredTensor]], converters: list[WeightConverter]
 ) -> StoredTensor:
-    """A tensor of the model, put together from stored ones as the library's rule does. Of each of the `parts` are given
-    the rule's pattern and its name in the model before the rule."""
+    """A tensor of the model, put together from stored ones by the library's rule. Each of the `parts` has the rule's
+    pattern, and its name in the model before the rule."""
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
     parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
@@ -368,11 +342,8 @@ class Place:
 
 
 def _home_in_base(block: Any, expert: int, inner: str, name: str) -> dict[str, Any]:
-    """What an expert's tensor is in the dense model, as fields of its `Place`.
-
-    Args:
-        name: the name in the dense model of the layer's FFN; for languages' own modules, the prefix of their names.
-    """
+    """What an expert's tensor is in the dense model, as fields of its `Place`; `name` is that of the layer's FFN there,
+    or the prefix of the names of languages' own modules."""
     rest = inner.split(".", 2)[2]
     update = block.get_submodule(inner.rsplit(".", 2)[0])
     update = update if isinstance(update, LoraUpdate) else None
@@ -417,11 +388,8 @@ def gate_home(network: Any, layer: int) -> str:
 
 
 def check_alike(one: Any, other: Any, fields: Sequence[str] = BASE_FIELDS, keys: Any = None) -> None:
-    """Refuses two sources of which a field of the configuration, or the shape of a tensor, differs.
-
-    Args:
-        keys: the other's name of each tensor of `one`, None where it has none; by default the names are the same.
-    """
+    """Refuses two sources of which a field of the configuration, or the shape of a tensor, differs; `keys` has the
+    other's name of each tensor of `one` (None where it has none), by default the same."""
     for name in fields:
         ours, theirs = (field_of(config, name, other.config) for config in (one.config, other.config))
         if ours != theirs:
@@ -429,10 +397,7 @@ def check_alike(one: Any, other: Any, fields: Sequence[str] = BASE_FIELDS, keys:
     for key, home in (keys or {key: key for key in (*one.shapes, *other.shapes)}).items():
         ours, theirs = one.shapes.get(key, "none"), other.shapes.get(home, "none")
         if home is not None and ours != theirs:
-            shapes = [shape if shape == "none" else list(shape) for shape in (ours, theirs)]
-            raise InputError(
-                f"Tensor {key!r} has shape {shapes[0]} in {one.folder}, but {shapes[1]} in {other.folder}."
-            )
+            raise InputError(f"Tensor {key!r} has shape {ours} in {one.folder}, but {theirs} in {other.folder}.")
 
 
 def field_of(config: Any, name: str, base: Any) -> Any:

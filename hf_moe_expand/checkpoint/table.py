@@ -15,7 +15,7 @@ from transformers import initialization as init
 
 from ..core.errors import InputError
 from ..modeling import ExpandedConfig, auto_class
-from .reader import TORCH_DTYPES, StoredTensor, is_finite, tensor_bytes
+from .reader import TORCH_DTYPES, Bytes, StoredTensor, is_finite, tensor_bytes
 from .records import History, StageRecord, add_stage
 from .source import TOKENIZER_FILES
 from .stored import LoadedModel, Place, StoredModel, load_any_config, network_of, places
@@ -80,21 +80,12 @@ Rule = Callable[[Place], Copy | Rows | Mix | New | Given | None]
 def opened(
     models: Sequence[Any], out: str | os.PathLike | None, overwrite: bool, load: Callable[[Path], Any] = load_any_config
 ) -> list:
-    """The checkpoints or loaded models from which `out` is made, after checking that it may be written.
-
-    Args:
-        load: reads the configuration of a checkpoint's folder.
-
-    Raises:
-        InputError: a checkpoint cannot be read, or `out` not be written: it is there, it is missing, or loaded models,
-            of which a loaded one is made, have one.
-    """
+    """The checkpoints or loaded models from which `out` is made, after checking that it may be written; `load` reads
+    the configuration of a checkpoint's folder."""
     if len({isinstance(model, PreTrainedModel) for model in models}) > 1:
         raise InputError("models holds loaded models and names of checkpoints: give one kind of them.")
-    if isinstance(models[0], PreTrainedModel):
-        check_place(models[0], out, overwrite)
-        return [LoadedModel(model) for model in models]
-    sources = [StoredModel(model, load=load) for model in models]
+    is_loaded = isinstance(models[0], PreTrainedModel)
+    sources: list = [LoadedModel(model) if is_loaded else StoredModel(model, load=load) for model in models]
     check_place(models[0], out, overwrite, *(source.folder for source in sources))
     return sources
 
@@ -102,12 +93,12 @@ def opened(
 def check_place(model: Any, out: str | os.PathLike | None, overwrite: bool, *inputs: str | os.PathLike) -> None:
     """Refuses a folder to write that is missing, or is there already; a loaded model needs none. `inputs` are folders
     that are read."""
-    if isinstance(model, PreTrainedModel):
-        if out is not None:
-            raise InputError(f"out is {str(out)!r}: a loaded model gives a loaded one, which save_pretrained writes.")
-    elif out is None:
-        raise InputError(f"out is None: give the folder to write, as model is {str(model)!r}, a checkpoint.")
-    else:
+    if isinstance(model, PreTrainedModel) != (out is None):
+        raise InputError(
+            f"out is {out!r}: a loaded model gives a loaded one, without `out`; a checkpoint's name needs the folder "
+            "to write."
+        )
+    if out is not None:
         check_output(out, overwrite, *inputs)
 
 
@@ -132,16 +123,12 @@ def rewrite(
     its name in the files; any other has the name of its place, unless `names` gives one.
 
     Args:
-        sources: what `opened` gives; none for a model that is new.
+        sources: from `opened`; none for a model that is new.
         config: of the new model, and changed: it gets its history.
-        rule: of what the tensor at each place of the new model is made.
         record: the step, for the history; or the whole history, whose last expansion gets the count of parameters.
         title: name of the progress bar; None shows none.
         companions: number of the source whose tokenizer, templates and generation config are copied.
         written: further arguments of `write_checkpoint`.
-
-    Returns:
-        The folder, or the loaded model.
 
     Raises:
         InputError: the rule needs a tensor that its source lacks, or one of another shape; a tensor is stored in a
@@ -165,7 +152,7 @@ def rewrite(
 def _tensors(
     place: Place, entry: Any, sources: Sequence[Any], config: Any, names: Callable[[str], str] | None
 ) -> list[OutputTensor]:
-    """The tensor of a place, or the parts of a mixture's; none of one that its source's files do not have."""
+    """The tensor of a place, or the parts of a mixture's; none if its source's files do not have it."""
     name = names(place.key) if names else place.key
     if isinstance(entry, New):
         return [_computed(name, entry.dtype, place.shape, lambda: [entry.make()])]
@@ -173,8 +160,7 @@ def _tensors(
         given = entry.tensor
         if isinstance(given, torch.Tensor):
             return [given_tensor(name, given)]
-        if given.dtype not in TORCH_DTYPES:
-            raise InputError(f"{given.file}: tensor {given.name!r} is stored as {given.dtype}: give it unquantised.")
+        _ = given.torch_dtype  # which refuses a quantised type
         return [_checked(OutputTensor.copy_of(given, name), place, given)]
     of = entry if isinstance(entry, Copy) else entry.of[0] if isinstance(entry, Mix) else entry.of
     source = sources[of.source]
@@ -217,7 +203,7 @@ def _computed(
 ) -> OutputTensor:
     """A tensor of the pieces that `make` gives, which are rounded, and must be finite, in its type."""
 
-    def data() -> Iterable[bytes]:
+    def data() -> Iterable[Bytes]:
         for piece in (piece for made in make() for piece in made.detach().flatten().split(_PIECE)):
             result = piece.to(TORCH_DTYPES[dtype])
             if not is_finite(result):

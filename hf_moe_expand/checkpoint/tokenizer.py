@@ -12,22 +12,18 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES as _REGISTERED
 
-from ..core.errors import InputError, in_one_line
+from ..core.errors import InputError, library_errors_at
 from ..core.jsonfile import read_json
 from .source import EXPANDED, TOKENIZER_FILES, load_config, text_config
 
 _SETTINGS = ("special_tokens_map", "chat_template", "padding_side", "truncation_side", "model_max_length")
 # These make no tokenizer.
 _BESIDE = ("generation_config.json", "chat_template", "additional_chat_templates")
-_FEW = 5
 
 
 def load_tokenizer(folder: str | os.PathLike, name: str | os.PathLike) -> Any:
-    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`.
-
-    Raises:
-        InputError: the folder has no tokenizer that loads, or the tokenizer has tokens beyond the model's.
-    """
+    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`. An InputError refuses one that does
+    not load, or has tokens beyond the model's."""
     folder = Path(folder)
     return _checked(_load(folder, name), folder, name)
 
@@ -38,11 +34,8 @@ def keep_tokenizer(source: Path, target: Path) -> None:
 
     The library chooses a tokenizer's class by files and by the model's type, and knows no types of expanded models. So
     a tokenizer without `tokenizer_config.json` may load as another one or not at all, and for some types the class in
-    this file is overruled. Where that makes a difference, the tokenizer of `source` is saved anew.
-
-    Raises:
-        InputError: the tokenizer of `source` does not load or does not fit its model, or an expanded checkpoint cannot
-            keep it. (A dense one may not be able to: a warning says so.)
+    this file is overruled. Where that makes a difference, the tokenizer of `source` is saved anew. An expanded
+    checkpoint that cannot keep it is refused; of a dense one a warning says so.
     """
     types = [str(read_json(folder / "config.json", "a configuration").get("model_type")) for folder in (source, target)]
     files = {str(file.relative_to(source)) for pattern in TOKENIZER_FILES for file in source.glob(pattern)}
@@ -66,19 +59,19 @@ def keep_tokenizer(source: Path, target: Path) -> None:
         return
     if types[1] in EXPANDED:
         raise InputError(
-            f"{source}: its tokenizer ({before[0]}) would be another one in the new checkpoint. Load it with "
-            "AutoTokenizer, save it with save_pretrained over its files, and try again."
+            f"{source}: its tokenizer ({before[0]}) would be another one in the new checkpoint. Save it anew with "
+            "save_pretrained."
         )
     warnings.warn(
-        f"{source}: transformers loads the tokenizer of every {types[1]} model as a class of its own, and not as "
-        f"{before[0]}: the exported model may cut text in another way.",
+        f"{source}: transformers loads the tokenizer of a {types[1]} model as another class than {before[0]}: the "
+        "exported model may cut text in another way.",
         stacklevel=2,
     )
 
 
 def _class_is_told(folder: Path, model_type: str) -> bool:
-    """Whether a file names the tokenizer's class, which the library then takes for this model type as for an unknown
-    one. (It looks closer where a file names Llama's.) Comparing two large tokenizers takes seconds."""
+    """Whether a file names the tokenizer's class, and the library takes it for this model type as for an unknown one.
+    (It looks closer where a file names Llama's.) Comparing two large tokenizers takes seconds."""
     file = folder / "tokenizer_config.json"
     told = read_json(file, "a tokenizer's settings").get("tokenizer_class") if file.is_file() else None
     name = str(told).removesuffix("Fast")
@@ -86,20 +79,12 @@ def _class_is_told(folder: Path, model_type: str) -> bool:
 
 
 def _load(folder: Path, name: str | os.PathLike) -> Any:
-    reason = ""
-    try:
+    with library_errors_at(f"{name}: has no tokenizer that loads"):  # broken files raise many types
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # Without files, the library may make a tokenizer without a vocabulary.
-        if tokenizer("a", add_special_tokens=False).input_ids:
-            return tokenizer
-    except OSError:
-        pass
-    except Exception as error:  # broken files raise many types
-        reason = f" ({in_one_line(error)})"
-    raise InputError(
-        f"{name}: has no tokenizer that loads{reason}; put the tokenizer of the model that it was made of into it: "
-        "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)."
-    )
+        if not tokenizer("a", add_special_tokens=False).input_ids:
+            raise ValueError("its vocabulary is empty")
+    return tokenizer
 
 
 def _facts(tokenizer: Any) -> tuple:
@@ -131,12 +116,10 @@ def _checked(tokenizer: Any, folder: Path, name: str | os.PathLike) -> Any:
         _forget(tokenizer, forgotten, state)
         beyond = {token: at for token, at in beyond.items() if token not in forgotten}
     if beyond:
-        (token, at), *more = sorted(beyond.items(), key=lambda item: item[1])
-        others = f" (and {len(more)} more: {', '.join(repr(one) for one, _ in more[:_FEW])})" if more else ""
+        token, at = min(beyond.items(), key=lambda item: item[1])
         raise InputError(
-            f"{name}: the tokenizer's token {token!r} has number {at}, but the model has {rows} tokens{others}: tokens "
-            "were added without rows for them. Add the rows (model.resize_token_embeddings(len(tokenizer)) and "
-            "save_pretrained), or take the tokens out."
+            f"{name}: the tokenizer's token {token!r} has number {at}, but the model has {rows} tokens: add the rows "
+            "(model.resize_token_embeddings(len(tokenizer)) and save_pretrained), or take the tokens out."
         )
     return tokenizer
 

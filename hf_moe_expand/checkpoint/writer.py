@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..core.disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
 from ..core.disk import check_room, readable_size
-from ..core.errors import InputError, in_one_line, is_full_disk, named_as
+from ..core.errors import InputError, is_full_disk, library_errors_at, named_as
 from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.scratch import named, remove_leftovers, sibling
@@ -25,24 +25,17 @@ from ..modeling import ExpandedConfig, model_class
 from ..modeling.part_expansion_only import RECORD
 from .facts import set_part
 from .reader import ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor, are_headers_alone
-from .source import ADAPTER, CODE, TOKENIZER_FILES, lies_inside
+from .source import ADAPTER, CODE, TOKENIZER_FILES, check_inside
 from .tokenizer import keep_tokenizer
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *TOKENIZER_FILES, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
-    "base_check.json",
-    "plan.json", "recipe.yaml", "settings.json", "analysis.json", "evaluation.json", "validation.json",
-    "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
-    "rng_state*.pth", ADAPTER, "__pycache__/*.pyc",
-    # Of earlier versions.
-    "adapters.py", "expanded_layer.py", "expansion_only.py", "experts.py", "judging.py", "servers.py",
-    "vocabulary.py", "routers_after_expansion_*.safetensors", "pack_*.safetensors",
+    "base_check.json", "plan.json", "recipe.yaml", "settings.json", "analysis.json", "evaluation.json",
+    "validation.json", "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt",
+    "scaler.pt", "rng_state*.pth", ADAPTER, "__pycache__/*.pyc",
 )  # fmt: skip
-# Removed from a configuration before it is written: the base's own code.
-_LEFT_OUT = ("auto_map", "custom_pipelines")
-_SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -68,7 +61,7 @@ def _write_weights(
 ) -> None:
     """Writes `STEM.safetensors`, or shards and their index if the weights exceed `max_shard_size`."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    try:
+    with library_errors_at(f"max_shard_size is {max_shard_size!r}"):
         split = split_state_dict_into_shards_factory(
             by_name,
             get_storage_size=lambda tensor: tensor.nbytes,
@@ -76,18 +69,14 @@ def _write_weights(
             filename_pattern=f"{stem}{{suffix}}.safetensors",
             max_shard_size=max_shard_size,
         )
-    except ValueError:
-        raise InputError(f"max_shard_size is {max_shard_size!r}: give a size such as 5GB or 500MB.") from None
     with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None or are_headers_alone()) as bar:
         for filename, names in split.filename_to_tensors.items():
             write_tensors(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:
         # The keys and their order are those of `save_pretrained`.
         metadata = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{stem}.safetensors.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
+        (folder / f"{stem}.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None:
@@ -116,9 +105,8 @@ def write_tensors(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None
 
 
 def name_code(config: Any, is_whole: bool) -> None:
-    """Lets a configuration name the code of an expanded model, or none; `is_whole` says whether its checkpoint has all
-    tensors."""
-    for name in _LEFT_OUT:
+    """Lets a configuration name the code of an expanded model, or none; `is_whole`: its checkpoint has all tensors."""
+    for name in ("auto_map", "custom_pipelines"):  # the base's own code
         vars(config).pop(name, None)
     if isinstance(config, ExpandedConfig):
         if is_whole:
@@ -138,11 +126,9 @@ def write_checkpoint(
     files: Mapping[str, bytes] | None = None,
     stem: str = "model",
 ) -> Path:
-    """Writes a checkpoint folder, whole or not at all.
+    """Writes a checkpoint folder, whole or not at all; with code, if the model is an expanded one.
 
     Args:
-        config: configuration of the model, dense or expanded; code is written for an expanded one.
-        tensors: the tensors, in any order.
         companions: folders and the file patterns to copy from each.
         what: name of the progress bar; None shows none.
         files: further files to write: content by name.
@@ -168,25 +154,20 @@ def write_checkpoint(
 def copy_companions(source: Path, target: Path, patterns: Sequence[str]) -> None:
     """Copies tokenizer, generation config and chat template, without references to code (`auto_map`): loading a
     checkpoint of this package runs no other code."""
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            # Else a link could lead a file of the user's into what is published, and reading a pipe never end.
-            if not lies_inside(source, file):
-                raise InputError(f"{file}: is a link that leads out of the folder; put the file itself there.")
-            if not file.is_file():
-                raise InputError(f"{file}: is not a file; a checkpoint's parts are files.")
-            destination = target / file.relative_to(source)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, destination)
-            if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
-                fields = read_json(file, "a JSON file")
-                write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
+    for file in (file for pattern in patterns for file in source.glob(pattern)):
+        check_inside(source, file)
+        destination = target / file.relative_to(source)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, destination)
+        if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
+            fields = read_json(file, "a JSON file")
+            write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
     """Checks that `out` may become an output folder. First removes what dead processes left beside it, and
     restores `out` if one died while replacing it."""
-    try:
+    with _errors_at(out):
         out = named(Path(out))
         remove_leftovers(out)
         check_apart(out, *inputs)
@@ -194,40 +175,34 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
         check_writable(out)
-    except (OSError, RuntimeError) as error:
-        raise _unwritable(Path(out), error) from error
     return out
+
+
+def _errors_at(out: str | os.PathLike) -> Any:
+    return library_errors_at(f"{out}: cannot be written", OSError, RuntimeError)  # the second: a loop of links
 
 
 def check_writable(out: Path) -> None:
     """Refuses an output below a file, or below a folder that is not writable."""
-    try:
+    with _errors_at(out):
         place = next(parent for parent in out.absolute().parents if parent.exists())
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        raise _unwritable(out, error) from error
-    if not place.is_dir():
-        raise InputError(f"{out}: cannot be made, as {place} is a file, not a folder.")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"{out}: cannot be made, as {place} is not writable.")
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise InputError(f"{out}: cannot be written, as {place} is no folder, or not writable.")
 
 
 def check_apart(out: Path, *inputs: str | os.PathLike) -> None:
     """Refuses an output folder that is one of the inputs, holds one or lies in one."""
     there = out.resolve()
     for path in (Path(path).resolve() for path in inputs):
-        if there == path:
-            raise InputError(f"{out}: the output folder is the input folder; give another one.")
-        if there in path.parents:
-            raise InputError(f"{out}: the input folder {path} lies in it; give another output folder.")
-        if path in there.parents:
-            raise InputError(f"{out}: lies in the input folder {path}; give another output folder.")
+        if there == path or there in path.parents or path in there.parents:
+            raise InputError(f"{out}: is, holds or lies in the input folder {path}; give another output folder.")
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
     if not overwrite:
         raise InputError(f"{out}: exists already; choose another folder or pass --overwrite.")
     if not out.is_dir() or out.is_symlink():
-        raise InputError(f"{out}: is a {'link' if out.is_symlink() else 'file'}, not a folder.")
+        raise InputError(f"{out}: is a file or a link, not a folder, so it is not overwritten.")
     if any(out.iterdir()) and not any((out / name).is_file() for name in ("config.json", ADAPTER)):
         raise InputError(f"{out}: is not a checkpoint (no config.json), so it is not overwritten; delete it first.")
     if (foreign := foreign_file(out)) is not None:
@@ -241,11 +216,11 @@ def foreign_file(folder: Path) -> str | None:
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
-            if len(name.parts) > 1 or name.name not in _SUBFOLDERS:
-                return str(name)
-        elif not any(
-            fnmatchcase(str(name), pattern) and pattern.count("/") == len(name.parts) - 1 for pattern in _BELONGS
-        ):
+            belongs = str(name) in ("additional_chat_templates", "__pycache__")
+        else:
+            depth = len(name.parts) - 1
+            belongs = any(fnmatchcase(str(name), one) and one.count("/") == depth for one in _BELONGS)
+        if not belongs:
             return str(name)
     return None
 
@@ -256,13 +231,11 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     that killed processes left beside `out` are removed first."""
     out = check_output(out, overwrite)
     partial, replaced = sibling(out, "partial"), sibling(out, "replaced")
-    try:
+    with _errors_at(out):
         check_room(out, needed_bytes)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-    except OSError as error:
-        raise _unwritable(out, error) from error
     try:
         with named_as(partial, out):
             yield partial
@@ -294,7 +267,3 @@ def _give_usual_modes(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
             file.chmod(usual)
-
-
-def _unwritable(out: Path, error: Exception) -> InputError:
-    return InputError(f"{out}: cannot be written ({in_one_line(error)}).")

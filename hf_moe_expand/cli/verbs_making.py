@@ -5,8 +5,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..analysis.settings import AnalysisSettings, GateSettings
-from ..checkpoint.arguments import Expanded, Model, NewFolder, OldCodes, Places, PlanFile, Texts, codes, each, expanded
-from ..checkpoint.operation_settings import AverageSettings, ExpandSettings, GraftSettings, TunedSettings, WriteSettings
+from ..checkpoint.arguments import (
+    AverageSettings,
+    Expanded,
+    ExpandSettings,
+    GraftSettings,
+    Model,
+    NewFolder,
+    OldCodes,
+    Places,
+    PlanFile,
+    Texts,
+    TunedSettings,
+    WriteSettings,
+    codes,
+    each,
+    expanded,
+)
 from ..core.errors import InputError, library_errors_at
 from ..core.printing import print_table
 from ..core.verbs import Given, Group, Keys, Kind, belongs, flag, without_effect
@@ -101,7 +116,8 @@ def _expand_by_plan(base: str, out: Path, plan: Any, gate: Path | None, options:
 
     report = expand_checkpoint(base, out, plan, gate=_gate(gate, base, plan.new, options["revision"]), **options)
     if report.left_out:
-        print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
+        count = len(report.left_out)
+        print(f"left out, since the backbone does not use them: {count} tensors, such as {report.left_out[0]}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 
@@ -191,7 +207,7 @@ def grow(
     belongs(given, "tuned", *TunedSettings.model_fields)
     if plan is None:
         raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
-    from ..checkpoint.grow import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
     from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
 
@@ -282,7 +298,7 @@ def graft(
 def _add_delta(
     to_experts: bool, model: str, out: Path, base: str, settings: GraftSettings, written: WriteSettings
 ) -> None:
-    from ..checkpoint.graft import graft_delta
+    from ..checkpoint.merge import graft_delta
     from ..checkpoint.source import load_config, local_checkpoint, resolve_checkpoint
     from ..modeling import ExpandedConfig
 
@@ -338,7 +354,7 @@ def merge_average(
         weight: weight of the first of two checkpoints, or one for each, with the sum 1; equal by default. Of one
             checkpoint, weight of its new experts; 0.8 by default.
     """
-    from ..checkpoint.average import average_checkpoints, average_experts
+    from ..checkpoint.merge import average_checkpoints, average_experts
 
     if len(models) == 1:
         own, *more = weight or [AverageSettings().weight]

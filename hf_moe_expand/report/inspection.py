@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..checkpoint.arguments import NewExperts
 from ..checkpoint.compare import recorded_verdict
 from ..checkpoint.expand import check_layers, planned_config
 from ..checkpoint.facts import Facts, JoinedPack, kind_of
 from ..checkpoint.new_experts import chosen_kind
-from ..checkpoint.operation_settings import NewExperts
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.records import ExpansionRecord, StageRecord
 from ..checkpoint.source import check_expanded, load_base_config, load_expanded_config, resolve_checkpoint

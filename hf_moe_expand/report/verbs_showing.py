@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.arguments import Model, PlanFile, check_file, expanded
-from ..checkpoint.operation_settings import ExpandSettings
+from ..checkpoint.arguments import ExpandSettings, Model, PlanFile, check_file, expanded
 from ..core.printing import print_or_write, print_table
 from ..core.verbs import Given, Keys, Kind, belongs
 

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..analysis.settings import AnalysisSettings, DeviationSettings, GateSettings
-from ..checkpoint.operation_settings import ExpandSettings, JoinSettings, NewExperts
+from ..checkpoint.arguments import ExpandSettings, JoinSettings, NewExperts
 from ..core.errors import InputError
 from ..core.jsonfile import read_text
 from ..core.languages import UNDETERMINED, LanguageCode, check_named_once, check_old_and_new

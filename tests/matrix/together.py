@@ -8,7 +8,7 @@ from hf_moe_expand.modeling.parts import PARTS
 # The modules with a table `REFUSED`: why a feature does not stand beside another one, or is refused by an operation.
 ROOMS = (
     "planning.plan",
-    "checkpoint.new_experts", "checkpoint.gate", "checkpoint.join", "checkpoint.average", "checkpoint.export",
+    "checkpoint.new_experts", "checkpoint.gate", "checkpoint.join", "checkpoint.merge", "checkpoint.export",
     "checkpoint.peft", "trainers.sft", "stages.config", "stages.mixing", "stages.kinds.review",
 )  # fmt: skip
 _FEATURES = {"encoder_decoder": "encoder-decoder", "cmr": "conditional", "gate": "gated"}  # of parts

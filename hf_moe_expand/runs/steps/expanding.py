@@ -5,12 +5,11 @@ from typing import Any
 
 from ...analysis.gating import gate_from_file
 from ...analysis.routers import nearest_experts
+from ...checkpoint.arguments import JoinSettings
 from ...checkpoint.compare import differing_tensor
-from ...checkpoint.expand import expand_checkpoint
+from ...checkpoint.expand import expand_checkpoint, grow_checkpoint
 from ...checkpoint.facts import Facts
-from ...checkpoint.grow import grow_checkpoint
 from ...checkpoint.join import Pack, join_expansions, load_packs
-from ...checkpoint.operation_settings import JoinSettings
 from ...checkpoint.reader import CheckpointReader, headers_alone
 from ...checkpoint.source import load_config, pack_and_name, resolve_checkpoint
 from ...checkpoint.stored import StoredModel

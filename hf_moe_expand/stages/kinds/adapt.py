@@ -11,9 +11,8 @@ from typing import Annotated, Any
 from accelerate.utils import broadcast_object_list
 from pydantic import Field
 
-from ...checkpoint.expand import versions
+from ...checkpoint.expand import add_experts, versions
 from ...checkpoint.facts import Facts
-from ...checkpoint.grow import add_experts
 from ...checkpoint.records import ExpansionRecord, StageRecord
 from ...checkpoint.source import load_expanded_config, resolve_checkpoint
 from ...checkpoint.stored import built_whole

@@ -6,8 +6,8 @@ Example: hf-moe-expand merge average qwen-el-2 --weight 0.8 --out qwen-el
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.average import average_experts
-from ...checkpoint.operation_settings import AverageSettings
+from ...checkpoint.arguments import AverageSettings
+from ...checkpoint.merge import average_experts
 from ..kind import Stage, StepResult
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
 
-from ...checkpoint.graft import check_fine_tune, graft_delta
-from ...checkpoint.operation_settings import GraftSettings
+from ...checkpoint.arguments import GraftSettings
+from ...checkpoint.merge import check_fine_tune, graft_delta
 from ..kind import Stage, StepResult
 from ..trial import Trial
 
