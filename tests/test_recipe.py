@@ -241,7 +241,8 @@ def test_which_recipes_pass_it(validator):
         ("bsae: x", "unknown key `bsae`; did you mean `base`?"),
         ("review: {lr_schedler_type: x}", "review: unknown key `lr_schedler_type`; did you mean `lr_scheduler_type`?"),
         ("analysis: {token: 1}", "analysis: unknown key `token`; did you mean `tokens`?"),
-        ("plan: {method: mola, experts: 3}", "plan: `experts` is a key of moe-lpr; this plan is mola."),
+        ("plan: {method: mola, experts: 3}", "plan: unknown key `experts`; known: top_k, only_layers, "
+         "classifier_layers, classifier_choice, classifiers_in, exclusive, method, shape."),
         ("expansions: [{new: {el: x}, revew: {}}]", "expansions[0]: unknown key `revew`; did you mean `review`?"),
         ("expansions: [{new: {el: x}, expand: {lora_rnk: 1}}]",
          "expansions[0].expand: unknown key `lora_rnk`; did you mean `lora_rank`?"),

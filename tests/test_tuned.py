@@ -445,7 +445,7 @@ def test_a_plan_says_what_a_language_has_of_its_own(given, own, home, tmp_path):
     assert torch.equal(logits(model, languages="el"), logits(load(home / "base")))
     in_memory = moe.expand_model(load(home / "base"), plan)
     assert list(in_memory.state_dict()) == list(model.state_dict())
-    refused(moe.Plan, "moe-lpr", [2] * 3, says="is for a plan with exclusive alone", **given)
+    refused(moe.Plan, "moe-lpr", [2] * 3, says="are for a plan with exclusive alone", **given)
     if plan.rank:
         (entry,) = moe.expand_model(load(home / "base"), plan, lora_alpha=6).config.parts["languages"]
         assert {tuple(update) for update in entry["maps"].values()} == {(2, 3.0)}

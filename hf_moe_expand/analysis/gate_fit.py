@@ -30,9 +30,11 @@ weakest tenth of it.
 Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, L tokens of a text.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import cycle, repeat
 from typing import Any
 
 import torch
@@ -68,13 +70,7 @@ class Scored:
 @dataclass(frozen=True)
 class Texts:
     """Texts of some languages, judged by few rows, which are evidence as all are: a template's, the other ones of class
-    0, and each later class.
-
-    Attributes:
-        codes: the language of each text.
-        logits_MLR: padded.
-        lengths_M: the tokens of each text.
-    """
+    0, and each later class. Of each text its language, its padded logits and its tokens."""
 
     codes: list[str]
     logits_MLR: torch.Tensor
@@ -89,17 +85,17 @@ class Texts:
     ) -> "Texts":  # fmt: skip
         """All texts of these languages, or those outside a chat template."""
         order, sizes = by_class(gate.codes, classes)
+        if gate.has_template:
+            sizes = [1, sizes[0] - 1, *sizes[1:]]
         codes: list[str] = []
         kept: list[torch.Tensor] = []
         for code, of_code in scored.items():
-            home, *later = of_code.logits_TR.float()[:, order].split(sizes, -1)
-            parts = [home[:, :1], home[:, 1:], *later] if gate.has_template else [home, *later]
+            parts = of_code.logits_TR.float()[:, order].split(sizes, -1)
             few_TR = torch.stack([part.logsumexp(-1) for part in parts], -1)
             pieces = zip(few_TR.split(of_code.texts_M2[:, 0].tolist()), of_code.texts_M2[:, 1].tolist(), strict=True)
             kept += [piece for piece, is_inside in pieces if not (plain and is_inside)]
             codes += [code] * (len(kept) - len(codes))
-        rows = len(sizes) + int(gate.has_template)
-        padded = pad_sequence(kept, batch_first=True) if kept else torch.zeros(0, 0, rows)
+        padded = pad_sequence(kept, batch_first=True) if kept else torch.zeros(0, 0, len(sizes))
         lengths_M = torch.tensor([len(piece) for piece in kept], dtype=torch.long)
         return cls(codes, padded, lengths_M, gate.has_template, settings)
 
@@ -116,11 +112,9 @@ class Texts:
 
     def shares(self, bias: float) -> dict[str, float]:
         """Of each language, the share of texts that go to new experts."""
-        is_new = (classes_of_sums(self.sums(bias)) > 0).tolist()
-        of_codes: dict[str, list[bool]] = {code: [] for code in self.codes}
-        for code, one in zip(self.codes, is_new, strict=True):
-            of_codes[code].append(one)
-        return {code: sum(of_code) / len(of_code) for code, of_code in of_codes.items()}
+        classes_M = classes_of_sums(self.sums(bias))
+        gone = Counter(code for code, number in zip(self.codes, classes_M, strict=True) if number > 0)
+        return {code: gone[code] / count for code, count in Counter(self.codes).items()}
 
     def least(self, bias: float) -> torch.Tensor:
         """The least evidence of each text's first tokens at the marks of an answer; of texts that reach the first."""
@@ -164,15 +158,12 @@ class GateReport:
     """Where texts go by a fitted gate that did not see them: shares that new experts take, each text judged by its end.
 
     Attributes:
-        layer: the gate's layer.
         unseen_share: the promise.
         bias: the bias that keeps it, in nats.
-        home: nats below which an answer's own tokens send it home.
-        leave: nats above which they take it from home.
+        home, leave: nats below which an answer's own tokens send it home, and above which they take it from home.
         unseen: each anchor, when its language is left out of the fit.
         named: anchors outside the promise, each with the new language that it is taken for.
-        new: each new language.
-        old: the base's own languages.
+        new, old: each new language, and the base's own ones.
         margin: nats of evidence below which one in ten new texts is.
         doubts: languages most of whose text the gate takes for another one.
     """
@@ -201,22 +192,18 @@ class GateReport:
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
-        shown = [code for code in self.unseen if code not in self.named]
-        mean = sum(self.unseen[code] for code in shown) / max(len(shown), 1)
-        lines = [
+        shown = [share for code, share in self.unseen.items() if code not in self.named]
+        old = ", ".join(f"{code} {100 * share:.0f} %" for code, share in self.old.items())
+        return [
             f"gate               in layer {self.layer}",
-            f"unseen languages   {100 * mean:.1f} % of their texts go to new experts, left out of the fit in turn "
-            f"({len(shown)} languages)",
+            f"unseen languages   {100 * sum(shown) / max(len(shown), 1):.1f} % of their texts go to new experts, left "
+            f"out of the fit in turn ({len(shown)} languages)",
             *self.near_relatives(),
+            *([f"old languages      {old} of their texts go to new experts"] if old else []),
+            *(f"{code:<18} {100 * share:.0f} % of its texts go to new experts" for code, share in self.new.items()),
+            f"answers            go home below {self.home:.0f} nats of evidence, and leave it above {self.leave:.0f}",
+            *(f"{code:<18} its text looks like {other}: check it" for code, other in self.doubts.items()),
         ]
-        if self.old:
-            old = ", ".join(f"{code} {100 * share:.0f} %" for code, share in self.old.items())
-            lines.append(f"old languages      {old} of their texts go to new experts")
-        lines += [f"{code:<18} {100 * share:.0f} % of its texts go to new experts" for code, share in self.new.items()]
-        lines.append(
-            f"answers            go home below {self.home:.0f} nats of evidence, and leave it above {self.leave:.0f}"
-        )
-        return lines + [f"{code:<18} its text looks like {other}: check it" for code, other in self.doubts.items()]
 
     def near_relatives(self) -> list[str]:
         """What near relatives of new languages mean for those who speak them."""
@@ -256,11 +243,9 @@ def fit_gate(
     classes = {**dict.fromkeys(codes, 0), **classes}
     tried: list[tuple[FittedGate, GateReport]] = []
     states = _read(model, [example for _, example in shown], begin, layers)
-    # A fit that begins at another one takes half of its steps.
-    with Bar(total=len(layers) * (2 + FOLDS), desc="fit the gate", unit="fit") as bar:
-        for layer in layers:
-            gate = _fitted(layer, begin, codes, shown, states.pop(layer), anchors, bar)
-            tried.append((gate, report_of(gate, classes, settings)))
+    for layer in Bar(layers, desc="fit the gate", unit="layer"):
+        gate = _fitted(layer, begin, codes, shown, states.pop(layer), anchors)
+        tried.append((gate, report_of(gate, classes, settings)))
     best = max(tried, key=lambda of: (of[1].holds, of[1].passing, of[1].margin))
     if not best[1].holds:
         report = best[1]
@@ -268,8 +253,7 @@ def fit_gate(
             f"gates: none of the layers {', '.join(map(str, layers))} keeps unseen_share {settings.unseen_share:g} and "
             f"lets new text pass: in the best, layer {report.layer}, {100 * report.passing:.1f} % of a new language's "
             f"texts reach new experts, and {len(report.named)} of {len(report.unseen)} unseen languages go astray. "
-            "Raise unseen_share, or read more text of the new languages (tokens); the base may not tell them from its "
-            "own."
+            "Raise unseen_share, or read more text of the new languages (tokens)."
         )
     return best
 
@@ -286,7 +270,7 @@ def candidates(count: int) -> list[int]:
 
 def _fitted(
     layer: int, begin: int | None, codes: list[str], shown: Sequence[tuple[str, Example]], states_Th: torch.Tensor,
-    anchors: Sequence[str], bar: Bar,
+    anchors: Sequence[str],
 ) -> FittedGate:  # fmt: skip
     lengths = [len(example.ids) for _, example in shown]
     row_T = torch.cat([_rows(example, codes.index(code), codes[0] == TEMPLATE) for code, example in shown])
@@ -296,14 +280,12 @@ def _fitted(
     mean_h, scale_h = _moments(states_Th[fits_T].float(), row_T[fits_T])
     x_Th = (states_Th.float() - mean_h) / scale_h
     weight_Rh, bias_R = softmax_regression(x_Th[fits_T], row_T[fits_T], len(codes))
-    bar.update(2)
     logits_TR = x_Th.new_full((len(x_Th), len(codes)), float("-inf"))
     for fold in range(FOLDS):
         kept_T, out_T = fits_T & (fold_T != fold), (fold_T == fold).nonzero()
         rows, row_K = row_T[kept_T].unique(return_inverse=True)
         start = weight_Rh[rows], bias_R[rows]
         logits_TR[out_T, rows] = F.linear(x_Th[out_T[:, 0]], *softmax_regression(x_Th[kept_T], row_K, len(rows), start))
-        bar.update()
     taken_T = F.linear(x_Th, weight_Rh, bias_R).argmax(-1).cpu()
     doubts, scored = {}, {}
     of_texts = list(zip(shown, logits_TR.cpu().split(lengths), taken_T.split(lengths), strict=True))
@@ -330,13 +312,9 @@ def _rows(example: Example, row: int, has_template: bool) -> torch.Tensor:
 
 def _folds(codes: Sequence[str], anchors: Sequence[str]) -> list[int]:
     """The fold that leaves out each text: an anchor's all together, those of another language in turn."""
-    fold_of = {code: number % FOLDS for number, code in enumerate(anchors)}
-    seen: dict[str, int] = {}
-    folds = []
-    for code in codes:
-        seen[code] = seen.get(code, -1) + 1
-        folds.append(fold_of.get(code, seen[code] % FOLDS))
-    return folds
+    turns = {code: cycle(range(FOLDS)) for code in codes}
+    turns |= {code: repeat(number % FOLDS) for number, code in enumerate(anchors)}  # type: ignore[misc]
+    return [next(turns[code]) for code in codes]
 
 
 def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettings) -> GateReport:
@@ -347,19 +325,15 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
         return Texts.of({code: gate.scored[code] for code in codes}, gate, classes, settings, plain)
 
     unseen = sorted({*gate.anchors} - later)
-    new: list[str] = []
-    old: list[str] = []
-    for code in gate.scored:
-        if code not in gate.anchors:
-            (new if code in later else old).append(code)
+    new = [code for code in gate.scored if code not in gate.anchors and code in later]
+    old = [code for code in gate.scored if code not in gate.anchors and code not in later]
     of_unseen, of_old, of_new = texts(unseen), texts(old), texts(new)
 
-    def above(shares: Mapping[str, float]) -> int:
-        return sum(share > settings.unseen_share for share in shares.values())
+    def astray(shares: Mapping[str, float]) -> list[str]:
+        return [code for code, share in shares.items() if share > settings.unseen_share]
 
     def holds(bias: float) -> bool:
-        found = of_unseen.shares(bias)
-        return above(found) <= most_named(found) and not above(of_old.shares(bias))
+        return len(astray(of_unseen.shares(bias))) <= most_named(unseen) and not astray(of_old.shares(bias))
 
     low, bias = -_WIDEST, _WIDEST
     while bias - low > 0.02:
@@ -367,10 +341,9 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
         low, bias = (low, middle) if holds(middle) else (middle, bias)
     at_bias = of_unseen.shares(bias)
     named = {}
-    for code, share in at_bias.items():
-        if share > settings.unseen_share:
-            mean_R = gate.scored[code].logits_TR.float().mean(0)
-            named[code] = max(sorted(later), key=lambda other: mean_R[gate.codes.index(other)])
+    for code in astray(at_bias):
+        mean_R = gate.scored[code].logits_TR.float().mean(0)
+        named[code] = max(sorted(later), key=lambda other: mean_R[gate.codes.index(other)])
     unrelated = [code for code in unseen if code not in named]
     new_N, *other_N = (texts(codes, True).sums(bias, MARKS[0]).amax(-1) for codes in (new, unrelated, old))
     leave = leave_of(new_N, *other_N)

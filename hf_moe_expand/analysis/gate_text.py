@@ -47,7 +47,6 @@ def gate_examples(
     on again where there are no more. Where the tokenizer has a chat template, every second one stands in it, as a
     user's message."""
     examples: dict[str, list[Example]] = {}
-    begin = begin_tokens(tokenizer)
     for code, documents in texts.items():
         lines = (line.strip() for document in documents for line in document.splitlines() if line.strip())
         shown: list[str] = []
@@ -56,7 +55,7 @@ def gate_examples(
         for size, wanted in ((_LINE, tokens // 2), (block, tokens)):
             pieces = _kept(lines, shown) if size == _LINE else _joined(chain(lines, shown), tokenizer, block)
             for number, text in enumerate(pieces):
-                example = _example(text, tokenizer, size, number % 2 == 1, begin)
+                example = _example(text, tokenizer, size, number % 2 == 1)
                 if example.end > example.start:
                     made.append(example)
                     counted += example.end - example.start
@@ -70,7 +69,7 @@ def gate_examples(
     return examples
 
 
-def _kept(lines: Iterator[str], shown: list[str]) -> Iterator[str]:
+def _kept(lines: Iterable[str], shown: list[str]) -> Iterator[str]:
     """The lines, which are noted in `shown`."""
     for line in lines:
         shown.append(line)
@@ -81,7 +80,7 @@ def _joined(lines: Iterable[str], tokenizer: Any, size: int) -> Iterator[str]:
     """Lines one after the other, to texts of about `size` tokens."""
     text, held = "", 0
     for line in lines:
-        text = f"{text} {line}".strip()
+        text = f"{text} {line}" if text else line
         held += len(tokenizer(line, add_special_tokens=False, verbose=False).input_ids)
         if held >= size:
             yield text
@@ -90,9 +89,9 @@ def _joined(lines: Iterable[str], tokenizer: Any, size: int) -> Iterator[str]:
         yield text
 
 
-def _example(text: str, tokenizer: Any, size: int, inside: bool, begin: list[int]) -> Example:
-    """The text's last `size` tokens, or a message of them, cut as a model cuts what it judges. `begin` are the tokens
-    that the tokenizer puts before a text."""
+def _example(text: str, tokenizer: Any, size: int, inside: bool) -> Example:
+    """The text's last `size` tokens, or a message of them, cut as a model cuts what it judges."""
+    begin = begin_tokens(tokenizer)
     own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[-size:]
     head, tail, has_template = begin, [], False
     if inside and getattr(tokenizer, "chat_template", None):

@@ -90,9 +90,7 @@ def fit_gates(
             anchor language is one of the model's new ones, or no layer keeps the promise of `settings.unseen_share`.
     """
     if texts is None:
-        raise InputError(
-            "texts is None: give documents of every new language, and of old ones as far as there is text."
-        )
+        raise InputError("texts is None: give documents of every new language, and of old ones if there are.")
     settings, is_loaded = settings or GateSettings(), isinstance(model, PreTrainedModel)
     given: Any = model
     if is_loaded and processing_class is None:
@@ -108,22 +106,17 @@ def fit_gates(
         with evaluating(loaded):
             gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
         del loaded
-        made, record = gate_of(gate, classes, report, settings), _record(report, chosen, settings, seed)
+        found = {
+            "anchors": sorted(chosen), "layer": report.layer, "unseen_share": settings.unseen_share,
+            "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.old.items()},
+            "shares": {code: {"end": round(share, 4)} for code, share in report.new.items()}, "named": report.named,
+        }  # fmt: skip
+        record = StageRecord(stage="gates", seed=seed, settings=found)
+        made = gate_of(gate, classes, report, settings)
         result = write_gate(source, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
     return GatingReport(
         None if out is None else Path(out), report, sorted(chosen), result.eval() if is_loaded else None
     )
-
-
-def _record(report: GateReport, anchors: Iterable[str], settings: GateSettings, seed: int) -> StageRecord:
-    return StageRecord(
-        stage="gates", seed=seed,
-        settings={
-            "anchors": sorted(anchors), "layer": report.layer, "unseen_share": settings.unseen_share,
-            "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.old.items()},
-            "shares": {code: {"end": round(share, 4)} for code, share in report.new.items()}, "named": report.named,
-        },
-    )  # fmt: skip
 
 
 @checked
@@ -195,15 +188,10 @@ def gate_from_file(
             facts = json.loads(opened.metadata()["gate"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
         settings = GateSettings(**facts["settings"])
-        scored = {
-            name[7:]: Scored(tensors[name].float(), tensors[f"texts.{name[7:]}"].long())
-            for name in tensors
-            if name.startswith("logits.")
-        }
-        gate = FittedGate(
-            int(facts["layer"]), facts["begin"], list(facts["codes"]), list(facts["anchors"]), tensors["weight"],
-            tensors["bias"], scored,
-        )  # fmt: skip
+        codes = [name.removeprefix("logits.") for name in tensors if name.startswith("logits.")]
+        scored = {code: Scored(tensors[f"logits.{code}"].float(), tensors[f"texts.{code}"].long()) for code in codes}
+        of_file = (facts[name] for name in ("layer", "begin", "codes", "anchors"))
+        gate = FittedGate(*of_file, tensors["weight"], tensors["bias"], scored)
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: is no file of a gate ({in_one_line(error)}): write one with `gates BASE`.") from None
     stored = StoredModel(base, revision=revision)

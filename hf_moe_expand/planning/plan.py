@@ -48,7 +48,6 @@ class Plan(JsonFile):
     """
 
     kind = "a plan"
-    gone = ("prefix_gate",)  # of gates in all layers
 
     method: Text
     experts_per_layer: Annotated[list[Count], Field(min_length=1)]
@@ -83,8 +82,8 @@ class Plan(JsonFile):
                 not 0 <= encoder < len(counts),
             f"exclusive: a token of a new language takes its expert alone, but {in_pairs}: leave exclusive out.":
                 self.exclusive and (encoder or self.groups),
-            "modules: is for a plan with exclusive alone: leave it out.": self.modules and not self.exclusive,
-            "rank: is for a plan with exclusive alone: leave it out.": self.rank and not self.exclusive,
+            "modules and rank are for a plan with exclusive alone: leave them out.":
+                (self.modules or self.rank) and not self.exclusive,
             f"groups: {REFUSED['encoder-decoder', 'dmoe']}. Use another method, such as `plan layer-moe`.":
                 encoder and self.groups,
             "classifier_layers names a layer twice; name each layer once.":

@@ -20,11 +20,9 @@ class JsonFile(Schema):
 
     Attributes:
         kind: its name in messages, such as "a plan".
-        gone: fields of earlier versions, which a file may hold without a value.
     """
 
     kind: ClassVar[str]
-    gone: ClassVar[tuple[str, ...]] = ()
 
     def save(self, path: str | Path) -> None:
         """Writes the file, without fields of encoders, exclusive experts and earlier steps where there are none."""
@@ -38,10 +36,7 @@ class JsonFile(Schema):
     @checked
     def load(cls, path: str | Path) -> Self:
         """Reads the file."""
-        fields = read_json(path, cls.kind)
-        gone = [name for name in cls.gone if fields.get(name, fields) is None]
-        known = {name: value for name, value in fields.items() if name not in gone}
-        return read(cls, known, f"{path}: not {cls.kind}")
+        return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")
 
     from_json = load
 
@@ -224,18 +219,12 @@ class RoutingResult(Result):
 
     def model_post_init(self, _: Any) -> None:
         super().model_post_init(_)
-        pairs = max(len(self.layers) - 1, 0)
-        if len(self.colocation) != pairs:
-            raise InputError(f"colocation has {len(self.colocation)} entries, but there are {pairs} pairs of layers.")
+        if len(self.colocation) != max(len(self.layers) - 1, 0):
+            raise InputError(f"colocation has {len(self.colocation)} entries for {len(self.layers)} layers.")
         names = [name for name in self.by_layer if isinstance(getattr(self, name), dict)]
         for name in (*names, "perplexity", *(["random_perplexity"] if self.random_perplexity else [])):
             if missing := sorted(set(self.classes) - set(getattr(self, name))):
                 raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
-        for index in range(len(self.layers)):
-            if len({len(layers[index]) for layers in self.top1_share.values()}) > 1:
-                raise InputError(
-                    f"top1_share: languages have different numbers of experts in layer {self.names[index]}."
-                )
 
     @property
     def names(self) -> list[str]:
@@ -252,16 +241,17 @@ class RoutingResult(Result):
             ("expert 0", self.expert_0_score, 3), ("classifier", self.classifier_accuracy, 3),
             ("E_50%", self.experts_for_half, 1),
         ]  # fmt: skip
-        header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
+        kinds = {"old": self.of_kind(True), "new": self.of_kind(False)}
+
+        def mean(index: int, values: Mapping[str, Sequence[Any]], codes: list[str], digits: int) -> str:
+            numbers = [values[code][index] for code in codes]
+            return "-" if not numbers or None in numbers else f"{sum(numbers) / len(numbers):.{digits}f}"
+
         rows = []
         for index, name in enumerate(self.names):
-            row = [name, str(len(next(iter(self.top1_share.values()))[index]))]
-            for _, values, digits in columns:
-                for old in (True, False):
-                    numbers = [values[code][index] for code in self.of_kind(old)]
-                    row.append("-" if not numbers or None in numbers else f"{sum(numbers) / len(numbers):.{digits}f}")
-            rows.append(row)
-        return header, rows
+            means = [mean(index, values, codes, digits) for _, values, digits in columns for codes in kinds.values()]
+            rows.append([name, str(len(next(iter(self.top1_share.values()))[index])), *means])
+        return ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in kinds)], rows
 
     def perplexity_rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each language, under the router's choice and under a random one."""

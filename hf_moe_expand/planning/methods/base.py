@@ -4,7 +4,6 @@ A method is one class in a file of this package. Its fields are the keys and the
 help; `allocate` is the rule.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
@@ -14,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ...core.errors import InputError
-from ...core.schema import Count, Flag, Schema, Text, Whole, changed, read, unknown_key
+from ...core.schema import Count, Flag, Schema, Text, Whole, changed, read
 from ..layers import CLASSIFIER_CHOICES, ClassifierChoice, check_layer_ranges
 from ..plan import MOST_EXPERTS
 from ..results import DeviationResult, Result, SimilarityResult
@@ -52,16 +51,16 @@ class Target:
     @property
     def similarity(self) -> SimilarityResult:
         """The similarity of the languages in each layer; refused if it was not measured, as the deviation is."""
-        return self._measured("similarity", "an analysis of the languages' similarity")
+        return self._measured("similarity")
 
     @property
     def deviation(self) -> DeviationResult:
         """The deviation of each layer."""
-        return self._measured("deviation", "the deviation of each layer")
+        return self._measured("deviation")
 
-    def _measured(self, name: str, words: str) -> Any:
+    def _measured(self, name: str) -> Any:
         if name not in self.analyses:
-            raise InputError(f"The plan needs {words}: run `analyze {name}` first.")
+            raise InputError(f"The plan needs an analysis: run `analyze {name}` first.")
         return self.analyses[name]
 
 
@@ -90,11 +89,11 @@ def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> N
     """
     if total > MOST_EXPERTS:
         raise InputError(f"total_experts is {total}: a model may have at most {MOST_EXPERTS:,} experts in all.")
-    if total < num_layers * minimum + others:
+    if total < (least := num_layers * minimum + others):
         dense = f", and {others} of dense layers," if others else ""
         raise InputError(
             f"{total} experts in total are too few: {num_layers} layers with at least {minimum} each (the original FFN "
-            f"counts as one){dense} need {num_layers * minimum + others} or more."
+            f"counts as one){dense} need {least} or more."
         )
 
 
@@ -160,14 +159,14 @@ class PlanSettings(Schema):
     @classmethod
     def own_keys(cls) -> dict[str, FieldInfo]:
         """The method's own keys."""
-        shared = {"method", *LayerPlan.model_fields}
-        return {name: field for name, field in cls.model_fields.items() if name not in shared}
+        return {name: key for name, key in cls.all_keys().items() if name not in LayerPlan.model_fields}
 
     @classmethod
     def all_keys(cls) -> dict[str, FieldInfo]:
         """All its keys: its own, then those that methods share."""
-        shared = (*LayerPlan.__annotations__, "top_k")
-        return cls.own_keys() | {name: cls.model_fields[name] for name in shared if name in cls.model_fields}
+        shared = [name for name in (*LayerPlan.__annotations__, "top_k") if name in cls.model_fields]
+        own = [name for name in cls.model_fields if name not in (*shared, "method")]
+        return {name: cls.model_fields[name] for name in (*own, *shared)}
 
     def allocate(self, target: Target) -> Allocation:
         """The experts of each layer."""
@@ -195,8 +194,7 @@ class PlanSettings(Schema):
         )
         made = settings.allocate(some) if measured else settings.largest(some)
         counts = dict(zip(layers, made.counts, strict=True))
-        whole = {name: getattr(analysis, name) for name, analysis in target.analyses.items()}
-        details = {name: whole.get(name, value) for name, value in made.details.items()}
+        details = {name: getattr(target.analyses.get(name), name, value) for name, value in made.details.items()}
         return replace(made, counts=[counts.get(layer, rest) for layer in range(target.num_layers)], details=details)
 
     @property
@@ -270,24 +268,10 @@ def read_plan_settings(mapping: Any) -> PlanSettings:
     """The settings of the method that the mapping names; settings are returned unchanged."""
     if isinstance(mapping, PlanSettings):
         return mapping
-    if not isinstance(mapping, Mapping):
-        return read(METHODS[DEFAULT_METHOD], mapping)  # which refuses it
-    name = mapping.get("method", DEFAULT_METHOD)
-    method = METHODS.get(name) if isinstance(name, str) else None
-    if method is None:
-        near = difflib.get_close_matches(str(name), METHODS, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
-        raise InputError(f"unknown plan method {name!r}; {hint}")
-    for key in mapping:
-        if key in method.model_fields:
-            continue
-        others = [other for other, cls in METHODS.items() if key in cls.model_fields]
-        if not others:
-            raise InputError(unknown_key(str(key), ["method", *method.all_keys()]))
-        default = "" if "method" in mapping else ", the default"
-        listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
-        raise InputError(f"`{key}` is a key of {listed}; this plan is {name}{default}.")
-    return read(method, mapping)
+    name = mapping.get("method", DEFAULT_METHOD) if isinstance(mapping, Mapping) else DEFAULT_METHOD
+    if not isinstance(name, str) or name not in METHODS:
+        raise InputError(f"unknown plan method {name!r}; known: {', '.join(METHODS)}.")
+    return read(METHODS[name], mapping)
 
 
 class _ByMethod:
