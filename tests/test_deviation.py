@@ -189,14 +189,12 @@ def test_a_work_folder_of_other_work_is_refused(tmp_path):
     model, work = tiny_dense("qwen2"), tmp_path / "work"
     measure(model, work, {"en": TEXTS["en"]}, steps=2)
     for changes, said in (
-        ({"steps": 3}, "steps was 2, is 3; it was another text"), ({"seed": 1}, "seed was 0, is 1"),
-        ({"learning_rate": 1e-4}, r"learning_rate was 0\.001, is 0\.0001\."),
-        ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]\."), ({"at_steps": [1]}, r"at_steps was \[\], is \[1\]\."),
-        ({"texts": {"en": TEXTS["hu"]}}, r"it was another text or tokenizer\."),
-        ({"model": tiny_dense("qwen2", seed=1)}, r"it was another model\."),
+        ({"steps": 3}, "steps, text"), ({"seed": 1}, "seed"), ({"learning_rate": 1e-4}, "learning_rate"),
+        ({"layers": [0]}, "layers"), ({"at_steps": [1]}, "at_steps"), ({"texts": {"en": TEXTS["hu"]}}, "text"),
+        ({"model": tiny_dense("qwen2", seed=1)}, "model"),
     ):  # fmt: skip
         given = {"model": model, "work_dir": work, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
-        refused(measure, says=f"language-en: was made with other settings: {said}", **given)
+        refused(measure, says=f"language-en: was made with other {said}: give another", **given)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_text("")
     refused(measure, model, tmp_path / "photos", says="photos: exists and is not a work folder")

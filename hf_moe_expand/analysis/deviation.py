@@ -84,48 +84,45 @@ def measure_deviation(
     by_language = {
         language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
     }
-    at_each = {step: [_at_step(folder, step) for folder in folders.values()] for step in how.at_steps}
-    in_turn = zip(*at_each.values(), folders.values(), strict=True) if at_each else []
-    of_steps = {language: change_cosines(places, chosen) for language, places in zip(folders, in_turn, strict=False)}
+    at_each = {str(step): [_at_step(folder, step) for folder in folders.values()] for step in how.at_steps}
+    of_steps = {
+        language: change_cosines([*(_at_step(folder, step) for step in how.at_steps), folder], chosen)
+        for language, folder in folders.items() if how.at_steps
+    }  # fmt: skip
     return DeviationResult(
         languages=list(texts), by_language=by_language,
         deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
         similarity=change_cosines(list(folders.values()), chosen),
-        similarity_at={str(step): change_cosines(places, chosen) for step, places in at_each.items()},
+        similarity_at={step: change_cosines(places, chosen) for step, places in at_each.items()},
         likeness_of_steps=of_steps, layers=chosen, seed=seed, **how.model_dump(exclude=_SIZES),
     )  # fmt: skip
 
 
 def _train_languages(
-    model: Any,
-    blocks: Mapping[str, torch.Tensor],
-    folders: Mapping[str, Path],
-    chosen: Sequence[int],
-    settings: DeviationSettings,
-    seed: int,
-) -> None:
+    model: Any, blocks: Mapping[str, torch.Tensor], folders: Mapping[str, Path], chosen: Sequence[int],
+    settings: DeviationSettings, seed: int,
+) -> None:  # fmt: skip
     """Trains the model on each language that is not finished, from the same weights, and writes the changes."""
-    ffns, at_steps = decoder_ffns(model), settings.at_steps
     work_folder(next(iter(folders.values())).parent)
-    with _in_float32(model) as start, ExitStack() as stack:
+    with _in_float32(model) as start:
         of_all = settings.model_dump(exclude={"micro_batch_size", "last_layers"})
         of_all |= {"layers": list(chosen), "seed": seed, "model": _digest(start)}
         made_of = {language: {**of_all, "text": _digest({"tokens": rows})} for language, rows in blocks.items()}
         unfinished = [language for language in blocks if not _finished(folders[language], made_of[language])]
-        bar = stack.enter_context(Bar(total=len(unfinished) * settings.steps, desc="deviation", unit="step"))
-        for language in unfinished:
-            torch.manual_seed(seed)
-            with goes_on(lambda language=language: f"with language {language!r}"):  # type: ignore[misc]
-                for step in _fine_tune(model, blocks[language], settings):
-                    bar.update()
-                    if step in at_steps:
-                        partial = _at_step(folders[language], step)
-                        shutil.rmtree(partial, ignore_errors=True)  # of an interrupted training
-                        _write_change(partial, language, ffns, chosen, start, made_of[language])
-                _write_change(folders[language], language, ffns, chosen, start, made_of[language])
-            with torch.no_grad():
-                for name, tensor in _floating(model):
-                    tensor.copy_(start[name])
+        with Bar(total=len(unfinished) * settings.steps, desc="deviation", unit="step") as bar:
+            for language in unfinished:
+                torch.manual_seed(seed)
+                write = partial(_write_change, model, language, chosen, start, made_of[language])
+                with goes_on(lambda language=language: f"with language {language!r}"):  # type: ignore[misc]
+                    for step in _fine_tune(model, blocks[language], settings):
+                        bar.update()
+                        if step in settings.at_steps:
+                            shutil.rmtree(_at_step(folders[language], step), ignore_errors=True)  # interrupted
+                            write(_at_step(folders[language], step))
+                    write(folders[language])
+                with torch.no_grad():
+                    for name, tensor in _floating(model):
+                        tensor.copy_(start[name])
 
 
 def change_cosines(folders: Sequence[Path], layers: Sequence[int]) -> list[list[float]]:
@@ -151,15 +148,15 @@ def check_sizes(
     config: Any, num_layers: int, block_size: int, last_layers: int, layers: Sequence[int] | None = None
 ) -> list[int]:
     """The layers over whose FFNs languages are compared; refuses layers and blocks that the model does not take."""
-    if block_size > (longest := longest_block(config) or block_size):
+    longest = longest_block(config) or block_size
+    if block_size > longest:
         raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
-    if layers is None:
-        if not 1 <= last_layers <= num_layers:
-            raise InputError(f"last_layers is {last_layers}; this model has {num_layers} layers.")
-        return list(range(num_layers - last_layers, num_layers))
-    if not layers or not all(0 <= layer < num_layers for layer in layers):
-        raise InputError(f"layers is {list(layers)}; this model has layers 0 to {num_layers - 1}: name some of them.")
-    return sorted(set(layers))
+    if layers is None and last_layers > num_layers:
+        raise InputError(f"last_layers is {last_layers}; this model has {num_layers} layers.")
+    chosen = sorted({*(range(num_layers - last_layers, num_layers) if layers is None else layers)})
+    if not chosen or chosen[0] < 0 or chosen[-1] >= num_layers:
+        raise InputError(f"layers is {chosen}; this model has layers 0 to {num_layers - 1}: name some of them.")
+    return chosen
 
 
 def _blocks(
@@ -174,8 +171,7 @@ def _blocks(
     if short := [f"{language} has {len(ids):,}" for language, ids in tokens.items() if len(ids) < needed]:
         raise InputError(
             f"Too little text: {count:,} blocks (steps x batch_size) of {block_size} tokens need {needed:,} tokens of "
-            f"each language, but {', '.join(short)}. Give more text, or smaller --steps or "
-            "--batch-size (`deviation: {steps: ..., batch_size: ...}` in a recipe)."
+            f"each language, but {', '.join(short)}. Give more text, or smaller `steps` or `batch_size`."
         )
     blocks = {language: ids.view(count, block_size) for language, ids in tokens.items()}
     begin = torch.tensor(begin_tokens(tokenizer), dtype=torch.int32)
@@ -237,26 +233,20 @@ def _fine_tune(model: Any, blocks: torch.Tensor, settings: DeviationSettings) ->
 
 
 def _write_change(
+    model: Any, language: str, chosen: Sequence[int], start: Mapping[str, torch.Tensor], made_of: Mapping[str, Any],
     folder: Path,
-    language: str,
-    ffns: Sequence[Any],
-    chosen: Sequence[int],
-    start: Mapping[str, torch.Tensor],
-    made_of: Mapping[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Writes each layer's deviation and the changes of the chosen layers into `folder`, whole or not at all."""
-    deviation = []
+    ffns, deviation = decoder_ffns(model), []
     sizes = [sum(parameter.numel() for parameter in ffns[layer].module.parameters()) for layer in chosen]
     with new_folder(folder, needed_bytes=4 * sum(sizes)) as partial:
         for layer, ffn in enumerate(ffns):
-            changes, squares = {}, 0.0
-            for name, parameter in ffn.module.named_parameters():
-                change = parameter.detach().cpu() - start[f"{ffn.name}.{name}"].float()
-                squares += change.double().square().sum().item()
-                if layer in chosen:
-                    changes[name] = change.flatten()
-            # NaN fails this comparison too.
-            if not 0 < squares < float("inf"):
+            changes = {
+                name: (parameter.detach().cpu() - start[f"{ffn.name}.{name}"].float()).flatten()
+                for name, parameter in ffn.module.named_parameters()
+            }
+            squares = sum(change.double().square().sum().item() for change in changes.values())
+            if not 0 < squares < float("inf"):  # NaN fails this comparison too
                 raise InputError(
                     f"Fine-tuning on {language!r} moved the FFN of layer {layer} by {squares**0.5:g}: check the "
                     "learning rate, and that the layer's weights are trainable and finite."
@@ -275,17 +265,10 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> bool:
     """Whether a language is done; refuses a folder of other settings, another model or other text."""
     if not folder.is_dir():
         return False
-    before = read_json(folder / _FOUND, "a deviation").get("made_of")
-    before = before if isinstance(before, dict) else {}
-    hashed = {"model": "it was another model", "text": "it was another text or tokenizer"}
-    if differing := [
-        hashed.get(name, f"{name} was {before.get(name)}, is {value}")
-        for name, value in made_of.items()
-        if before.get(name) != value
-    ]:
+    before = read_json(folder / _FOUND, "a deviation").get("made_of", {})
+    if differing := [name for name, value in made_of.items() if before.get(name) != value]:
         raise InputError(
-            f"{folder}: was made with other settings: {'; '.join(differing)}. Give another work folder, or delete "
-            "this one."
+            f"{folder}: was made with other {', '.join(differing)}: give another work folder, or delete this one."
         )
     return True
 

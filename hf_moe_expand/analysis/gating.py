@@ -72,18 +72,17 @@ def fit_gates(
     """Gives an expanded model a gate that sends home what it does not recognise: writes the checkpoint of one, or makes
     a loaded model of a loaded one, a new one that shares all other tensors (`.model` of the result).
 
-    The gate takes the place of all classifiers and gates that the model has, those of an earlier version too. A
-    language that is neither in `texts` nor in `anchors` goes home too.
+    The gate takes the place of all classifiers and gates that the model has. A language that is neither in `texts` nor
+    in `anchors` goes home too.
 
     Args:
-        model: a checkpoint, or a loaded model.
         out: folder to write; None of a loaded model.
         texts: documents of the model's own languages: every new one, and old ones as far as there is text. Shuffle
             them: each one's first `GateSettings.tokens` tokens are read.
         anchors: text of languages that are not new, beside the package's own sentences in some sixty languages
             (`anchors.shipped_anchors`) without the model's; a language that is given has this text alone.
         processing_class: the tokenizer of a loaded model.
-        seed: the one that `texts` were shuffled by, for the record; the fit draws nothing.
+        seed: the one that `texts` were shuffled by, for the record.
 
     Raises:
         InputError: the model takes no gate, a new language has no text, a language has fewer than 100 tokens, an
@@ -190,7 +189,7 @@ def gate_from_file(
         settings = GateSettings(**facts["settings"])
         codes = [name.removeprefix("logits.") for name in tensors if name.startswith("logits.")]
         scored = {code: Scored(tensors[f"logits.{code}"].float(), tensors[f"texts.{code}"].long()) for code in codes}
-        of_file = (facts[name] for name in ("layer", "begin", "codes", "anchors"))
+        of_file: Any = [facts[name] for name in ("layer", "begin", "codes", "anchors")]
         gate = FittedGate(*of_file, tensors["weight"], tensors["bias"], scored)
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: is no file of a gate ({in_one_line(error)}): write one with `gates BASE`.") from None

@@ -203,20 +203,17 @@ def measure_routing(
 ) -> RoutingResult:
     """Measures how an expanded model routes each language's text; the module says how.
 
-    Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`.
-
     Args:
-        model: an expanded model with a language-model head.
         texts: documents of each language; for an encoder-decoder, sentence pairs to and from it.
+        tokens: tokens of each language, padding excluded, that run once, and once for each of `random_seeds`.
         old, new: languages to count as old and as new, whether or not the model's history names them.
-        random_seeds: seeds of random routing, whose perplexities are averaged.
         by_direction: of an encoder-decoder, measure each direction of translation, such as `en-el`, in place of each
             language (Elbayad et al. section D.1). A direction has the later class of its two languages.
 
     Raises:
         InputError: the model has no experts, a language has fewer tokens than `tokens` or is neither old nor new.
     """
-    ffns = _routing_ffns(model)
+    ffns = _with_routers(model)
     if not texts or not random_seeds:
         raise InputError("No language was given." if not texts else "random_seeds is empty: give a seed.")
     AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
@@ -228,11 +225,22 @@ def measure_routing(
     classes = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
     model.eval()
     sums = _Sums(ffns, classes, encoder_layers)
-    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, _most_tokens(model))
+    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
+    batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, most)
     for name, of in batches.items():
         if not any((batch.targets != IGNORED).any() for batch in of):
             raise InputError(f"Language {name!r}: no token follows another within a document and block.")
-    perplexity, random = _perplexities(model, batches, random_seeds if has_choice(model.config) else [], sums.add)
+    perplexity, random = {}, {}
+    seeds = random_seeds if has_choice(model.config) else []
+    with token_bar("routing", batches, 1 + len(seeds)) as bar:
+        for language, of_language in batches.items():
+            bar.set_description(f"routing of {model_name(model)}: {language}")
+            perplexity[language] = _perplexity(model, of_language, partial(sums.add, language), bar)
+            drawn = []
+            for seed in seeds:
+                with random_routing(model, seed):
+                    drawn.append(_perplexity(model, of_language, None, bar))
+            random[language] = sum(drawn) / len(drawn) if drawn else perplexity[language]
     return RoutingResult(
         classes={name: max(of_sides) for name, of_sides in classes.items()}, perplexity=perplexity,
         random_perplexity=random, random_seeds=list(random_seeds), has_choice=has_choice(model.config),
@@ -240,44 +248,14 @@ def measure_routing(
     )  # fmt: skip
 
 
-def _most_tokens(model: Any) -> int:
-    """The most tokens of a forward pass, by their logits."""
-    return _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
-
-
-def _routing_ffns(model: Any) -> dict[int, ExpandedFFN]:
-    """The expanded layers with a router."""
+def _with_routers(model: Any) -> dict[int, ExpandedFFN]:
     expanded = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}
-    if not expanded:
-        raise InputError(f"{type(model).__name__}: no layer has experts; give an expanded model.")
     ffns = {layer: ffn for layer, ffn in expanded.items() if ffn.router is not None}
     if not ffns:
-        raise InputError(
-            f"{type(model).__name__}: a token of a new language takes its exclusive expert alone: there is no routing "
-            "to measure."
-        )
+        why = "a token of a new language takes its exclusive expert alone: there is no routing to measure"
+        why = why if expanded else "no layer has experts; give an expanded model"
+        raise InputError(f"{type(model).__name__}: {why}.")
     return ffns
-
-
-def _perplexities(
-    model: Any,
-    batches: Mapping[str, Sequence[TextBatch]],
-    seeds: Sequence[int],
-    receive: Callable[[str, Routing, TextBatch], None],
-) -> tuple[dict[str, float], dict[str, float]]:
-    """The perplexity of each language, whose routing `receive` gets, and its mean under random routing by each seed;
-    without seeds, the router's own."""
-    perplexity, random = {}, {}
-    with token_bar("routing", batches, 1 + len(seeds)) as bar:
-        for language, of_language in batches.items():
-            bar.set_description(f"routing of {model_name(model)}: {language}")
-            perplexity[language] = _perplexity(model, of_language, partial(receive, language), bar)
-            drawn = []
-            for seed in seeds:
-                with random_routing(model, seed):
-                    drawn.append(_perplexity(model, of_language, None, bar))
-            random[language] = sum(drawn) / len(drawn) if drawn else perplexity[language]
-    return perplexity, random
 
 
 def _directions(
@@ -293,8 +271,7 @@ def _directions(
         for pair in pairs:
             if of_language.setdefault(pair.direction, code) == code:
                 found.setdefault(pair.direction, []).append(pair)
-    names = {"-".join(direction): direction for direction in found}
-    return names, {name: found[direction] for name, direction in names.items()}
+    return {"-".join(pair): pair for pair in found}, {"-".join(pair): of for pair, of in found.items()}
 
 
 def has_choice(config: Any) -> bool:

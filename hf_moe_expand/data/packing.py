@@ -158,14 +158,14 @@ def pack_texts(
 
     Args:
         texts: documents of each language (column `text`).
-        documents: number of documents to take of each language; all by default.
+        documents: number of documents to take of each language.
         tokens_per_language: number of tokens at which to stop taking whole documents.
         languages: the order of the language ids; that of `texts` by default.
         groups: languages that may share a block; all by default.
         sides: languages whose documents are taken until each side has equally many tokens, as many as the text allows.
-        replay: languages, and their share of all tokens: whole documents are taken until each of them has an equal part
-            of it. `tokens_per_language` then counts for the other languages.
-        num_proc: processes that tokenise; this one by default.
+        replay: languages, and their share of all tokens, in equal parts, of which whole documents are taken;
+            `tokens_per_language` then counts for the other languages.
+        num_proc: processes that tokenise.
 
     Raises:
         InputError: a language has fewer tokens than asked for, or the text of a group is less than one block.
@@ -186,22 +186,25 @@ def pack_texts(
         most = len(dataset) if documents is None else min(documents[language], len(dataset))
         encoded[language] = _encoded(dataset.select(range(most)), tokenizer, order.index(language), language, num_proc)
     take({language: None if language in replayed else tokens_per_language for language in texts})
-    if replayed:
-        with errors_at(f"replay_share is {share:g}"):
-            take(dict.fromkeys(replayed, _replayed_tokens(tokens, replayed, share)))
+    with errors_at(f"replay_share is {share:g}"):
+        take(dict.fromkeys(replayed, _replayed_tokens(tokens, replayed, share)) if replayed else {})
     if sides is not None:
         take(balanced_tokens(tokens, sides))
     mixed = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]
-        if (found := sum(tokens[code] for code in members)) < block_size:
-            raise InputError(
-                f"All text of {', '.join(members)} together is {found:,} tokens, less than one block of {block_size}: "
-                "give more text or a smaller block_size."
-            )
+        _check_block(sum(tokens[code] for code in members), block_size, members)
         mixed.append(concatenate_datasets([encoded[code] for code in members]).shuffle(seed=seed))
-    blocks = Blocks(mixed, block_size, begin_tokens(tokenizer))
-    return PackedText(blocks, order, tokens, {code: len(of) for code, of in encoded.items()}, blocks.of_each, lost)
+    blocks, counts = Blocks(mixed, block_size, begin_tokens(tokenizer)), {code: len(of) for code, of in encoded.items()}
+    return PackedText(blocks, order, tokens, counts, blocks.of_each, lost)
+
+
+def _check_block(found: int, block_size: int, languages: Sequence[str]) -> None:
+    if found < block_size:
+        raise InputError(
+            f"All text of {', '.join(languages)} together is {found:,} tokens, less than one block of {block_size}: "
+            "give more text or a smaller block_size."
+        )
 
 
 def _encoded(dataset: Dataset, tokenizer: Any, number: int, language: str, num_proc: int | None) -> Dataset:
