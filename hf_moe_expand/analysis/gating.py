@@ -189,8 +189,9 @@ def gate_from_file(
         settings = GateSettings(**facts["settings"])
         codes = [name.removeprefix("logits.") for name in tensors if name.startswith("logits.")]
         scored = {code: Scored(tensors[f"logits.{code}"].float(), tensors[f"texts.{code}"].long()) for code in codes}
-        of_file: Any = [facts[name] for name in ("layer", "begin", "codes", "anchors")]
-        gate = FittedGate(*of_file, tensors["weight"], tensors["bias"], scored)
+        gate = FittedGate(
+            facts["layer"], facts["begin"], facts["codes"], facts["anchors"], tensors["weight"], tensors["bias"], scored
+        )
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: is no file of a gate ({in_one_line(error)}): write one with `gates BASE`.") from None
     stored = StoredModel(base, revision=revision)

@@ -225,7 +225,8 @@ def measure_routing(
     classes = {name: [of_language[code] for code in languages] for name, languages in sides.items()}
     model.eval()
     sums = _Sums(ffns, classes, encoder_layers)
-    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
+    network: Any = model
+    most = _MOST_LOGITS[network.device.type == "cpu"] // network.get_output_embeddings().weight.shape[0]
     batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size, sides, most)
     for name, of in batches.items():
         if not any((batch.targets != IGNORED).any() for batch in of):
@@ -233,13 +234,13 @@ def measure_routing(
     perplexity, random = {}, {}
     seeds = random_seeds if has_choice(model.config) else []
     with token_bar("routing", batches, 1 + len(seeds)) as bar:
-        for language, of_language in batches.items():
+        for language, of_text in batches.items():
             bar.set_description(f"routing of {model_name(model)}: {language}")
-            perplexity[language] = _perplexity(model, of_language, partial(sums.add, language), bar)
+            perplexity[language] = _perplexity(model, of_text, partial(sums.add, language), bar)
             drawn = []
             for seed in seeds:
                 with random_routing(model, seed):
-                    drawn.append(_perplexity(model, of_language, None, bar))
+                    drawn.append(_perplexity(model, of_text, None, bar))
             random[language] = sum(drawn) / len(drawn) if drawn else perplexity[language]
     return RoutingResult(
         classes={name: max(of_sides) for name, of_sides in classes.items()}, perplexity=perplexity,

@@ -1,7 +1,5 @@
 """Groups languages that share an expert: balanced groups of similar ones (DMoE Algorithm 1), and its ablations."""
 
-import csv
-import io
 import random
 from collections.abc import Sequence
 from itertools import combinations
@@ -11,8 +9,8 @@ from typing import Annotated
 
 from pydantic import AllowInfNan
 
-from ..core.errors import InputError, errors_at, library_errors_at
-from ..core.jsonfile import read_json, read_text
+from ..core.errors import InputError, errors_at
+from ..core.jsonfile import read_json
 from ..core.languages import check_named_once
 from ..core.schema import Number, Schema, Text, checked, read
 
@@ -76,11 +74,11 @@ def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[f
     """Cosines of linguistic vectors, such as lang2vec's: `[n, n]`.
 
     Args:
-        path: `.json` (`{"el": [0.1, ...]}`) or `.csv` (`el,0.1,...`; a first line without numbers is a header).
+        path: a JSON file, `{"el": [0.1, ...]}`.
     """
     import numpy as np
 
-    vectors = _read_vectors(Path(path))
+    vectors = read(_Vectors, {"vectors": read_json(path, "linguistic vectors")}, str(path)).vectors
     if missing := [language for language in languages if language not in vectors]:
         raise InputError(f"{path}: has no vector for {', '.join(missing)}; add one for each language.")
     lengths = {language: len(vectors[language]) for language in languages}
@@ -89,9 +87,8 @@ def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[f
         raise InputError(f"{path}: the vectors differ in length: {listed}; give all the same length.")
     matrix = np.array([vectors[language] for language in languages], dtype=np.float64)
     norms = np.linalg.norm(matrix, axis=1, keepdims=True)
-    for language, norm in zip(languages, norms[:, 0], strict=True):
-        if norm == 0:
-            raise InputError(f"{path}: the vector of {language} is all zeros, so it has no cosine; correct it.")
+    if zeros := [language for language, norm in zip(languages, norms[:, 0], strict=True) if norm == 0]:
+        raise InputError(f"{path}: the vector of {zeros[0]} is all zeros, so it has no cosine; correct it.")
     units = matrix / norms
     cosines = units @ units.T
     return ((cosines + cosines.T) / 2).tolist()
@@ -141,32 +138,6 @@ def _check_number(languages: Sequence[str], num_groups: int) -> None:
 
 class _Vectors(Schema):
     vectors: dict[Text, list[Annotated[Number, AllowInfNan(False)]]]
-
-
-def _read_vectors(path: Path) -> dict[str, list[float]]:
-    if path.suffix not in (".json", ".csv"):
-        raise InputError(f"{path}: unknown kind of file for linguistic vectors; known: .json, .csv.")
-    vectors = read_json(path, "linguistic vectors") if path.suffix == ".json" else _csv_rows(path)
-    return read(_Vectors, {"vectors": vectors}, str(path)).vectors
-
-
-def _csv_rows(path: Path) -> dict[str, list[float | str]]:
-    with io.StringIO(read_text(path, "linguistic vectors"), newline="") as text, library_errors_at(path, csv.Error):
-        lines = [line for line in csv.reader(text) if line]
-    rows = [(name.strip(), [_cell(cell) for cell in cells]) for name, *cells in lines]
-    if rows and not any(isinstance(cell, float) for cell in rows[0][1]):
-        del rows[0]
-    names = [name for name, _ in rows]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"{path}: {twice} has two vectors; give one.")
-    return dict(rows)
-
-
-def _cell(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text.strip()
 
 
 def check_groups(groups: list[list[str]]) -> None:

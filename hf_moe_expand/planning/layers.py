@@ -30,22 +30,22 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
     """
     if not deviation or not all(isfinite(value) for value in deviation):
         raise InputError("The deviations must be finite numbers, one for each layer.")
-    if ratio is not None and threshold is None:
+    if (ratio is None) == (threshold is None):
+        raise InputError("Layers are selected by a ratio or by a threshold: give exactly one of the two.")
+    if ratio is not None:
         if not 0 < ratio <= 1:
             raise InputError(f"The ratio of layers is {ratio:g}: must be above 0 and at most 1.")
         count = floor(round(ratio * len(deviation), 9))  # 0.29 * 100 is 28.999999999999996
-        if count == 0:
-            raise InputError(f"A ratio of {ratio:g} selects no layer: {ratio:g} of {len(deviation)} layers is below 1.")
-        return sorted(sorted(range(len(deviation)), key=lambda layer: (-deviation[layer], layer))[:count])
-    if threshold is not None and ratio is None:
+        chosen = sorted(sorted(range(len(deviation)), key=lambda layer: (-deviation[layer], layer))[:count])
+    elif threshold is not None:
         lowest, highest = min(deviation), max(deviation)
         if lowest == highest:
             raise InputError("All layers deviate equally, so no threshold distinguishes them: give a ratio instead.")
         chosen = [layer for layer, value in enumerate(deviation) if (value - lowest) / (highest - lowest) >= threshold]
-        if not chosen:
-            raise InputError(f"A threshold of {threshold:g} selects no layer: scaled deviations run from 0 to 1.")
-        return chosen
-    raise InputError("Layers are selected by a ratio or by a threshold: give exactly one of the two.")
+    if not chosen:
+        given = f"ratio of {ratio:g}" if threshold is None else f"threshold of {threshold:g}"
+        raise InputError(f"A {given} selects no layer of {len(deviation)}: give a larger ratio or a smaller threshold.")
+    return chosen
 
 
 def check_layer_ranges(text: str) -> str:
@@ -71,12 +71,10 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
         stack, first_in, last_in, every = re.fullmatch(_RANGE, part).groups()  # type: ignore[union-attr]  # checked
         start, stop, step = int(first_in), int(last_in or first_in), int(every or 1)
         if start > stop or not step:
-            wrong = "runs backwards; give the lower layer first" if step else "has a step of 0"
-            raise InputError(f"{key}: {part.strip()} {wrong}.")
+            raise InputError(f"{key}: {part.strip()} has no layer: give the lower one first, and a step of 1 or more.")
         if bool(stack) != bool(encoder_layers):
-            kind = "is an encoder-decoder" if encoder_layers else "is a decoder"
-            wanted = "encoder.0 or decoder.0" if encoder_layers else "their numbers alone"
-            raise InputError(f"{key}: {part.strip()}: the model {kind}; name its layers by {wanted}.")
+            wanted = "an encoder-decoder: encoder.0 or decoder.0" if encoder_layers else "a decoder: numbers alone"
+            raise InputError(f"{key}: {part.strip()}: the model is {wanted} name its layers.")
         first = encoder_layers if stack == "decoder" else 0
         end = encoder_layers if stack == "encoder" else num_layers
         if stop >= end - first:

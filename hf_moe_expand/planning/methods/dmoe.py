@@ -58,7 +58,7 @@ class DMoEPlan(PlanSettings):
             lambda _: "similarity",
         ),
         Option("--random", bool, "Random groups of equal size (ablation).", lambda _: "random"),
-        Option("--vectors", Path, "Groups by linguistic vectors (ablation): a .json or .csv file.", str),
+        Option("--vectors", Path, "Groups by linguistic vectors (ablation): a JSON file.", str),
     ] = "deviation"
     ratio: Number | None = Field(
         None, gt=0, le=1, description=f"Share of layers to expand, those that deviate most (default {DEFAULT_RATIO})."
