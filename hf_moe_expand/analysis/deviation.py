@@ -1,12 +1,8 @@
 """Fine-tunes a dense model a few steps on each language: which FFNs move, and which languages move them alike.
 
 From the same weights, all parameters are trained on each language alone (AdamW without weight decay, linear decay to
-zero), in float32 whatever the model's type: in bfloat16 such steps round away. The change of a layer is the change of
-all its FFN's parameters. The model's weights are restored afterwards.
-
-Memory holds the weights twice (original and trained) besides gradients and AdamW's state. The changes that the cosines
-need go to a folder: 4 bytes for each FFN parameter of the chosen layers, for each language and each step at which
-languages are compared.
+zero), in float32: in bfloat16 such steps round away. Memory holds the weights twice besides gradients and AdamW's
+state; the changes go to a folder, 4 bytes for each FFN parameter of the chosen layers, language and compared step.
 """
 
 import hashlib
@@ -63,7 +59,6 @@ def measure_deviation(
     (DMoE section 3.1, Eq. 1); the module says how, and what it takes.
 
     Args:
-        texts: documents of each language.
         work_dir: folder for the results of each language; the caller deletes it. A second run with it does not train
             finished languages again, and may add languages. Of `settings`, `micro_batch_size` may differ then.
         layers: the layers over whose FFNs languages are compared, instead of the last ones.
@@ -71,9 +66,8 @@ def measure_deviation(
         settings: keys of `DeviationSettings`.
 
     Raises:
-        InputError: a language has too little text; one of `texts` that is finished in `work_dir` was trained with
-            another model, text or other settings; a setting is out of range; or training left an FFN unchanged or not
-            finite.
+        InputError: a language has too little text, `work_dir` has results of another model, text or other settings, or
+            training left an FFN unchanged or not finite.
     """
     check_decoder(model.config, model_name(model), "deviation and DMoE")
     how = DeviationSettings(**settings)  # refuses numbers out of range

@@ -1,31 +1,26 @@
 """Fits the gate that knows what is not a new language: softmax regression over languages, on frozen hidden states.
 
 A gate in layer l reads the FFN's input x at the tokens of texts, which are cut and read as a model reads what it judges
-(`modeling/language_gate.py`; there stands what it makes of the rows). It has a row w_c and a bias b_c for each language
-c,
+(`modeling/language_gate.py`). It has a row w_c and a bias b_c for each language c,
 
     W, b = argmin  mean over languages of mean over tokens of  - log softmax(W x + b)[language]  +  lambda / 2 |W|^2
 
 (x standardised, lambda = 0.003; convex, so that the start does not matter). Class 0 holds the languages of the base's
-own text and *anchors*, a little text of many languages that nobody trains on: a text in a language that no row knows is
-then more like one of many than like the few new ones, and goes home. Where there is a chat template, the words that it
-puts around a message have a row too, which is evidence for no class.
+own text and *anchors*, a little text of many languages that nobody trains on, so that an unknown language goes home.
+The words that a chat template puts around a message have a row too, which is evidence for no class.
 
-What is promised is measured on texts left out. Three more fits leave out a third of the anchors each, and a third of
-the texts of all other languages. A bias, which the rows of new languages lose, keeps the promise: of the texts of an
-anchor that is left out, and of each old language, at most `unseen_share` go to new experts, each judged by its end. An
-anchor of which more go is a near relative of a new language and is named; at most a tenth of the anchors may be. The
-smallest such bias is taken.
+The promise is measured on texts left out: three more fits leave out a third of the anchors each, and a third of the
+texts of all other languages. Rows of new languages lose the smallest bias by which, of the texts of an anchor that is
+left out, and of each old language, at most `unseen_share` go to new experts, each judged by its end. An anchor of which
+more go is a near relative of a new language and is named; at most a tenth of the anchors may be.
 
-`home` (`GateRule`) is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them: at
-64, nine in ten texts of other languages than new ones and their near relatives are below it; or, if that is less, at no
-mark are more than 1 in 50 texts of new languages. `leave` is the evidence above which they take it from home, which
-is halfway, at 16 tokens, between what one in a hundred texts of other languages has more of and what one in ten of new
-ones has less of. A text of an old language that is a relative's says too little of itself by then.
+`home` is the evidence below which an answer's own tokens send it home, at 16, 32, 64 and 128 of them: at 64, nine in
+ten texts of other languages than new ones and their near relatives are below it; or, if that is less, at no mark are
+more than 1 in 50 texts of new languages. `leave` is the evidence above which they take it from home: halfway, at 16
+tokens, between what one in a hundred texts of other languages has more of and what one in ten of new ones has less of.
 
-The layer is one of the last three of the first third: earlier ones know words, these know languages. Of those that keep
-the promise it is the one in which most new text passes; of equals, the one in which new text is most evidence, by the
-weakest tenth of it.
+The layer is one of the last three of the first third. Of those that keep the promise it is the one in which most new
+text passes; of equals, the one in which the weakest tenth of new text is most evidence.
 
 Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, L tokens of a text.
 """
@@ -69,8 +64,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of some languages, judged by few rows, which are evidence as all are: a template's, the other ones of class
-    0, and each later class. Of each text its language, its padded logits and its tokens."""
+    """The language, padded logits and tokens of texts, judged by few rows, which are evidence as all are: a template's,
+    the other ones of class 0, and each later class."""
 
     codes: list[str]
     logits_MLR: torch.Tensor
@@ -127,15 +122,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class FittedGate:
-    """A gate's rows for all languages, before classes, bias and `home` are known.
+    """A gate's rows `[R, h]` and `[R]` for all languages (`codes`), before classes, bias and `home` are known.
 
     Attributes:
-        layer: the layer whose FFN's input it reads.
         begin: the id that stands before every text; None if none does.
-        codes: the languages, in the order of the rows.
         anchors: those that were left out in turn.
-        weight_Rh, bias_R: the rows.
-        scored: of each language.
         doubts: languages most of whose tokens the rows take for those of another one.
     """
 
@@ -227,8 +218,7 @@ def fit_gate(
     """The gate of a model, dense or expanded, and where it sends texts.
 
     Args:
-        examples: text of each language.
-        classes: the class of each language; 0 for anchors too.
+        classes: the class of each language of `examples`; 0 for anchors too.
         anchors: the languages that are left out of the fit in turn.
         layers: the layers in which it may stand.
         begin: the id that stands before every text.
@@ -356,22 +346,14 @@ def report_of(gate: FittedGate, classes: Mapping[str, int], settings: GateSettin
 
 
 def home_of(new_N: torch.Tensor, other_N: torch.Tensor) -> float:
-    """`home`, in nats; see above.
-
-    Args:
-        new_N: the least evidence of each text of new languages.
-        other_N: the evidence of each text of other languages at 64 tokens.
-    """
+    """`home`, in nats, from the least evidence of each text of new languages, and that of each of others at 64
+    tokens."""
     return min(0.0, _quantile(new_N, 0.02), _quantile(other_N, 0.9))
 
 
 def leave_of(new_N: torch.Tensor, *other_N: torch.Tensor) -> float:
-    """`leave`, in nats; see above.
-
-    Args:
-        new_N: the evidence of each text of new languages at 16 tokens.
-        other_N: that of texts of other languages, in groups, of which the one with the most counts.
-    """
+    """`leave`, in nats, from the evidence of each text of new languages at 16 tokens, and that of texts of other
+    languages, in groups, of which the one with the most counts."""
     weakest, most = _quantile(new_N, 0.1), max((_quantile(of, 0.99) for of in other_N if len(of)), default=0.0)
     return max(0.0, min(weakest, (weakest + most) / 2))
 
@@ -406,11 +388,7 @@ def softmax_regression(
     x_Th: torch.Tensor, row_T: torch.Tensor, rows: int, start: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[R, h]` and `[R]`: the weights and biases that tell the rows of standardised features apart, each row counting
-    alike.
-
-    Args:
-        start: weights and biases of a like fit, from which half of the steps are enough.
-    """
+    alike. From a `start`, those of a like fit, half of the steps are enough."""
     share_T = _shares(row_T)
     with torch.enable_grad():
         given = (x_Th.new_zeros(rows, x_Th.shape[1]), x_Th.new_zeros(rows)) if start is None else start

@@ -21,9 +21,8 @@ class Example:
 
     Attributes:
         ids: its tokens, without the id that stands before every text.
-        start, end: the tokens `ids[start:end]` are the language's own. What a chat template puts around a message says
-            nothing of a language, and neither does a first token with none before it.
-        has_template: whether it is inside the chat template.
+        start, end: `ids[start:end]` are the language's own: not a chat template's, nor a first token with none before
+            it.
     """
 
     ids: list[int]
@@ -45,7 +44,8 @@ def gate_examples(
     All languages are shown in the same forms, so that no gate learns a form in place of a language: half of the tokens
     in single lines, half in texts of `block` tokens, which are the following lines one after the other, from the first
     on again where there are no more. Where the tokenizer has a chat template, every second one stands in it, as a
-    user's message."""
+    user's message.
+    """
     examples: dict[str, list[Example]] = {}
     for code, documents in texts.items():
         lines = (line.strip() for document in documents for line in document.splitlines() if line.strip())

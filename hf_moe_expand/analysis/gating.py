@@ -38,12 +38,7 @@ from .settings import GateSettings
 
 @dataclass(frozen=True)
 class GatingReport:
-    """Result of `fit_gates` and `fit_base_gate`.
-
-    Attributes:
-        out: what was written; None of a loaded model.
-        model: the loaded model with its gate, in evaluation mode; None of a checkpoint.
-    """
+    """Result of `fit_gates` and `fit_base_gate`: what was written, or of a loaded model the `model` with its gate."""
 
     out: Path | None
     gates: GateReport
@@ -172,15 +167,11 @@ def gate_from_file(
     new: Collection[str] | Mapping[str, int],
     revision: str | None = None,
 ) -> tuple[Gate, GateReport]:
-    """The gate of a file of `fit_base_gate`, for a base and its new languages.
-
-    Args:
-        base: folder or hub id of the dense base.
-        new: the languages of one expansion, or the expansion of each, which are numbered from 1.
+    """The gate of a file of `fit_base_gate`, for a base and its new languages: those of one expansion, or the expansion
+    of each, which are numbered from 1.
 
     Raises:
-        InputError: the file is broken, was fitted on another base, or has no row for a new language; or the gate lets
-            too many unseen languages pass as these.
+        InputError: the file is broken, was fitted on another base, or has no row for a new language.
     """
     try:
         with safe_open(str(file), "pt") as opened:
@@ -207,8 +198,7 @@ def gate_from_file(
 
 
 def base_hash(stored: StoredModel, layer: int) -> str:
-    """The SHA-256 of all tensors that a gate in this layer reads the work of: those outside the list of layers, and
-    those of its layers up to this one."""
+    """The SHA-256 of all tensors outside the layers, and of those of its layers up to this one."""
     prefix = f"{layer_list(stored.network)}."
     hashes = []
     for key in sorted(stored.tensors):
@@ -231,11 +221,8 @@ def gate_of(gate: FittedGate, classes: Mapping[str, int], report: GateReport, se
 def anchors_for(
     classes: Mapping[str, int], texts: Iterable[str], anchors: Mapping[str, Any] | None
 ) -> dict[str, Iterable[str]]:
-    """The anchors to fit on, after checking that every language has its text.
-
-    Args:
-        classes: the class of each of the model's languages.
-    """
+    """The anchors to fit on, after checking that every language has its text; `classes` has each of the model's
+    languages."""
     texts = list(texts)
     if unknown := [code for code in texts if code not in classes]:
         raise InputError(
@@ -259,11 +246,7 @@ def fitted(
     settings: GateSettings,
     classes: Mapping[str, int],
 ) -> tuple[FittedGate, GateReport]:
-    """The gate of a loaded model, dense or expanded; see `fit_gates`.
-
-    Args:
-        classes: the class of each language.
-    """
+    """The gate of a loaded model, dense or expanded, for the class of each language; see `fit_gates`."""
     block = min(READ, longest_block(model.config) or READ)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     check_layer(settings, count)

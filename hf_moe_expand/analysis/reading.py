@@ -1,8 +1,5 @@
 """The one reader of hidden states: passes tokens of each language through a model, and hands over what its layers see.
 
-A decoder reads blocks of documents. An encoder-decoder reads sentence pairs: its encoder's layers are measured on a
-language's sentences as sources, its decoder's layers on them as targets.
-
 Shape suffixes: B rows of a batch, S tokens of a row, T tokens of a target, h hidden size.
 """
 
@@ -31,7 +28,6 @@ class TextBatch:
     """Inputs of a model, and the tokens of them that are measured.
 
     Attributes:
-        inputs: the model's arguments, without labels.
         measured: `[B, S]` bool for each stack of layers: a decoder's, or an encoder's and its decoder's.
         targets: `[B, T]`, the tokens that the first T logits of a row predict; -100 is not scored.
     """
@@ -149,9 +145,8 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, most: int) -> int:
 
 
 def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
-    """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens.
-
-    Where the tokenizer begins texts with begin-of-text tokens, so does every block, in place of its first tokens."""
+    """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens. Each
+    block begins with the tokenizer's begin-of-text tokens, if any, in place of its first ones."""
     blocks: list[list[int]] = []
     first, left = begin_tokens(tokenizer), tokens
     for text in texts:
@@ -180,8 +175,8 @@ def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBat
 def side_batches(
     languages: str | Pair, pairs: Iterable[SentencePair], tokenizer: Any, tokens: int, batch_size: int, model: Any
 ) -> list[TextBatch]:
-    """Batches with `tokens` tokens of a language on each side: sentences from it, and translations into it; or of a
-    direction, with the tokens of its sources and of its targets."""
+    """Batches with `tokens` tokens of a language on each side, sentences from it and translations into it; or of a
+    direction, of its sources and of its targets."""
     of_side = (languages, languages) if isinstance(languages, str) else languages
     encoder, all_pairs = PairEncoder(tokenizer), list(pairs)
     translatable = [pair for pair in all_pairs if encoder.translates(pair.direction)]

@@ -1,15 +1,11 @@
 """Measures how the routers treat each language: which experts they choose, how clearly, and whether the choice matters
 (MoE-LPR's, DMoE's and Elbayad et al.'s analyses).
 
-Shares, E_50% and co-location describe the routing at inference: the K highest scores, renormalised, and in a layer with
-a classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax. Co-location
-pools all languages. Random routing draws K experts for each token and layer and combines them by their router scores
-(Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier, and where no layer
-has more experts or a classifier, it is the router's own.
-
-Of an encoder-decoder, the encoder's layers are measured on a language's tokens as a source, the decoder's on its tokens
-as a target, whose perplexity is reported; no co-location is measured from the encoder's last layer to the decoder's
-first, which see other tokens.
+Shares, E_50% and co-location describe the routing at inference: the K highest scores, renormalised, and with a
+classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax. Co-location pools
+all languages. Random routing combines K experts, drawn for each token and layer, by their router scores (Elbayad et al.
+section D.3), and bypasses classifiers. Of an encoder-decoder, the encoder's layers are measured on a language's tokens
+as a source, the decoder's on its tokens as a target.
 
 Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer, B of both.
 """
@@ -98,8 +94,7 @@ def experts_for_half(top1_N: Sequence[int]) -> int:
 
 
 def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """A function for `RoutingRequest.change_logits`: K experts drawn uniformly for each token keep their router logits,
-    so that the router's scores combine them."""
+    """For `RoutingRequest.change_logits`: K experts drawn uniformly for each token keep their router logits."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(logits_TN: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -116,11 +111,8 @@ def random_routing(model: Any, seed: int) -> AbstractContextManager:
 
 
 def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> dict[str, int]:
-    """The class of each language: 0 for the base model's languages, g for those that expansion g added.
-
-    Args:
-        config: configuration of an expanded model; its history names its languages.
-        old, new: languages to put into class 0 and into the last class, whether or not the history names them.
+    """The class of each language: 0 for the base model's languages, g for those that expansion g added; those in `old`
+    and `new` have class 0 and the last one, whether or not the model's history names them.
 
     Raises:
         InputError: the class of a language is not known, or a language is given both as old and as new.
@@ -134,8 +126,8 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
 
 
 class _Sums:
-    """Running sums over the routing of all languages. `classes` has, for each language, the class of its tokens in an
-    encoder and in a decoder."""
+    """Running sums over the routing of all languages, each with the class of its tokens in an encoder and in a
+    decoder."""
 
     def __init__(self, ffns: Mapping[int, ExpandedFFN], classes: Mapping[str, Sequence[int]], encoder_layers: int):
         self.encoder_layers, self.layers = encoder_layers, sorted(ffns)
@@ -262,8 +254,8 @@ def _with_routers(model: Any) -> dict[int, ExpandedFFN]:
 def _directions(
     texts: Mapping[str, Iterable[SentencePair]], encoder_layers: int
 ) -> tuple[dict[str, Pair], dict[str, Any]]:
-    """The directions of the pairs by name, and the pairs of each, from the text of the first language that has them: a
-    pair stands in the text of both of its languages."""
+    """The directions of the pairs by name, and the pairs of each. A pair stands in the text of both of its languages:
+    the first of them counts."""
     if not encoder_layers:
         raise InputError("by_direction: the model is a decoder, which reads no sentence pairs: leave it out.")
     found: dict[Pair, list[SentencePair]] = {}
@@ -276,8 +268,8 @@ def _directions(
 
 
 def has_choice(config: Any) -> bool:
-    """Whether some token of an expanded model can be without an expert: with K experts or fewer in each layer, no gate
-    and no classifier, every token goes to all experts of its layer."""
+    """Whether some token of an expanded model can be without an expert: some layer has more than K, a gate or a
+    classifier."""
     facts, shared = Facts(config), config.declares("shares_expert_0")
     chosen = bool(facts.classifiers) or config.declares("judges")
     return chosen or max(facts.counts[layer] - shared for layer in facts.grown) > config.router_top_k
@@ -292,9 +284,8 @@ def nearest_experts(
     block_size: int = 1024,
     batch_size: int = 8,
 ) -> dict[int, int]:
-    """For each expanded layer, the expert to which `texts` are routed most: the one with the largest share of the
-    weights that experts are combined with, mean over languages; the first one on a tie. `tokens` of each language
-    are measured."""
+    """For each expanded layer, the expert with the largest share of the weights on `texts`, mean over languages,
+    `tokens` of each; the first one on a tie."""
     routing = measure_routing(
         model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts)
     )

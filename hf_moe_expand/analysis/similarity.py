@@ -19,11 +19,8 @@ from .settings import AnalysisSettings
 
 
 class MeanDirections:
-    """Running sums of unit vectors: `[layers, h]` float64, and the number of vectors.
-
-    The mean of all `Q x Q` cosines of two languages is the dot product of their mean unit vectors, so this is exact
-    and needs memory for one vector a layer.
-    """
+    """Running sums of unit vectors, `[layers, h]` float64. The mean of all `Q x Q` cosines of two languages is the dot
+    product of their mean unit vectors, so this is exact."""
 
     def __init__(self, num_layers: int, hidden_size: int) -> None:
         self.sums = torch.zeros(num_layers, hidden_size, dtype=torch.float64)
@@ -50,17 +47,16 @@ def measure_similarity(
     block_size: int = 1024,
     batch_size: int = 8,
 ) -> SimilarityResult:
-    """Measures the mean cosine of languages' hidden states at the FFN's input of every layer (LayerMoE Eq. 8-9).
-
-    Takes one forward pass over `tokens` tokens of each language, padding excluded; the model may be dense or expanded.
-    An encoder-decoder's encoder is measured on the language's sentences as sources, its decoder on them as targets.
+    """Measures the mean cosine of languages' hidden states at the FFN's input of every layer (LayerMoE Eq. 8-9), of a
+    dense or an expanded model.
 
     Args:
-        texts: documents of each language of `old` and `new`; for an encoder-decoder, sentence pairs to and from it.
+        texts: documents of each language of `old` and `new`; for an encoder-decoder, sentence pairs to and from it,
+            whose sources its encoder reads and whose targets its decoder.
         tokens: tokens of each language (Q in the paper); for an encoder-decoder, of each side.
 
     Raises:
-        InputError: a language has fewer tokens than `tokens`, or a number is out of range.
+        InputError: a language has fewer tokens than `tokens`.
     """
     AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
     model.eval()

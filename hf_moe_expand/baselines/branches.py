@@ -32,8 +32,6 @@ def expand_branches(
 
     Args:
         branches: dense checkpoints fine-tuned separately from one base, one for each of the plan's groups, in order.
-        plan: a dmoe plan.
-        seed: random seed of the routers.
     """
     if not plan.groups:
         raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")

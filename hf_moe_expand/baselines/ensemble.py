@@ -4,10 +4,9 @@ At each target `x_t`, with the sum over the `top_m` models of the largest weight
 
     p(x_t | x_<t) = sum_j w_j(t) p_j(x_t | x_<t),    w_j(t) = prod_{s<t} p_j(x_s | x_<s) / sum_i (the same of i)
 
-The weights are Branch-Train-Merge's posterior over models, under a uniform prior. DMoE's paper says of X-ELM only that
-the outputs of the top m = 2 models are ensembled after language identification. We choose the rest: the prefix is the
-part of the window before the target, which is all that the models see; separators of documents, which are not scored,
-do not count; equal weights, as at a window's first target, rank in the order of the models.
+The weights are Branch-Train-Merge's posterior over models, under a uniform prior; DMoE's paper says of X-ELM only that
+the outputs of the top m = 2 models are ensembled. We choose the rest: the prefix is the window before the target;
+separators of documents do not count; equal weights, as at a window's first target, rank in the order of the models.
 """
 
 import os
@@ -27,14 +26,11 @@ from ..inference.models import check_decoder, load_for_inference, longest_block
 
 
 def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
-    """The ensemble's log-probability of each target.
+    """The ensemble's log-probability of each target, `[windows, targets]`.
 
     Args:
         log_probs_MWS: `log p_j(x_t | x_<t)` of each model, window and target; 0 where a target is not scored.
         top_m: models mixed at each target.
-
-    Returns:
-        `[windows, targets]`.
     """
     evidence_MWS = log_probs_MWS.cumsum(-1).roll(1, dims=-1)
     evidence_MWS[..., 0] = 0
@@ -54,12 +50,7 @@ def evaluate_ensemble(
     max_tokens: int | None = None,
 ) -> dict[str, LanguageScore]:
     """Scores each language's documents as `evaluate_model` does, with the mixture of the models' probabilities; the
-    module gives the formula. One model is in memory at a time.
-
-    Args:
-        models: models, or folders or hub ids of checkpoints, which are loaded and released one by one.
-        tokenizer: tokenizer of all models.
-        top_m: number of models mixed at each target; 1 takes only the best one.
+    module gives the formula. One model, or checkpoint, is in memory at a time; all have one `tokenizer`.
 
     Raises:
         InputError: `top_m` exceeds the models' number, a tokenizer differs, or a language has no text to score.

@@ -1,9 +1,7 @@
 """Text that a tokenizer loses: characters that become unknown tokens, are dropped, or are written as others.
 
-The tokens of a text are turned back into text, without unknown tokens, and the characters of both are counted. What
-the second has fewer of is lost: an unknown letter, a dropped accent, an `A` that became `a`. White space, control
-characters and compatible forms (NFKC: `é` in one character or two, `ﬁ` as `fi`) do not count, so a tokenizer that only
-normalises, puts a space in front or collapses white space loses nothing. Bytes to fall back on come back as characters.
+The tokens of a text are turned back into text, without unknown tokens, and what that has fewer of is lost. White space,
+control characters and compatible forms (NFKC) do not count: a tokenizer that only normalises loses nothing.
 """
 
 import unicodedata

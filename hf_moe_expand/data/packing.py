@@ -46,14 +46,8 @@ class PackedText:
     is_of_stage: bool = False
 
     def numbered(self, languages: Sequence[str], name: str = "text") -> "PackedText":
-        """The same text with the ids of these languages.
-
-        Args:
-            name: the argument that holds it, for messages.
-
-        Raises:
-            InputError: it has another language.
-        """
+        """The same text with the ids of these languages; refuses one of another language. Messages call the argument
+        `name`."""
         order = tuple(languages)
         if self.languages == order:
             return self
@@ -274,12 +268,8 @@ def _batch(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[st
 
 
 def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Tokens of each language for a mix whose sides have equally many, shared equally by the languages of a side.
-
-    Args:
-        available: tokens of each language; the language with the least text for its share limits the mix.
-        sides: the languages of each side, such as old and new ones.
-    """
+    """Tokens of each language for a mix whose sides, such as old and new ones, have equally many, shared equally by the
+    languages of a side. The language with the least text for its share limits the mix."""
     of_side = min(available[code] * len(side) for side in sides for code in side)
     return {code: of_side // len(side) for side in sides for code in side}
 

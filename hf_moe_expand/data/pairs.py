@@ -277,22 +277,18 @@ def pack_pairs(
     tokens_per_language: int | None = None,
     languages: Sequence[str] | None = None,
 ) -> PackedText:
-    """The tokens of sentence pairs, language after language, each shuffled.
+    """The tokens of sentence pairs, language after language, each shuffled: rows with `input_ids`, `labels` and
+    `language_ids`, the two ids of source and target. `tokens` counts both sides, and a block is a pair.
 
     Args:
         texts: sentence pairs to and from each language, as `LanguageText.load_pairs` reads them.
         block_size: most tokens of a side; longer pairs are left out.
-        documents: number of pairs to take of each language, or fewer if fewer are short enough; all by default.
+        documents: number of pairs to take of each language, or fewer if fewer are short enough.
         tokens_per_language: number of tokens, of both sides, at which to stop taking pairs.
         languages: the order of the language ids; that of `texts` by default.
 
-    Returns:
-        Rows with `input_ids`, `labels` and `language_ids`, the two ids of source and target; `tokens` counts both
-        sides, and a block is a pair.
-
     Raises:
-        InputError: the tokenizer has no code for a language, a language has no pair that the model translates or that
-            is short enough, or fewer tokens than asked for.
+        InputError: the tokenizer has no code for a language, or a language has no pair that fits, or too few tokens.
     """
     order = tuple(languages or texts)
     encoder = PairEncoder(tokenizer)
@@ -353,11 +349,7 @@ def _fitting(
 @checked
 class PairCollator:
     """Makes batches of the rows of `pack_pairs`, for `RouterLossMixin` on any Trainer: `input_ids`, `attention_mask`
-    and `language_ids`, each `[batch, source]`; `labels` and `decoder_language_ids`, each `[batch, target]`.
-
-    Args:
-        pad_token_id: token of the encoder's padding.
-    """
+    and `language_ids`, each `[batch, source]`; `labels` and `decoder_language_ids`, each `[batch, target]`."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id

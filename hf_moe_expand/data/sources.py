@@ -50,13 +50,8 @@ def all_left_out(beginnings: Iterable[Beginning]) -> LeftOut:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source that is read from its beginning, or from the row after one.
-
-    Attributes:
-        name: its file or address, for messages.
-        size: its bytes; None where they are not known.
-        rows: its rows after that of a number.
-    """
+    """A part of a source: its file or address, its bytes (None where they are not known), and its rows after that of a
+    number."""
 
     name: str
     size: int | None
@@ -107,14 +102,11 @@ class LanguageText:
         return not (self.source.startswith("hub:") or is_elsewhere(self.source))
 
     def load(self, as_pairs: bool = False) -> Dataset:
-        """The documents, in order, as a dataset with the column `text`.
-
-        Args:
-            as_pairs: for an encoder-decoder, the sentence pairs to and from the language: the columns `source`,
-                `target`, `source_language` and `target_language`.
+        """The documents, in order, as a dataset with the column `text`; for an encoder-decoder (`as_pairs`) the
+        sentence pairs to and from the language: `source`, `target`, `source_language`, `target_language`.
 
         Raises:
-            InputError: the source is missing, empty or not UTF-8, a line is malformed, or has no pairs.
+            InputError: the source is missing, empty or not UTF-8, or a line is malformed.
         """
         # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
         stamps: Any = {str(path): (str(path.resolve()), *version(path)) for path in self.files()}
@@ -142,11 +134,7 @@ class LanguageText:
         return self.load(as_pairs=True)
 
     def check(self, as_pairs: bool = False) -> Document | None:
-        """The first document, or pair, of the local files; None for text on the hub, which is not asked.
-
-        Raises:
-            InputError: see `load`.
-        """
+        """The first document, or pair, of the local files; None for text on the hub, which is not asked."""
         left_out = LeftOut()
         first = next(self._documents(left_out, as_pairs), None)
         if self._is_here and first is None:
@@ -163,11 +151,7 @@ class LanguageText:
         return [self.source, *(_digest(path, whole, *version(path)) for path in files)]
 
     def shards(self) -> list[Shard]:
-        """Its shards: files, here or elsewhere, or those of a dataset on the hub.
-
-        Raises:
-            InputError: see `load`; or a place does not answer.
-        """
+        """Its shards: files, here or elsewhere, or those of a dataset on the hub."""
         if self.source.startswith("hub:"):
             stream, limit = _hub_stream(self.source)
             rows = partial(_hub_rows, self.source, stream, limit)
@@ -181,14 +165,8 @@ class LanguageText:
         return _shards(files)
 
     def documents(self, say: bool = False) -> Iterator[str]:
-        """Yields the documents of the local files one by one; none for text on the hub.
-
-        Args:
-            say: say in the end which rows were left out.
-
-        Raises:
-            InputError: see `load`.
-        """
+        """Yields the documents of the local files one by one, none for text on the hub; may `say` which rows were left
+        out."""
         left_out, kept = LeftOut(), 0
         try:
             for row in self._documents(left_out):
@@ -211,11 +189,7 @@ class LanguageText:
         return sum(1 for _ in islice(self.documents(), min(most, sys.maxsize))) if self._is_here else most
 
     def beginnings(self, as_pairs: bool = False) -> Iterator[Beginning]:
-        """The beginning of each local file: about `BEGINNING` bytes of text, or less of many files.
-
-        Raises:
-            InputError: see `load`.
-        """
+        """The beginning of each local file: about `BEGINNING` bytes of text, or less of many files."""
         shards = _shards(self._listed()[0]) if self._is_here else []
         size = max(16 * BEGINNING // max(len(shards), 16), BEGINNING >> 6)
         return (beginning(shard, self.language, as_pairs, size) for shard in shards)
@@ -240,11 +214,7 @@ class LanguageText:
         return self._listed()[1] if self._is_here else ""
 
     def files(self) -> list[Path]:
-        """The local files of this source; empty for the hub and other places.
-
-        Raises:
-            InputError: the file is missing, empty or of an unknown kind, or a folder holds none of a known kind.
-        """
+        """The local files of this source; empty for the hub and other places."""
         return [Path(path) for path in self._listed()[0]] if self._is_here else []
 
     def _listed(self) -> tuple[dict[str, int | None], str]:
@@ -270,11 +240,8 @@ def _shards(files: Mapping[str, int | None]) -> list[Shard]:
 
 
 def read_documents(text: LanguageText, stamps: Any, as_pairs: bool) -> Iterator[Document]:
-    """The documents or pairs of a text; of each row without any, why it is left out.
-
-    Args:
-        stamps: tell versions of its files apart.
-    """
+    """The documents or pairs of a text; of each row without any, why it is left out. `stamps` tell its versions
+    apart."""
     for shard in text.shards():
         for _, found, reason in shard.documents(text.language, as_pairs):
             yield from found or [{_LEFT_OUT: reason}]

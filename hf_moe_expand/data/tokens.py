@@ -1,9 +1,5 @@
-"""What a tokenizer puts around a text, and the tokens of documents, prompts and plain texts.
-
-A tokenizer may begin a text (`<s>`, GLM's `[gMASK]<sop>`) and end it (`</s>`, `[SEP]`). A document has both, and an
-end-of-text token. A prompt has no end: what follows would be the next text. A text that a chat template wrote may hold
-the beginning or the end already, which it then does not get twice.
-"""
+"""What a tokenizer puts around a text (`<s>`, `</s>`), and the tokens of documents, prompts and plain texts. A text
+that holds the beginning or the end already, as a chat template writes it, does not get it twice."""
 
 import copy
 from collections import Counter

@@ -71,11 +71,7 @@ def random_groups(languages: Sequence[str], num_groups: int, seed: int = 0) -> l
 
 
 def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[float]]:
-    """Cosines of linguistic vectors, such as lang2vec's: `[n, n]`.
-
-    Args:
-        path: a JSON file, `{"el": [0.1, ...]}`.
-    """
+    """Cosines of linguistic vectors, such as lang2vec's, of a JSON file (`{"el": [0.1, ...]}`): `[n, n]`."""
     import numpy as np
 
     vectors = read(_Vectors, {"vectors": read_json(path, "linguistic vectors")}, str(path)).vectors

@@ -20,13 +20,9 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
     """Layers that become mixtures, in order: those that fine-tuning moves most (DMoE section 3.2).
 
     Args:
-        deviation: deviation of each layer.
         ratio: alpha; selects the `floor(alpha * layers)` layers that deviate most, the first ones on a tie.
         threshold: used instead in the authors' scripts: selects the layers whose deviation, scaled so that the smallest
             is 0 and the largest 1, is at least this.
-
-    Raises:
-        InputError: not exactly one of ratio and threshold is given, it selects no layer, or it is out of range.
     """
     if not deviation or not all(isfinite(value) for value in deviation):
         raise InputError("The deviations must be finite numbers, one for each layer.")
@@ -59,13 +55,8 @@ def check_layer_ranges(text: str) -> str:
 
 
 def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_layers: int = 0) -> list[int]:
-    """The layers of `4-11`, `0,6-8` or `1-11/2`, ends included, in order; in an encoder-decoder those of
-    `encoder.1,decoder.0-5`.
-
-    Args:
-        num_layers: number of all layers.
-        encoder_layers: number of the encoder's among them; 0 for a decoder.
-    """
+    """The layers of `4-11`, `0,6-8` or `1-11/2`, ends included, in order; in an encoder-decoder, which has as many
+    `encoder_layers`, those of `encoder.1,decoder.0-5`."""
     layers: set[int] = set()
     for part in check_layer_ranges(text).split(","):
         stack, first_in, last_in, every = re.fullmatch(_RANGE, part).groups()  # type: ignore[union-attr]  # checked
@@ -94,7 +85,6 @@ def classifier_layers(
     Args:
         choice: `similarity` (the `count` layers with the highest new-old similarity, where a router is most easily
             confused), `last` (those with the lowest), `random`, `all` or `none`.
-        count: number of layers, for the first three choices; 0 turns them off.
         expanded: the layers that have a router.
         new_old: S_new&old of each layer, for `similarity` and `last`.
     """

@@ -26,15 +26,12 @@ def make_plan(
     """The plan that `settings` describe.
 
     Args:
-        num_layers: number of the model's layers.
         old, new: the languages. A method that makes groups takes its languages from the analysis.
         analysis: the one that `settings.needs` names.
-        seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
-        encoder_layers: for an encoder-decoder, the number of the encoder's among the layers; 0 for a decoder.
+        encoder_layers: for an encoder-decoder, the number of the encoder's among the layers.
         exclusive: whether that model's experts are exclusive.
-        measured: whether the analysis that `settings.needs` names is there; else the plan is the largest that it may
-            give.
+        measured: whether the analysis is there; else the plan is the largest that it may give.
     """
     if grows_from and not settings.grows:
         growing = ", ".join(name for name, other in METHODS.items() if other.grows)

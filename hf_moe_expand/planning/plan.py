@@ -31,9 +31,7 @@ class Plan(JsonFile):
     Attributes:
         method: the registered name of the method that made the plan, or any other word for a plan of your own.
         experts_per_layer: experts of each layer, expert 0 counted; a layer with 1 stays dense.
-        classifier_layers: layers with a routing classifier.
         top_k: active experts of a token.
-        old, new: the languages.
         settings: inputs of the counts (total, seed, shape, similarities).
         groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
@@ -42,9 +40,6 @@ class Plan(JsonFile):
             `attention`, or maps as PEFT names them.
         rank: of low-rank updates of these; None for whole copies.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
-
-    Raises:
-        InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
     """
 
     kind = "a plan"

@@ -16,11 +16,7 @@ _SELDOM = ("encoder_layers", "exclusive", "modules", "rank", "similarity_at", "l
 
 
 class JsonFile(Schema):
-    """Values that are a JSON file.
-
-    Attributes:
-        kind: its name in messages, such as "a plan".
-    """
+    """Values that are a JSON file, which messages call `kind`, such as "a plan"."""
 
     kind: ClassVar[str]
 
@@ -42,11 +38,8 @@ class JsonFile(Schema):
 
 
 class Result(JsonFile):
-    """The result of an analysis, which is a JSON file.
-
-    Attributes:
-        by_layer: the fields that are lists with one entry a layer, or mappings to such lists; the first is a list.
-    """
+    """The result of an analysis. `by_layer` names the fields that are lists with one entry a layer, or mappings to such
+    lists; the first is a list."""
 
     by_layer: ClassVar[tuple[str, ...]]
 
@@ -80,7 +73,7 @@ class SimilarityResult(Result):
         new_new: mean over pairs of new languages; None with a single new language.
         new_old: mean over pairs of a new and an old language; None without an old language.
         similarity: `(new_old + new_new) / 2`, or that of the two which is there.
-        encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
+        encoder_layers: an encoder-decoder's first layers, its encoder's; 0 for a decoder.
     """
 
     kind = "a similarity analysis"
@@ -135,11 +128,9 @@ class DeviationResult(Result):
     """How far fine-tuning on each language moves the FFNs, and how similar the changes of two languages are (DMoE).
 
     Attributes:
-        deviation: L2 norm of the change of each layer's FFN weights, mean over languages.
-        by_language: the same norm for each language, one entry a layer.
+        deviation: L2 norm of the change of each layer's FFN weights, mean over languages; `by_language` of each.
         similarity: `[languages, languages]`, cosine between two languages' changes of the FFN weights of `layers`.
-        layers: layers over which `similarity` was taken.
-        similarity_at: for each earlier step that was compared as well (text in JSON), `similarity` of that step.
+        similarity_at: `similarity` of each earlier step that was compared as well (text in JSON).
         likeness_of_steps: for each language `[steps, steps]`, cosine between its changes after two of these steps, the
             last step of all included; empty without earlier steps.
     """
@@ -169,16 +160,13 @@ NO_CHOICE = (
 
 
 class RoutingResult(Result):
-    """How the routers of an expanded model route the text of each language.
-
-    Lists by layer have one entry for each of `layers`.
+    """How the routers of an expanded model route the text of each language. Lists by layer have one entry for each of
+    `layers`, the expanded ones.
 
     Attributes:
         classes: class of each language: 0 for the base model's languages, g for those that expansion g added. Where
-            directions of translation were measured, such as `en-el`, they stand in the place of languages, here and
-            below.
+            directions of translation were measured, such as `en-el`, they stand in the place of languages.
         tokens: tokens measured of each language.
-        layers: the expanded layers.
         top1_share: `[language][layer][expert]`, share of the tokens whose largest weight is the expert's.
         weight_share: `[language][layer][expert]`, mean of the weights that experts are combined with.
         expert_0_score: `[language][layer]`, mean of the router's score of expert 0.
@@ -188,11 +176,9 @@ class RoutingResult(Result):
         similarity: `[layer]`, `[languages, languages]` in the order of `classes`: cosine of their rows of `top1_share`.
         colocation: for each layer but the last, the largest correlation between the weight of one of its experts and
             that of an expert of the next layer; None if no weight varies.
-        perplexity: perplexity of each language, within blocks.
-        random_perplexity: perplexity of each language under random routing, mean over `random_seeds`.
+        perplexity: of each language, within blocks; `random_perplexity` under random routing, mean over `random_seeds`.
         has_choice: whether some router can leave an expert out; without that, random routing is the router's own.
-        encoder_layers: for an encoder-decoder, the number of its encoder's layers, dense ones included, which come
-            first; 0 for a decoder.
+        encoder_layers: an encoder-decoder's first layers, its encoder's, dense ones included; 0 for a decoder.
     """
 
     kind = "a routing analysis"

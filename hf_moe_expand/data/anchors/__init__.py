@@ -1,9 +1,5 @@
-"""Plain everyday sentences in many languages, from which gates learn what is not a new language.
-
-Each file in `text/` is a language: its name is the ISO 639 code, a line is a sentence. The sentences were written for
-this package; none is from a corpus. Norwegian (`no`) is Bokmål, Serbian (`sr`) is in Cyrillic, Chinese (`zh`) is
-simplified, and Portuguese (`pt`) has sentences of Portugal and of Brazil.
-"""
+"""Plain everyday sentences in many languages, from which gates learn what is not a new language: a file of `text/`
+each, written for this package. Norwegian (`no`) is Bokmål, Serbian (`sr`) Cyrillic, Chinese (`zh`) simplified."""
 
 from collections.abc import Collection
 from importlib.resources import files

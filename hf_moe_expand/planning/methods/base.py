@@ -30,7 +30,6 @@ class Target:
     """The model that a plan is for.
 
     Attributes:
-        num_layers: number of its layers.
         seed: random seed of all choices.
         grows_from: experts of each layer of an expanded model; empty for a dense one.
         analyses: the analyses that were made of it, by name.
@@ -82,11 +81,7 @@ class Allocation:
 
 
 def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> None:
-    """Refuses a total below every layer's minimum, or above `MOST_EXPERTS`.
-
-    Args:
-        others: its experts in layers that stay dense.
-    """
+    """Refuses a total below every layer's minimum, or above `MOST_EXPERTS`; `others` are in layers that stay dense."""
     if total > MOST_EXPERTS:
         raise InputError(f"total_experts is {total}: a model may have at most {MOST_EXPERTS:,} experts in all.")
     if total < (least := num_layers * minimum + others):
@@ -99,13 +94,8 @@ def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> N
 
 @dataclass(frozen=True)
 class Option:
-    """A command-line option for a key that `--key VALUE` does not suit.
-
-    Attributes:
-        flag: the option, such as `--by-hand`.
-        kind: the type of the option's value; bool makes a switch.
-        value: converts the option's value to the key's value.
-    """
+    """A command-line option, such as `--by-hand`, for a key that `--key VALUE` does not suit: its type (bool makes a
+    switch) and what converts its value to the key's."""
 
     flag: str
     kind: type
@@ -118,17 +108,13 @@ class PlanSettings(Schema):
 
     Attributes:
         title: its name on cards and pages.
-        card: template of its model card, in `model_cards/`.
-        tag: its models' tag on the hub.
+        card, tag: template of its model card, in `model_cards/`, and its models' tag on the hub.
         words: a phrase for the card that says how experts are distributed.
         analysis: the analysis that the method needs.
         fixed_counts: whether the settings alone determine each layer's count.
         grows: whether it can plan the further expansion of an expanded model.
         without_classifiers: what to say of its plan without classifiers.
         makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
-
-    Raises:
-        InputError: a key is missing or unknown, or a value has another type or is out of range.
     """
 
     title: ClassVar[str]

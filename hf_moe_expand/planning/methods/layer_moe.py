@@ -48,12 +48,8 @@ def allocate_experts(
 
     Args:
         similarity: S_l of each layer, positive.
-        total: experts in all layers together, expert 0 of each layer counted.
-        minimum: minimum of experts in a layer (2: expert 0 and a new one).
+        total, minimum: experts in all layers together, and in a layer; expert 0 of each counted.
         floor: lower bound that replaces smaller similarities.
-
-    Raises:
-        InputError: `total` is below `minimum` for each layer, or a similarity is not positive.
     """
     if floor is not None:
         if floor <= 0:
