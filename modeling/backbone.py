@@ -20,23 +20,15 @@ from .expanded_ffn import ExpandedFFN, ExpandedLayer
 
 # The names that configurations have for the decoder's layers; the encoder's are `num_hidden_layers` under any name.
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
-_RESIDUAL = "residual"  # BLOOM's FFN takes it as a second argument
 
 
 class DecoderFFN(NamedTuple):
-    """The FFN of a layer, of a decoder or of an encoder-decoder.
+    """The FFN of a layer, of a decoder or of an encoder-decoder."""
 
-    Attributes:
-        name: prefix of its tensors in the dense model.
-        module: the FFN, or its `ExpandedFFN`.
-        place: name of the module that the layer calls first; in an expanded model, of the `ExpandedFFN`.
-        is_mixture: whether it is a mixture of experts of the backbone's own.
-    """
-
-    name: str
-    module: nn.Module
-    place: str
-    is_mixture: bool = False
+    name: str  # prefix of its tensors in the dense model
+    module: nn.Module  # the FFN, or its `ExpandedFFN`
+    place: str  # name of the module that the layer calls first; in an expanded model, of the `ExpandedFFN`
+    is_mixture: bool = False  # whether it is a mixture of experts of the backbone's own
 
 
 def stack_sizes(config: Any) -> dict[str, int]:
@@ -50,9 +42,7 @@ def stack_sizes(config: Any) -> dict[str, int]:
         return {"": config.get_text_config(decoder=True).num_hidden_layers}  # of a model of several kinds of input
     decoder = next((layers for name in DECODER_LAYERS if (layers := getattr(config, name, None)) is not None), None)
     if decoder is None or not isinstance(config.num_hidden_layers, int):
-        raise ValueError(
-            f"a {config.model_type} configuration has none of {', '.join(DECODER_LAYERS)}, the decoder's layers."
-        )
+        raise ValueError(f"a {config.model_type} configuration has none of {', '.join(DECODER_LAYERS)}.")
     return {"encoder": config.num_hidden_layers, "decoder": decoder}
 
 
@@ -76,13 +66,14 @@ def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
     of_model: Any = model.config
     # Of a model of several kinds of input, the text decoder's.
     config = of_model if of_model.is_encoder_decoder else of_model.get_text_config(decoder=True)
-    kind = type(model).__name__
     result: list[DecoderFFN] = []
     for stack, size in stack_sizes(config).items():
         for place, ffn in _ffns_of_stack(model, stack, size, config.hidden_size):
             if ffn is None:
-                layer = layer_names(config)[len(result)]
-                raise ValueError(f"{kind} cannot be expanded: layer {layer} has no FFN; every layer must have one.")
+                raise ValueError(
+                    f"{type(model).__name__} cannot be expanded: layer {layer_names(config)[len(result)]} has no FFN, "
+                    "a module that maps the hidden states alone."
+                )
             attribute, module, is_mixture = ffn
             place = f"{place}.{attribute}"
             inner = module.experts[0] if isinstance(module, ExpandedFFN) else module
@@ -91,69 +82,47 @@ def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
     return result
 
 
-_Found = tuple[str, nn.Module, bool]
+_Found = tuple[str, nn.Module, bool]  # name and module of an FFN, and whether it is a mixture of experts
 
 
 def _ffns_of_stack(model: nn.Module, stack: str, size: int, hidden_size: int) -> list[tuple[str, _Found | None]]:
     """The name of each layer of a stack, and its FFN; the layers are those of the list with the most FFNs."""
     lists = [
-        (name, module)
+        (name, [_ffn_of(layer, hidden_size) for layer in module])
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == size and (not stack or stack in name.split("."))
     ]
-    candidates = [(name, [_ffn_of(layer, hidden_size) for layer in layers]) for name, layers in lists]
-    name, ffns = max(candidates, key=lambda item: sum(ffn is not None for ffn in item[1]), default=("", []))
-    if not any(ffns):
-        of_stack = f"its {stack}'s" if stack else "its"
-        raise ValueError(
-            f"{type(model).__name__} cannot be expanded: none of {of_stack} layers has an FFN, a module that maps the "
-            "hidden states alone."
-        )
+    nothing: tuple[str, list[_Found | None]] = (stack, [None] * size)
+    name, ffns = max(lists, key=lambda item: sum(ffn is not None for ffn in item[1]), default=nothing)
     return [(f"{name}.{layer}", ffn) for layer, ffn in enumerate(ffns)]
 
 
 def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
-    """The name and module of a layer's FFN, and whether it is a mixture of experts. Of several modules that map the
-    hidden states alone (Gemma 3n's low-rank `laurel`), the FFN is the largest."""
+    """A layer's FFN. Of several modules that map the hidden states alone (Gemma 3n's low-rank `laurel`), the FFN is the
+    largest."""
     candidates: list[tuple[int, str, bool]] = []
     for name, child in layer.named_children():
         if isinstance(child, ExpandedFFN):
             return name, child, child.is_mixture
         if isinstance(child, ExpandedLayer):  # beside the FFN
             continue
-        if inner := _ffn_of_parts(child, hidden_size):
-            return f"{name}.{inner[0]}", *inner[1:]
+        if isinstance(child, nn.ModuleList):
+            inner = [(number, ffn) for number, part in enumerate(child) if (ffn := _ffn_of(part, hidden_size))]
+            if len(inner) == 1:
+                number, (inside, module, is_mixture) = inner[0]
+                return f"{name}.{number}.{inside}", module, is_mixture
         if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]
             continue
-        is_mixture, shapes = _is_mixture(child), _shapes(child)
+        # Those of a parameter that DeepSpeed's ZeRO-3 has split are beside it.
+        shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in child.parameters()]
+        has_list = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.modules())
+        is_mixture = has_list or any(len(shape) > 2 for shape in shapes)  # experts are listed, or fused
         if is_mixture or sum(len(shape) == 2 and hidden_size in shape for shape in shapes) > 1:
             candidates.append((sum(map(prod, shapes)), name, is_mixture))
     if candidates:
         _, name, is_mixture = max(candidates)
         return name, getattr(layer, name), is_mixture
-    return ("fc1", SeparateFFN(layer), False) if has_separate_ffn(layer) else None
-
-
-def _ffn_of_parts(parts: nn.Module, hidden_size: int) -> _Found | None:
-    """The FFN inside a layer's list of parts; None unless exactly one part has one."""
-    if not isinstance(parts, nn.ModuleList):
-        return None
-    ffns = [(number, ffn) for number, part in enumerate(parts) if (ffn := _ffn_of(part, hidden_size))]
-    if len(ffns) != 1:
-        return None
-    number, (name, module, is_mixture) = ffns[0]
-    return f"{number}.{name}", module, is_mixture
-
-
-def _is_mixture(module: nn.Module) -> bool:
-    """Whether a module holds experts, fused in three dimensions or listed."""
-    listed = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
-    return listed or any(len(shape) > 2 for shape in _shapes(module))
-
-
-def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of a module's parameters; those of a parameter that DeepSpeed's ZeRO-3 has split are beside it."""
-    return [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in module.parameters()]
+    return ("fc1", SeparateFFN(layer), False) if _has_separate_ffn(layer) else None
 
 
 @cache
@@ -161,18 +130,14 @@ def takes_hidden_states_alone(kind: Any) -> bool:
     """Whether the modules of a class are called with the hidden states alone, or a residual beside them."""
     _, *parameters = inspect.signature(kind.forward).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.KEYWORD_ONLY)]
-    return len(names) == 1 or names[1:] == [_RESIDUAL]
+    return len(names) == 1 or names[1:] == ["residual"]  # of BLOOM's FFN
 
 
-def has_separate_ffn(layer: nn.Module) -> bool:
+def _has_separate_ffn(layer: nn.Module) -> bool:
     """Whether a layer computes `fc2(dropout(activation_fn(fc1(x))))` itself."""
     first, second = getattr(layer, "fc1", None), getattr(layer, "fc2", None)
-    return (
-        isinstance(first, nn.Linear)
-        and isinstance(second, nn.Linear)
-        and callable(getattr(layer, "activation_fn", None))
-        and first.in_features == second.out_features
-    )
+    is_pair = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+    return is_pair and callable(getattr(layer, "activation_fn", None)) and first.in_features == second.out_features
 
 
 class SeparateFFN(nn.Module):
@@ -187,8 +152,7 @@ class SeparateFFN(nn.Module):
         inner = F.dropout(self.activation_fn(self.fc1(hidden_states)), self.dropout, self.training)
         return self.fc2(inner)
 
-
-def put_in_place(layer: Any, expanded: nn.Module) -> None:
-    """Lets the layer call `expanded` where it called `fc1`, and nothing afterwards."""
-    layer.fc1 = expanded
-    layer.activation_fn, layer.fc2, layer.activation_dropout = nn.Identity(), nn.Identity(), 0.0
+    def replace_in(self, layer: Any, expanded: nn.Module) -> None:
+        """Lets the layer call `expanded` where it called `fc1`, and nothing afterwards."""
+        layer.fc1 = expanded
+        layer.activation_fn, layer.fc2, layer.activation_dropout = nn.Identity(), nn.Identity(), 0.0

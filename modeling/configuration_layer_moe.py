@@ -6,10 +6,8 @@ from .expanded_config import ExpandedConfig
 
 
 class LayerMoEConfig(ExpandedConfig):
-    """Configuration of a model expanded by MoE-LPR or LayerMoE, which differ only in numbers.
-
-    MoE-LPR has one number of experts for all layers and no classifier; LayerMoE has a number for each layer and
-    classifiers in some layers. See `ExpandedConfig` for the other fields.
+    """Configuration of a model expanded by MoE-LPR, with one number of experts for all layers and no classifier, or by
+    LayerMoE, with a number for each layer and classifiers in some layers. See `ExpandedConfig` for the other fields.
 
     Args:
         earlier_experts_per_layer: `num_experts_per_layer` after each expansion before the last; empty with one

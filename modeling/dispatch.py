@@ -30,14 +30,9 @@ logger = logging.get_logger(__name__)
 
 
 def dispatch(
-    experts: Experts,
-    x: torch.Tensor,
-    weights_TK: torch.Tensor,
-    index_TK: torch.Tensor | None,
-    takes_residual: bool,
-    training: bool,
-    in_turn: bool = False,
-) -> torch.Tensor:
+    experts: Experts, x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor | None, takes_residual: bool,
+    training: bool, in_turn: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The layer's output, `[..., h] -> [T, h]`.
 
     Args:
@@ -60,11 +55,7 @@ def is_traced(x: torch.Tensor) -> bool:
 
 
 def run_all(
-    experts: Experts,
-    x: torch.Tensor,
-    weights_TK: torch.Tensor,
-    index_TK: torch.Tensor | None,
-    takes_residual: bool,
+    experts: Experts, x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor | None, takes_residual: bool
 ) -> torch.Tensor:
     """Every expert on every token, `[..., h] -> [T, h]`."""
     outputs = [run_expert(expert, x, takes_residual).flatten(0, -2) for expert in experts]
@@ -105,13 +96,9 @@ def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor, *, all_
 
 
 def run_in_turn(
-    experts: Experts,
-    x_Th: torch.Tensor,
-    weights_TK: torch.Tensor,
-    index_TK: torch.Tensor,
-    takes_residual: bool,
+    experts: Experts, x_Th: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool,
     training: bool,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Each expert on its own tokens, `[T, h]`, which are sorted by expert once."""
     (T, K), N = index_TK.shape, len(experts)
     assigned_A = index_TK.reshape(-1)

@@ -4,7 +4,6 @@ A configuration's class is created at run time and derives from both `ExpandedCo
 class. Hence all code that reads a Qwen2 configuration reads an expanded Qwen2 configuration.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .backbone import layer_names, stack_sizes
+from .backbone import count_layers
 from .expanded_ffn import copy_ffn
 from .part import keep_own_code, read_parts
 from .parts import PARTS
@@ -48,7 +47,7 @@ class ExpandedConfig(PreTrainedConfig):
     classifier_layers: list[int] | None = None
     expansions: list[dict] | None = None
     exclusive_experts: bool = False
-    parts: dict | None = None
+    parts: dict = None  # type: ignore[assignment]
     not_told: ClassVar[str | None] = None  # why languages cannot be told
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":
@@ -64,35 +63,22 @@ class ExpandedConfig(PreTrainedConfig):
             self._check_expansion()
 
     def _check_expansion(self) -> None:
-        names = layer_names(self)
-        layers = len(names)
+        layers = count_layers(self)
         if self.num_experts_per_layer is None:
             self.num_experts_per_layer = [1] * layers
         self.classifier_layers = sorted(self.classifier_layers or [])
         counts = self.num_experts_per_layer
-        if len(counts) != layers:
-            sizes = stack_sizes(self)
-            words = "num_hidden_layers" if "" in sizes else ", ".join(f"{name} {size}" for name, size in sizes.items())
+        if len(counts) != layers or min(counts) < 1:
             raise ValueError(
-                f"num_experts_per_layer has {len(counts)} entries, but the {self.backbone_model_type} backbone has "
-                f"{layers} layers ({words}): give one count for each layer."
-            )
-        if min(counts) < 1:
-            layer = min(range(layers), key=lambda i: counts[i])
-            raise ValueError(
-                f"num_experts_per_layer[{names[layer]}] is {counts[layer]}: must be at least 1, the original FFN (the "
-                "layer then stays dense)."
+                f"num_experts_per_layer is {counts}: must have a count of at least 1, the original FFN, for each of "
+                f"the {layers} layers."
             )
         if self.router_top_k < 1:
             raise ValueError(f"router_top_k is {self.router_top_k}: must be at least 1, the active experts of a token.")
         for layer in self.classifier_layers:
             if not 0 <= layer < layers or counts[layer] < 2:
-                raise ValueError(
-                    f"classifier_layers names layer {names[layer] if 0 <= layer < layers else layer}, which is "
-                    + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
-                    + ": a classifier needs a layer with a router."
-                )
-        used = {self.model_type, *(self.parts or {}), *(["exclusive"] if self.exclusive_experts else [])}
+                raise ValueError(f"classifier_layers names layer {layer}, which has no router.")
+        used = {self.model_type, *self.parts, *(["exclusive"] if self.exclusive_experts else [])}
         for part in self.used_parts:
             for other, why in part.not_beside.items():
                 if other in used:
@@ -100,11 +86,10 @@ class ExpandedConfig(PreTrainedConfig):
             part.check()
 
     def __getattr__(self, name: str) -> Any:
-        # The flat fields of parts, as configurations of earlier versions have them.
-        found = [part for part in PARTS.values() if name in part.flat]
-        if not found or "parts" not in vars(self):
+        # The fields of parts, as configurations of earlier versions have them.
+        if "parts" not in vars(self) or not any(name in part.flat for part in PARTS.values()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        values = (part.flat_value((self.parts or {}).get(part.name), name) for part in found)
+        values = (part.written(self.parts.get(part.name)).get(name) for part in PARTS.values())
         return next((value for value in values if value is not None), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -115,8 +100,7 @@ class ExpandedConfig(PreTrainedConfig):
     @property
     def used_parts(self) -> list[Any]:
         """The optional parts that the model has."""
-        own = self.parts or {}
-        return [part(self, own[name]) for name, part in PARTS.items() if name in own]
+        return [part(self, self.parts[name]) for name, part in PARTS.items() if name in self.parts]
 
     def declares(self, name: str) -> bool:
         """Whether a part of the model declares this of itself (`BasePart`)."""
@@ -132,11 +116,6 @@ class ExpandedConfig(PreTrainedConfig):
         """The experts of each layer after each expansion."""
         return [*(getattr(self, "earlier_experts_per_layer", None) or []), self.num_experts_per_layer or []]
 
-    def of_expansion(self, settings: dict, layer: int, expert: int) -> Any:
-        """Of a part's settings, or of its `each`, those of the expansion that brought a layer's expert."""
-        ends = [counts[layer] for counts in self.counts_of_expansions]
-        return settings["each"][bisect_right(ends, expert)] if "each" in settings else settings
-
     def make_expert(self, layer: int, number: int) -> Callable:
         """How expert `number` of a layer is made of its FFN."""
         made = (part.make_expert(layer, number) for part in self.used_parts)
@@ -145,7 +124,7 @@ class ExpandedConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         super().save_pretrained(save_directory, *args, **kwargs)
         if getattr(self, "auto_map", None):
-            keep_own_code(save_directory, self.auto_map, [*(self.parts or {})])
+            keep_own_code(save_directory, self)
 
     def __reduce__(self) -> tuple:
         return _blank_config, (static_class(type(self)), self.backbone_model_type), self.__dict__
@@ -165,17 +144,10 @@ def static_class(cls: type) -> type:
 
 
 def expanded_config_class(static: type, backbone: str) -> type:
-    """The class of `static`'s configurations for the backbone type `backbone`, created once in a process.
-
-    Raises:
-        ValueError: the installed transformers does not know `backbone`.
-    """
+    """The class of `static`'s configurations for the backbone type `backbone`, created once in a process."""
     if (static, backbone) not in _CLASSES:
         if backbone not in CONFIG_MAPPING:
-            raise ValueError(
-                f"transformers {transformers.__version__} does not know the backbone architecture {backbone!r}: "
-                "install a version that does."
-            )
+            raise ValueError(f"transformers {transformers.__version__} does not know the backbone {backbone!r}.")
         dense = CONFIG_MAPPING[backbone]
         namespace = {
             "__module__": static.__module__,

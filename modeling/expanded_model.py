@@ -5,21 +5,18 @@ of a subclass of both the static class and the backbone's class, and then replac
 backbone's own.
 """
 
-import copyreg
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from numbers import Integral
 from typing import Any, ClassVar
 
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from .backbone import SeparateFFN, decoder_ffns, put_in_place
+from .backbone import SeparateFFN, decoder_ffns
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN, ExpandedLayer
 from .part import HUB_OPTIONS, SERVERS, keep_own_code
@@ -38,7 +35,6 @@ class ExpandedModelMixin:
     _dense_mapping: Any = None
     _auto_map: ClassVar[dict[str, str]] = {}
     _reads_pairs: ClassVar[bool | None] = None
-    hub_options: ClassVar[dict[str, Any]] = {}  # of a loaded model: those by which its other files are found, too
     _supports_attention_backend = True  # read on the static class by serving back ends
     _tp_plan: Any
 
@@ -52,19 +48,15 @@ class ExpandedModelMixin:
         Raises:
             ValueError: the checkpoint is a dense model's.
         """
-        passed = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         if config is None:
+            passed = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
             config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **passed)  # type: ignore[attr-defined]
         cls = _expanded_class(cls, config)
-        if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
-            _refuse_dense(cls.__name__, pretrained_model_name_or_path, config, passed)
         load = super().from_pretrained  # type: ignore[misc]
         for part in config.used_parts if kwargs.get("state_dict") is None else ():
             load = part.load(load, pretrained_model_name_or_path, config)
         loaded = load(pretrained_model_name_or_path, *args, config=config, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.hub_options = {name: value for name, value in passed.items() if value is not None}
-        model._attach_parts()
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._attach_parts()
         return loaded
 
     @classmethod
@@ -72,30 +64,28 @@ class ExpandedModelMixin:
         return super(ExpandedModelMixin, _expanded_class(cls, config))._from_config(config, **kwargs)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple:
-        options = {name: value for name, value in self.hub_options.items() if name != "token"}  # a secret
-        state = {**self.__dict__, "hub_options": options}
-        return _blank_model, (static_class(type(self)), self.config), state  # type: ignore[attr-defined]
+        return _blank_model, (static_class(type(self)), self.config), self.__dict__  # type: ignore[attr-defined]
 
     def post_init(self) -> None:
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
-        config, control = self.config, RoutingControl()  # type: ignore[attr-defined]
-        self.routing_control = control
+        config: Any = self.config  # type: ignore[attr-defined]
         server = SERVERS.get(str(config._attn_implementation))
-        for reason in (part.not_served for part in config.used_parts if server is not None):
-            if reason is not None:  # before a server loads weights
-                raise ValueError(reason.format(server=server))
-        layer_class: Any = _layer_class(config)
+        for part in config.used_parts if server is not None else ():
+            if part.not_served is not None:  # before a server loads weights
+                raise ValueError(part.not_served.format(server=server))
+        self.routing_control = RoutingControl(next(filter(None, (part.stays_home for part in config.used_parts)), None))
         for index, ffn in enumerate(decoder_ffns(self)):  # type: ignore[arg-type]
-            if config.num_experts_per_layer[index] == 1:
+            if config.num_experts_per_layer[index] == 1 or any(
+                part.expand(self, ffn.place, index) for part in config.used_parts
+            ):
                 continue
-            if not any(part.expand(self, ffn.place, index) for part in config.used_parts):
-                expanded = layer_class(ffn.module, config, index, control, is_mixture=ffn.is_mixture)
-                parent, attribute = ffn.place.rsplit(".", 1)
-                layer = self.get_submodule(parent)  # type: ignore[attr-defined]
-                if isinstance(ffn.module, SeparateFFN):
-                    put_in_place(layer, expanded)
-                else:
-                    setattr(layer, attribute, expanded)
+            made = _layer_class(config)(ffn.module, config, index, self.routing_control, is_mixture=ffn.is_mixture)
+            parent, attribute = ffn.place.rsplit(".", 1)
+            layer = self.get_submodule(parent)  # type: ignore[attr-defined]
+            if isinstance(ffn.module, SeparateFFN):
+                ffn.module.replace_in(layer, made)
+            else:
+                setattr(layer, attribute, made)
         self._attach_parts()
         # The library looks rules up by the name of the model's class, right after it is built, and keeps them in it.
         rules, name = self._rules(), type(self).__name__
@@ -145,8 +135,9 @@ class ExpandedModelMixin:
     def initialize_weights(self) -> None:
         # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
         # initialise them.
-        for module in [module for module in self.modules() if hasattr(module, "init_part")]:  # type: ignore[attr-defined]
-            self._initialize_weights(module)  # type: ignore[attr-defined]
+        for module in self.modules():  # type: ignore[attr-defined]
+            if hasattr(module, "init_part"):
+                self._initialize_weights(module)  # type: ignore[attr-defined]
         for expert in (expert for ffn in self.expanded_ffns().values() for expert in ffn.experts):
             if any(hasattr(module, "init_part") for module in expert.modules()):
                 # GPT-2 initialises a layer of its FFN by name, where something else may stand.
@@ -166,22 +157,19 @@ class ExpandedModelMixin:
 
     @contextmanager
     def capture_routing(self) -> Iterator[Routing]:
-        """Records the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
-
-        Logits and weights keep their graph. Of several passes, the last one's routing is kept.
-        """
+        """Records the routing of the last forward pass that runs inside, whoever calls it (a Trainer, a fused head).
+        Logits and weights keep their graph."""
         with self.routing_control.asking(capture=(routing := Routing())):
             yield routing
 
     def use_expert(self, expert: int) -> AbstractContextManager[None]:
-        """Inside, every token goes only to this expert in every expanded layer; expert 0 gives the base model's
-        output.
+        """Inside, every token goes only to this expert in every expanded layer; expert 0 gives the base model's output.
 
         Raises:
             ValueError: the number is below 0; in a pass, that a layer has no such expert.
         """
-        if not isinstance(expert, Integral) or expert < 0:
-            raise ValueError(f"Expert {expert!r} was asked for: give a number from 0, the base's.")
+        if expert < 0:  # else Python counts it from the end
+            raise ValueError(f"Expert {expert} was asked for: give a number from 0, the base's.")
         return self.routing_control.asking(expert=expert)
 
     def use_expansion(self, expansion: int) -> AbstractContextManager[None]:
@@ -197,17 +185,14 @@ class ExpandedModelMixin:
 
     @contextmanager
     def use_languages(self, languages: str | Sequence[str | None]) -> Iterator[None]:
-        """Inside, the model knows the language of each sequence, as with `languages` of `forward` and `generate`.
-
-        Args:
-            languages: a code for each sequence of the batches, None where it is not known; or one code for all. A
-                sequence in a language of the base model gets the base model's output bit for bit, which is expert 0's
-                in every layer. One in a language of expansion g may use the experts up to expansion g, whatever
-                classifiers say.
+        """Inside, the model knows the language of each sequence, as with `languages` of `forward` and `generate`: by a
+        code for each, None where it is not known; or by one code for all. A sequence in a language of the base model
+        gets the base model's output bit for bit, which is expert 0's in every layer. One in a language of expansion g
+        may use the experts up to expansion g, whatever classifiers say.
 
         Raises:
-            ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if
-                it has another number of sequences than there are codes.
+            ValueError: the checkpoint does not know a code, or it is a DMoE's; in a pass, that it has another number of
+                sequences than there are codes.
         """
         rows = RowClasses.of(classes_of(self.config, languages), self.device)  # type: ignore[attr-defined]
         sequences = None if isinstance(languages, str) else len(rows.numbers)
@@ -217,19 +202,11 @@ class ExpandedModelMixin:
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *args: Any, languages: Any = None, **kwargs: Any
     ) -> Any:
-        """As the backbone's `generate`.
-
-        Args:
-            languages: the language of each sequence, which holds to the end; see `use_languages`.
-
-        Raises:
-            ValueError: see `use_languages`; or the number of codes is not that of the sequences.
-        """
+        """As the backbone's `generate`. `languages` are those of the sequences, to the end; see `use_languages`."""
         if languages is not None:
             with self.use_languages(languages):
                 return self.generate(inputs, generation_config, *args, **kwargs)
-        if (sequences := self.routing_control.request.sequences) is not None:
-            check_count(sequences, inputs, kwargs)
+        check_count(self.routing_control, inputs, kwargs)
         with self.routing_control.asking(sequences=None):  # each sequence has beams
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
@@ -241,15 +218,14 @@ class ExpandedModelMixin:
         asked = self.routing_control.request
         if any(value is not None for value in (asked.capture, asked.expert, asked.expansion, asked.classes)):
             raise ValueError(
-                "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
-                "and capture_routing around it do not reach: use generate."
+                "Continuous batching has a thread of its own, which no `use_…` around it reaches: generate."
             )
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's; raises ValueError for our own arguments, which it does not know."""
-        if own := sorted({"languages", "judge", "judge_prompt"} & {*kwargs}):
-            raise ValueError(f"{own[-1].removesuffix('_prompt')}: continuous batching does not know it: use generate.")
+        if own := sorted({"languages", "judge"} & {*kwargs}):
+            raise ValueError(f"{own[-1]}: continuous batching does not know it: use generate.")
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
     def _set_gradient_checkpointing(
@@ -259,40 +235,34 @@ class ExpandedModelMixin:
         super()._set_gradient_checkpointing(enable, function, *args, **kwargs)  # type: ignore[misc]
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        keep_own_code(working_dir, self.auto_map(self.config), [*self.config.parts])  # type: ignore[attr-defined]
+        keep_own_code(working_dir, self.config)  # type: ignore[attr-defined]
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.
-        made = type(self)
+        made, config = type(self), self.config  # type: ignore[attr-defined]
         ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
         made.__name__, made.__module__ = ours.__name__, ours.__module__
-        self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
-        parts = self.config.parts or {}  # type: ignore[attr-defined]
-        self.config.parts = {name: parts[name] for name, part in PARTS.items() if name in parts and part.is_saved}  # type: ignore[attr-defined]
+        config.auto_map = self.auto_map(config)
+        config.parts = {name: config.parts[name] for name in PARTS if name in config.parts}
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", args[0] if args else True):
-            keep_own_code(save_directory, self.config.auto_map, [*self.config.parts])  # type: ignore[attr-defined]
+            keep_own_code(save_directory, config)
 
 
 def _expanded_class(cls: Any, config: Any) -> type:
     """The subclass of the static class `cls` for the backbone that `config` names, created once in a process."""
     if cls._dense_class is not None and "_static" not in vars(cls):  # of FSDP2's own
         return cls
-    cls = static_class(cls)
-    backbone = getattr(config, "backbone_model_type", None)
+    cls, backbone = static_class(cls), getattr(config, "backbone_model_type", None)
     if backbone is None:
         raise ValueError(
             f"{cls.__name__} needs the configuration of an expanded model, not a {type(config).__name__}: expand the "
-            "dense model (`hf_moe_expand.expand_model`) or its checkpoint (`hf_moe_expand.expand_checkpoint`, "
-            "`hf-moe-expand expand`), or build a model with random weights from `LayerMoEConfig.from_dense`."
+            "dense model with `hf_moe_expand.expand_model`, or its checkpoint with `expand_checkpoint`."
         )
     if cls._reads_pairs not in (None, config.is_encoder_decoder):
-        kind, wanted = ("an encoder-decoder", "Seq2SeqLM") if config.is_encoder_decoder else ("a decoder", "CausalLM")
-        raise ValueError(
-            f"{cls.__name__} is not for this model: its backbone, {backbone}, is {kind}: load it with "
-            f"AutoModelFor{wanted}."
-        )
+        kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+        raise ValueError(f"{cls.__name__} is not for a {backbone} backbone: load it with AutoModelFor{kind}.")
     own = tuple(part.model_class for part in config.used_parts if part.model_class)
     key = (cls, backbone, own)
     if key not in _CLASSES:
@@ -311,42 +281,21 @@ def _expanded_class(cls: Any, config: Any) -> type:
     return _CLASSES[key]
 
 
-def _layer_class(config: Any) -> type:
-    """`ExpandedFFN`, with what parts put before it."""
-    own = [part.layer_class for part in config.used_parts if part.layer_class]
-    return _joint(*own) if len(own) > 1 else [*own, ExpandedFFN][0]
-
-
-class _Joint(type):
-    """The type of classes that are made of several parts' own, by which they are pickled."""
-
-
-def _joint(*classes: type) -> type:
-    return _CLASSES.setdefault(classes, _Joint("ExpandedFFN", classes, {}))
-
-
-def _parts_of(made: Any) -> Any:
-    return _joint, made.__bases__
-
-
-copyreg.pickle(_Joint, _parts_of)
-
-
-def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str, Any]) -> None:
-    """Refuses a dense checkpoint, for which the library would initialise experts and routers at random."""
-    if not os.path.isdir(path) and str(path) == config.name_or_path:
-        return  # the configuration belongs to this hub repository
-    try:
-        stored, _ = PreTrainedConfig.get_config_dict(path, **hub_options)
-    except OSError:  # the folder holds only weights
-        return
-    if stored.get("model_type", config.model_type) != config.model_type:
-        raise ValueError(
-            f"{path} holds a {stored['model_type']} model, which lacks the experts and routers of {class_name}. "
-            "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
-            "hf_moe_expand.expand_checkpoint(folder, out, plan)."
-        )
-
-
 def _blank_model(static: type, config: Any) -> PreTrainedModel:
     return object.__new__(_expanded_class(static, config))
+
+
+def _layer_class(config: Any) -> Any:
+    """`ExpandedFFN`, or the classes that parts put before it, joined."""
+    return _joined(*(part.layer_class for part in config.used_parts if part.layer_class))
+
+
+def _joined(*own: type) -> type:
+    if len(own) < 2:
+        return [*own, ExpandedFFN][0]
+    pickled = {"__reduce__": lambda layer: (_blank_layer, own, vars(layer))}
+    return _CLASSES.setdefault(own, type("ExpandedFFN", own, pickled))
+
+
+def _blank_layer(*own: type) -> Any:
+    return object.__new__(_joined(*own))

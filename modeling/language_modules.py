@@ -8,74 +8,81 @@ quantiser puts in its place is found.
 Shape suffixes as in `routing.py`.
 """
 
-import copyreg
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import initialization as init
 
 from .backbone import takes_hidden_states_alone
 from .expanded_ffn import ExpandedLayer, copy_ffn
 from .routing import TokenClasses
-from .routing_control import RoutingControl, RoutingRequest, Untold
-from .updates import EmbeddingUpdate, LoraUpdate, OwnHead
+from .routing_control import RoutingControl, RoutingRequest
+from .updates import LoraFactor, LoraUpdate, init_kaiming
 
 Maps = dict[str, list | None]  # by a module's name: rank, scaling and whether B has a bias; None for a whole copy
 
 
-class OwnModules(nn.Module):
-    """The modules of one class in a module of the base. That of `self_attn.q_proj` is `self_attn_q_proj_update`, or
-    `self_attn_q_proj_own` if it is whole: names that PEFT does not take for the map's.
+class OwnHead(LoraFactor):
+    """A whole head of a language's own, which quantisers and "all linear layers" leave alone as they do the base's."""
 
-    Args:
-        owner: the module of the base.
-        maps: what has modules of its own there.
-        heads: whether its linear maps are heads.
-    """
-
-    def __init__(self, owner: nn.Module, maps: Maps, heads: bool = False) -> None:
-        super().__init__()
-        for name, update in sorted(maps.items()):  # the order in a saved configuration
-            module = owner.get_submodule(name)
-            if update is None and heads and isinstance(module, nn.Linear):
-                # As quantisers and "all linear layers" leave the base's head alone.
-                own: nn.Module = OwnHead(module.in_features, module.out_features, module.bias is not None)
-            elif update is None:
-                own = copy_ffn(module)
-            else:
-                own = (EmbeddingUpdate if isinstance(module, nn.Embedding) else LoraUpdate)(module, name, *update)
-            self.add_module(own_name(name, update), own)
+    def init_part(self) -> None:
+        """First weights, as those of `nn.Linear`."""
+        init_kaiming(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
 
 
-def own_name(name: str, update: list | None) -> str:
-    """The name in `OwnModules` of what stands for a module."""
-    return f"{name.replace('.', '_')}_{'own' if update is None else 'update'}"
+class EmbeddingUpdate(LoraUpdate):
+    """The update of an embedding `[V, h]`: `scaling * B A`, A `[r, h]`, B `[V, r]`."""
+
+    def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
+        super().__init__(layer, name, rank, scaling)
+        # Gemma's and BART's kin scale their embeddings.
+        self.factor = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
+
+    def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
+        """`[...] -> [..., h]`, of tokens."""
+        rows = F.embedding(x, self.lora_B.weight)
+        rows = rows if only_T is None else rows.where(only_T.view(*rows.shape[:-1], 1), 0)
+        return self.scaling * self.factor * F.linear(rows, self.lora_A.weight.T)
+
+
+def own_name(name: str, is_update: bool) -> str:
+    """The name of a language's module: that of `self_attn.q_proj` is `self_attn_q_proj_update`, or
+    `self_attn_q_proj_own` if it is whole: names that PEFT does not take for the map's."""
+    return f"{name.replace('.', '_')}_{'update' if is_update else 'own'}"
 
 
 class Choosing:
-    """Chooses among the base's modules and those of the classes: a layer's, or those outside the layers.
-
-    Attributes:
-        experts: expert 0 has no weights: it is the base. Expert e is an `OwnModules`.
-        classes: the number of classes, the base's counted.
-        own: for each expert the name in it of what stands for a module, by the module's name.
-        tokenwise: the modules that map each token alone.
-    """
+    """Chooses among the base's modules and those of the classes: a layer's, or those outside the layers."""
 
     control: RoutingControl
-    experts: nn.ModuleList
+    experts: nn.ModuleList  # expert 0 has no weights: it is the base. Expert e has the modules of a class.
     training: bool
-    untold: Untold
-    classes: int
-    model_config: Any
+    classes: int  # their number, the base's counted
+    own: list[dict[str, str]]  # for each expert the name in it of what stands for a module, by the module's name
+    tokenwise: set[str]  # the modules that map each token alone
 
     def _make(self, owner: nn.Module, maps: list[Maps], heads: bool = False) -> None:
-        self.experts = nn.ModuleList([nn.Identity(), *(OwnModules(owner, of_expert, heads) for of_expert in maps)])
-        self.own: list[dict[str, str]] = [
-            {name: own_name(name, update) for name, update in of_expert.items()} for of_expert in ({}, *maps)
-        ]
+        self.experts, self.own = nn.ModuleList([nn.Identity()]), [{}]
+        for of_expert in maps:
+            expert = nn.Module()
+            for name, update in sorted(of_expert.items()):  # the order in a saved configuration
+                module: Any = owner.get_submodule(name)
+                if update is not None:
+                    kind = EmbeddingUpdate if isinstance(module, nn.Embedding) else LoraUpdate
+                    own: nn.Module = kind(module, name, *update)
+                elif heads and isinstance(module, nn.Linear):
+                    own = OwnHead(module.in_features, module.out_features, module.bias is not None)
+                else:
+                    own = copy_ffn(module)
+                expert.add_module(own_name(name, update is not None), own)
+            self.experts.append(expert)
+            self.own.append({name: own_name(name, update is not None) for name, update in of_expert.items()})
         self.names = list(dict.fromkeys(name for of_expert in maps for name in of_expert))
         self.tokenwise = {name for name in self.names if is_tokenwise(owner, name)}
 
@@ -89,16 +96,24 @@ class Choosing:
             place, _, child = name.rpartition(".")
             parent: Any = owner.get_submodule(place)
             parent.language_places = {**parent.__dict__.get("language_places", {}), child: (self, name)}
-            _look_up(parent, child)
+            made = type(parent)
+            if isinstance(getattr(made, child, None), property):
+                continue
+            if "_static" in vars(made):  # the model's own
+                setattr(made, child, _property(child))
+            else:
+                parent.__class__ = _looking(made, child)
 
     def share_buffers(self, owner: nn.Module) -> None:
-        """Gives whole copies the buffers that the base's modules compute."""
+        """Gives whole copies the buffers that the base's modules compute, and no checkpoint holds."""
         for expert, names in enumerate(self.own):
             for name in names:
                 base, own = owner.get_submodule(name), self.get(expert, name)
-                for buffer in _computed(base) if not isinstance(own, LoraUpdate) else ():
-                    place, _, inner = buffer.rpartition(".")
-                    own.get_submodule(place).register_buffer(inner, base.get_buffer(buffer), persistent=False)  # type: ignore[union-attr]
+                stored = base.state_dict()
+                for buffer, value in [] if isinstance(own, LoraUpdate) else [*base.named_buffers()]:
+                    if buffer not in stored:
+                        place, _, inner = buffer.rpartition(".")
+                        own.get_submodule(place).register_buffer(inner, value, persistent=False)  # type: ignore[union-attr]
 
     def get(self, expert: int, name: str) -> nn.Module | None:
         """What an expert has in a module's place; None for the base's own."""
@@ -108,25 +123,28 @@ class Choosing:
         of_expert: Any = self.experts._modules[str(expert)]  # a list's own look-up takes longer than a small map
         return of_expert._modules[own]
 
+    def alone(self, expert: int, name: str, module: nn.Module) -> Any:
+        """What stands in a module's place where all tokens take one expert."""
+        own = self.get(expert, name)
+        return module if own is None else _Sum(module, own) if isinstance(own, LoraUpdate) else own
+
     def chosen(self, name: str, module: nn.Module) -> Any:
         """What stands in the place of a module in this pass; the module, if none runs and nothing is told."""
-        request, experts = self.control.request, None
+        request = self.control.request
         if request.classes is None and request.token_classes is None and not self.control.is_running:
             return module
+        numbers = None if request.expert is not None else self._numbers(request)
+        experts = None if numbers is None else sorted({self.expert_of(number) or 0 for number in numbers})
         if request.expert is not None:
-            numbers, experts = None, [request.expert]
-        else:
-            numbers = self._numbers(request)
-            if numbers is not None:
-                experts = sorted({self.expert_of(number) or 0 for number in numbers})
-        if experts is not None and experts[-1] >= len(self.experts):
-            raise ValueError(f"There is no expert {experts[-1]}; give one of 0..{len(self.experts) - 1}.")
-        if experts is not None and not self.training and not any(name in self.own[expert] for expert in experts):
-            return module
-        if experts is None or len(experts) > 1 or self.training:
-            return _Chosen(self, name, module, experts, numbers)
-        own = self.get(experts[0], name)
-        return module if own is None else _Sum(module, own) if isinstance(own, LoraUpdate) else own
+            experts = [request.expert]
+            if request.expert >= len(self.experts):
+                raise ValueError(f"There is no expert {request.expert}; give one of 0..{len(self.experts) - 1}.")
+        if experts is not None and not self.training:
+            if not any(name in self.own[expert] for expert in experts):
+                return module
+            if len(experts) == 1:
+                return self.alone(experts[0], name, module)
+        return _Chosen(self, name, module, experts, numbers)
 
     def _given(self, request: RoutingRequest) -> TokenClasses | None:
         """The classes of the pass's tokens, where a part judged them or a batch says them, and not all are told."""
@@ -136,21 +154,21 @@ class Choosing:
 
     def _numbers(self, request: RoutingRequest) -> list[int] | None:
         """The classes of the pass's texts, as far as the host knows them."""
-        rows, most = request.classes, request.expansion
+        rows, given, most = request.classes, self._given(request), request.expansion
         if most == 0 and not self.training:
             return [0]
-        given = None if rows is not None and rows.only is not None else self._given(request)
         if rows is not None and rows.only is not None:
             found = [rows.only]
         elif torch.compiler.is_compiling() and (rows is not None or (given is not None and given.only is None)):
             return None
-        elif given is None:
-            found = [] if rows is None else [*rows.present]
-            found += [] if rows is not None and rows.complete else [self.untold.number(request, self.training)]
-        elif given.present is None:
-            return None
         else:
-            found = [*given.present, *(() if rows is None else rows.present)]
+            found = [] if rows is None else [*rows.present]
+            if given is None and (rows is None or not rows.complete):
+                found.append(self.control.untold(self.classes - 1, self.training))
+            elif given is not None:
+                if given.present is None:
+                    return None
+                found += given.present
         return sorted({number if most is None else min(number, most) for number in found})
 
     def classes_at(self, y: torch.Tensor, of_ids: bool = False) -> torch.Tensor:
@@ -162,12 +180,11 @@ class Choosing:
         Raises:
             ValueError: it has other tokens than the pass, so that nobody knows.
         """
-        request, shape = self.control.request, y.shape[:-1]
+        request, shape, tokens = self.control.request, y.shape[:-1], y.shape[:-1].numel()
         rows, given = request.classes, self._given(request)
-        tokens = shape.numel()
         if given is None:
             assert rows is not None
-            class_T = rows.class_B.masked_fill(rows.class_B < 0, self.untold.number(request, self.training))
+            class_T = rows.class_B.masked_fill(rows.class_B < 0, self.control.untold(self.classes - 1, self.training))
         else:
             class_T = (given if rows is None else rows.over(given)).class_T
         class_T = class_T.to(y.device)
@@ -221,26 +238,17 @@ class _Sum:
 
 
 class _Chosen:
-    """What stands in a module's place for texts of several classes, or in training.
-
-    Args:
-        experts: those that run; None where the host does not know.
-        numbers: the classes that occur, likewise.
-    """
+    """What stands in a module's place for texts of several classes, or in training; `experts` run, of the classes
+    `numbers` that occur, None where the host does not know."""
 
     def __init__(self, at: Choosing, name: str, module: Any, experts: Any, numbers: Any) -> None:
         self.at, self.name, self.module, self.experts, self.numbers = at, name, module, experts, numbers
 
     @property
     def only(self) -> Any:
-        """The module of all tokens.
-
-        Raises:
-            ValueError: their classes have several, and the module is no map of single tokens.
-        """
+        """The module of all tokens; None where their classes have several, each of which maps single tokens."""
         if self.experts is not None and len(self.experts) == 1:
-            own = self.at.get(self.experts[0], self.name)
-            return self.module if own is None else _Sum(self.module, own) if isinstance(own, LoraUpdate) else own
+            return self.at.alone(self.experts[0], self.name, self.module)
         if self.name not in self.at.tokenwise:
             raise ValueError(
                 f"languages: {self.name} is no map of single tokens, and a language has its own: run the texts of each "
@@ -288,15 +296,9 @@ class _Chosen:
 
 def _nothing(own: nn.Module, args: tuple) -> Any:
     """Zero, of a module that runs on no tokens."""
-    kind: Any = type(own)
-    if not takes_hidden_states_alone(kind) and not isinstance(own, LoraUpdate):  # positions
+    if not takes_hidden_states_alone(type(own)) and not isinstance(own, LoraUpdate):  # positions
         return sum(parameter.flatten()[:0].sum() for parameter in own.parameters())
     return own(args[0][:0]).sum()
-
-
-def _computed(module: nn.Module) -> list[str]:
-    """The buffers that checkpoints do not hold."""
-    return [name for name, _ in module.named_buffers() if name not in module.state_dict()]
 
 
 def is_tokenwise(owner: nn.Module, name: str) -> bool:
@@ -306,7 +308,7 @@ def is_tokenwise(owner: nn.Module, name: str) -> bool:
         return True
     has_state = hasattr(parent, "A_log") or any(isinstance(inner, _ConvNd) for inner in module.modules())
     has_parts = bool(module._parameters) and bool(module._modules)  # which its own methods may read
-    return not has_state and not has_parts and takes_hidden_states_alone(type(module))  # type: ignore[arg-type]
+    return not has_state and not has_parts and takes_hidden_states_alone(type(module))
 
 
 def maps_of(entry: dict, layer: int) -> Maps:
@@ -328,19 +330,12 @@ class LayerModules(Choosing, ExpandedLayer):
 
 
 class OuterModules(Choosing, nn.Module):
-    """The classes' own modules outside the layers: those of the decoder, or of the whole model."""
+    """The classes' own modules outside the layers: those of the decoder, or of the whole model, its heads."""
 
-    def __init__(
-        self, owner: nn.Module, maps: list[Maps], config: Any, control: RoutingControl, heads: bool = False
-    ) -> None:
+    def __init__(self, owner: nn.Module, maps: list[Maps], control: RoutingControl, heads: bool) -> None:
         super().__init__()
-        self.control, self.model_config, self.classes = control, config, len(maps) + 1
-        self.untold = Untold.of(config, len(maps))
+        self.control, self.classes = control, len(maps) + 1
         self._make(owner, maps, heads)
-
-
-class _Looking(type):
-    """The type of classes that are made below, which are pickled by the class that they are made of."""
 
 
 _CLASSES: dict[tuple[type, str], type] = {}
@@ -350,15 +345,16 @@ def _looking(made_of: type, child: str) -> type:
     """A class of modules that look up one child by the class of a pass's texts."""
     if (made_of, child) not in _CLASSES:
         own = {name: getattr(made_of, name) for name in ("__module__", "__qualname__", "__doc__")}
-        own |= {child: _property(child), "_looks_up": child}
+        own |= {child: _property(child), "__reduce__": lambda module: (_blank, (made_of, child), vars(module))}
         if issubclass(made_of, nn.Sequential | nn.ModuleList):  # whose children are looked up by number
             own["__iter__"] = lambda parts: iter([getattr(parts, name) for name in parts._modules])
             own["__getitem__"] = lambda parts, number: [*parts][number]
-        _CLASSES[made_of, child] = _Looking(made_of.__name__, (made_of,), own)
+        _CLASSES[made_of, child] = type(made_of.__name__, (made_of,), own)
     return _CLASSES[made_of, child]
 
 
-copyreg.pickle(_Looking, lambda made: (_looking, (made.__bases__[0], vars(made)["_looks_up"])))  # type: ignore[arg-type, return-value]
+def _blank(made_of: type, child: str) -> Any:
+    return object.__new__(_looking(made_of, child))
 
 
 def _property(child: str) -> property:
@@ -368,12 +364,3 @@ def _property(child: str) -> property:
         return module if at is None or module is None else at[0].chosen(at[1], module)
 
     return property(chosen)
-
-
-def _look_up(parent: Any, child: str) -> None:
-    made = type(parent)
-    if not isinstance(getattr(made, child, None), property):
-        if "_static" in vars(made):  # the model's own
-            setattr(made, child, _property(child))
-        else:
-            parent.__class__ = _looking(made, child)

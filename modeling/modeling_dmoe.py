@@ -14,7 +14,7 @@ _AUTO_MAP = {
 
 
 class DMoEModel(ExpandedModelMixin, PreTrainedModel):
-    """The decoder without a language-model head. Build it with a `DMoEConfig` or `from_pretrained`."""
+    """The decoder without a language-model head."""
 
     config_class = DMoEConfig
     _dense_mapping = MODEL_MAPPING
@@ -22,8 +22,8 @@ class DMoEModel(ExpandedModelMixin, PreTrainedModel):
 
 
 class DMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
-    """A language model expanded by DMoE. It has the methods of the backbone's own `...ForCausalLM`, and
-    `capture_routing()`, `use_expert()` (only a language group's expert) and `expanded_ffns()`."""
+    """A language model expanded by DMoE: the backbone's own `...ForCausalLM`, with the methods of
+    `ExpandedModelMixin`; `use_expert()` gives a language group's expert."""
 
     config_class = DMoEConfig
     _dense_mapping = MODEL_FOR_CAUSAL_LM_MAPPING

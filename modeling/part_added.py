@@ -1,7 +1,6 @@
 """Added experts: `E_e(x) = E_0(x) + D_e(x)`, with E_0 the block of the base as it is, a dense FFN or a mixture. D_e
 is a gated FFN of any width with a last layer of zeros at first, so that a new expert gives the output of expert 0."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,10 +10,8 @@ from transformers.activations import ACT2FN
 
 from .dispatch import dispatch
 from .expanded_ffn import ExpandedFFN, run_whole
-from .part import BasePart
-from .routing import LayerRouting, TokenClasses
-from .routing_control import RoutingRequest
-from .updates import entries, init_kaiming, of_packs
+from .routing import LayerRouting
+from .updates import PartOfExperts, init_kaiming
 
 # The names that configurations have for their FFN's activation.
 _ACTIVATIONS = (
@@ -37,24 +34,17 @@ class AddedExpert(nn.Module):
 
     def init_part(self) -> None:
         """First weights: random rows, and zeros in `down`."""
-        for layer in (self.gate_proj, self.up_proj):
-            init_kaiming(layer.weight)
+        init_kaiming(self.gate_proj.weight)
+        init_kaiming(self.up_proj.weight)
         init.zeros_(self.down_proj.weight)
-
-
-def activation_of(config: Any) -> str:
-    """The name of a backbone's activation; `silu` where its configuration has none, or one with weights of its own."""
-    names = (getattr(config, name, None) for name in _ACTIVATIONS)
-    name = next((name for name in names if isinstance(name, str) and name in ACT2FN), "silu")
-    return "silu" if any(True for _ in ACT2FN[name].parameters()) else name
 
 
 class AddedFFN(ExpandedFFN):
     """An expanded FFN whose new experts are added to expert 0's output."""
 
     def _run_chosen(
-        self, request: RoutingRequest, known: TokenClasses | None, hidden_states: torch.Tensor,
-        residual: torch.Tensor | None, routing: LayerRouting,
+        self, routing: LayerRouting, home_T: torch.Tensor | None, hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
     ) -> Any:  # fmt: skip
         """A token's weights sum to 1, hence `y = E_0(x) + sum_e w_e D_e(x)`: the block runs once for all tokens, called
         as the dense layer calls it, and a token that takes expert 0 alone gets its bits. Whatever expert 0 returns
@@ -66,7 +56,7 @@ class AddedFFN(ExpandedFFN):
         return _plus(run_whole(self.experts[0], hidden_states, residual), y_Th)
 
     def _run_single(
-        self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
+        self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool = False
     ) -> Any:
         y = run_whole(self.experts[0], hidden_states, residual)
         y = _plus(y, self.experts[number](hidden_states)) if number else y
@@ -83,33 +73,28 @@ def _plus(output: Any, change: Any) -> Any:
     return output + (change.view(output.shape) if change.dim() else change).to(output.dtype)
 
 
-class Part(BasePart):
-    """`config.parts["added"]` is `{"width": w}`; or `{"each": [...]}` with one such entry for each expansion."""
+class Part(PartOfExperts):
+    """An expert's settings are `{"width": w}`."""
 
-    name, kind = "added", "added"
-    flat = ("expert_width",)
+    name = kind = "added"
+    flat: ClassVar = {"expert_width": "width"}
     layer_class = AddedFFN
     splits = "0"  # new experts are small, and every rank keeps them whole
     beside_mixtures = True
     not_beside: ClassVar = {"lora": "added experts stand beside added experts alone"}
 
-    @classmethod
-    def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        if fields.get("updates_of_packs") is not None:
-            return of_packs(fields, "width")
-        return {"width": fields.get("expert_width")} if fields.get("expert_kind") == "added" else None
-
-    @classmethod
-    def flat_value(cls, settings: Any, name: str) -> Any:
-        return (settings or {}).get("width")
-
     def check(self) -> None:
-        for one in entries("added", self.settings, {"width"}, len(self.config.counts_of_expansions)):
-            if one is None:
-                raise ValueError(f"parts.added: {self.not_beside['lora']}.")
-            if not isinstance(one["width"], int) or one["width"] < 1:
-                raise ValueError(f"expert_width is {one['width']!r}: added experts need a width of at least 1.")
+        if None in self.settings.get("each", ()):
+            raise ValueError(f"parts.added: {self.not_beside['lora']}.")
+        super().check()
 
-    def make_expert(self, layer: int, number: int) -> Callable[[nn.Module], nn.Module] | None:
-        width = self.config.of_expansion(self.settings, layer, number)["width"]
-        return lambda ffn: AddedExpert(self.config.hidden_size, width, activation_of(self.config))
+    def check_expert(self, width: Any = None) -> None:  # type: ignore[override]
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"expert_width is {width!r}: added experts need a width of at least 1.")
+
+    def make(self, ffn: nn.Module, width: int) -> nn.Module:  # type: ignore[override]
+        names = (getattr(self.config, name, None) for name in _ACTIVATIONS)
+        activation = next((name for name in names if isinstance(name, str) and name in ACT2FN), "silu")
+        if any(True for _ in ACT2FN[activation].parameters()):  # one with weights of its own
+            activation = "silu"
+        return AddedExpert(self.config.hidden_size, width, activation)

@@ -3,27 +3,21 @@
 Shape suffixes as in `routing.py`.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from transformers import initialization as init
 
 from .expanded_ffn import ExpandedFFN
 from .part import BasePart
-from .routing import Scores
+from .routing import Choice, Scores
 from .routing_control import RoutingRequest
 
 
 class ConditionalGate(Scores):
-    """Conditional routing (Elbayad et al. 2022): all tokens share expert 0, whose share is learned.
-
-    `w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output. Starts at zero: one
-    half.
-    """
-
-    def init_part(self) -> None:
-        init.zeros_(self.weight)
+    """`w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output, one half at
+    first."""
 
 
 def with_shared_expert(logits_TN: torch.Tensor, gate_logits_T: torch.Tensor) -> torch.Tensor:
@@ -71,23 +65,24 @@ class ConditionalFFN(ExpandedFFN):
     def score(self, request: RoutingRequest, x_Th: torch.Tensor) -> torch.Tensor:
         return with_shared_expert(super().score(request, x_Th), self.conditional_gate(x_Th).squeeze(-1))
 
-    def _choose(
-        self, request: RoutingRequest, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        closed_T = None
+    def choose(
+        self, request: RoutingRequest, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None,
+        closed_T: torch.Tensor | None = None,
+    ) -> Choice:  # fmt: skip
         if allowed_TN is not None:
             allowed_TN = allowed_TN[:, 1:]
             closed_T = ~allowed_TN.any(-1)
             allowed_TN = allowed_TN | closed_T.unsqueeze(-1)
-        choice = self._choice(request, logits_TN[:, 1:], allowed_TN, closed_T)
-        return beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)
+        choice = super().choose(request, logits_TN[:, 1:], allowed_TN, closed_T)
+        weights_TK, index_TK = beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)
+        return replace(choice, weights=weights_TK, experts=index_TK)
 
 
 class Part(BasePart):
     """`config.parts["cmr"]` is true."""
 
     name = "cmr"
-    flat = ("conditional_routing",)
+    flat: ClassVar = {"conditional_routing": None}
     not_beside: ClassVar = {
         "exclusive": "a token of a new language takes its expert alone, but conditional routing shares expert 0",
         "dmoe": "conditional routing shares expert 0, which in a DMoE belongs to a group",
@@ -95,12 +90,6 @@ class Part(BasePart):
     layer_class = ConditionalFFN
     shares_expert_0 = True
 
-    @classmethod
-    def flat_value(cls, settings: Any, name: str) -> bool:
-        return settings is not None
-
     def check(self) -> None:
         if self.settings is not True:
             raise ValueError(f"conditional_routing is {self.settings!r}: must be true or false.")
-        if max(self.config.num_experts_per_layer) < 2:
-            raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -26,13 +26,8 @@ RECORD = "expansion_base.json"
 
 
 def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any]) -> Any:
-    """Calls `load(None, ...)` with the joint state dict of the two checkpoints.
-
-    Args:
-        load: `from_pretrained` of the backbone's class.
-        path: folder or hub id of the expansion.
-        config: its configuration.
-        arguments: arguments of `from_pretrained`. `base_model`, a folder or hub id, replaces the recorded base.
+    """Calls `load(None, ...)`, `from_pretrained` of the backbone's class, with the joint state dict of the expansion at
+    `path` and its base. `base_model` among the arguments, a folder or hub id, replaces the recorded base.
 
     Raises:
         ValueError: the base is not known, or differs from the one that was expanded (the message names the first
@@ -95,18 +90,11 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 class Part(BasePart):
     name = "expansion_only"
-    flat = ("expansion_base",)
-    is_saved = False
+    flat: ClassVar = {"expansion_base": None}
     not_served = (
         "{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
         "it with from_pretrained, save the whole model with save_pretrained, and serve that."
     )
-
-    def check(self) -> None:
-        own = self.settings
-        texts = [own.get(name, 0) for name in ("base_model", "revision")] if isinstance(own, dict) else [0]
-        if not all(isinstance(text, str | None) for text in texts):
-            raise ValueError(f"parts.expansion_only is {own!r}: must have base_model and revision, texts or null.")
 
     def load(self, load: Callable, path: Any, config: Any) -> Callable:
         return lambda _, *__, config, **arguments: load_assembled(load, path, config, arguments)

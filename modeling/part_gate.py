@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ClassVar
 
@@ -19,16 +19,8 @@ from transformers.integrations import is_fsdp_managed_module
 
 from .backbone import decoder_ffns
 from .dispatch import is_traced
-from .language_gate import (
-    GateRule,
-    LanguageGate,
-    classes_of_sums,
-    counted_tokens,
-    last_sums,
-    text_ends,
-    text_numbers,
-)
-from .part import BasePart, calls
+from .language_gate import GateRule, LanguageGate, classes_of_sums, counted_tokens, last_sums, text_ends, text_numbers
+from .part import BasePart
 from .routing import TokenClasses
 from .routing_control import RoutingControl, RoutingRequest, RowClasses, check_count, inputs_of
 
@@ -44,7 +36,7 @@ class Reading:
     """A pass that judges: the evidence `[T, E]` that it finds, and whether it ends at the gate."""
 
     ends: bool
-    evidence: torch.Tensor | None = None
+    evidence: Any = None
 
 
 def catch(control: RoutingControl, gate: LanguageGate, ffn: Any, args: tuple) -> None:
@@ -66,11 +58,8 @@ def is_shared(decoder: Any) -> bool:
 def sums_of(
     control: RoutingControl, rule: GateRule, model: Any, inputs: torch.Tensor, texts_BS: torch.Tensor
 ) -> torch.Tensor:
-    """`s` of each text, `[M, E]`, by one pass up to the gate's layer; see `text_numbers` and `text_ends`.
-
-    Args:
-        model: the decoder; or the whole model, where processes share its weights and no pass of it goes on.
-    """
+    """`s` of each text, `[M, E]`, by one pass up to the gate's layer of the decoder, or of the whole model where
+    processes share its weights and no pass of it goes on; see `text_numbers` and `text_ends`."""
     begin = None if rule.begin is None else torch.tensor(rule.begin, device=inputs.device)
     if begin is not None and inputs.ndim == 3:
         begin = model.get_input_embeddings()(begin)
@@ -84,7 +73,7 @@ def sums_of(
     alone = control.asking(**vars(RoutingRequest(expert=0, reading=reading)))
     with _ONE_BY_ONE, alone, torch.compiler.set_stance("force_eager"), suppress(_ReadError):
         model(**given, use_cache=False)
-    evidence_MLE = reading.evidence.view(*rows.shape[:2], -1)[:, first:]  # type: ignore[union-attr]
+    evidence_MLE = reading.evidence.view(*rows.shape[:2], -1)[:, first:]
     return last_sums(evidence_MLE, lengths_M.to(evidence_MLE.device), rule.window).to(inputs.device)
 
 
@@ -98,12 +87,8 @@ def inside(control: RoutingControl, model: Any, decoder: Any, device: Any, work:
         handle.remove()  # `work` runs the decoder too
         found.append(work())
 
-    handle = decoder.register_forward_pre_hook(run)
-    try:
-        with control.asking(**vars(RoutingRequest(expert=0))):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
-    finally:
-        handle.remove()
+    with decoder.register_forward_pre_hook(run) as handle, control.asking(**vars(RoutingRequest(expert=0))):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
     return found[0]
 
 
@@ -123,19 +108,12 @@ def end_pass(control: RoutingControl, *_: Any) -> None:
 
 def is_filled(cache: Any) -> bool:
     """Whether a cache, or a tuple of keys and values in place of one, holds tokens."""
-    if isinstance(cache, tuple | list):
-        return len(cache) > 0
-    return cache is not None and int(cache.get_seq_length()) > 0
+    return cache is not None and (len(cache) if isinstance(cache, tuple | list) else int(cache.get_seq_length())) > 0
 
 
 @torch.compiler.disable
 def _judge_call(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: Any) -> TokenClasses:
-    """The classes of a call's tokens.
-
-    Raises:
-        ValueError: the call goes on with a text that a cache holds; its attention mask tells no padding, and it has no
-            position_ids; or a graph is made of it.
-    """
+    """The classes of a call's tokens; raises ValueError where it cannot be judged."""
     arguments = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
     inputs = arguments.get("input_ids")
     inputs = (arguments["inputs_embeds"] if inputs is None else inputs).detach()
@@ -150,10 +128,7 @@ def _judge_call(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
         positions = positions.expand(inputs.shape[:2]).to(inputs.device)
     is_plain = isinstance(mask, torch.Tensor) and mask.ndim == 2
     if mask is not None and not is_plain and positions is None:
-        raise ValueError(
-            "language_gate: this attention_mask does not show padding and the beginnings of texts: give one of "
-            "[batch, sequence], or position_ids."
-        )
+        raise ValueError("language_gate: attention_mask must be [batch, sequence], or stand beside position_ids.")
     counted_BS = counted_in(decoder, inputs, mask if is_plain else None, getattr(decoder.config, "pad_token_id", None))
     texts_BS = text_numbers(counted_BS, positions)
     class_M = classes_of_sums(sums_of(control, rule, decoder, inputs, texts_BS))
@@ -182,25 +157,17 @@ def counted_in(decoder: Any, inputs: torch.Tensor, mask: torch.Tensor | None, pa
     return counted_BS & is_token_BS if (counted_BS & is_token_BS).any() else counted_BS
 
 
+@dataclass
 class Answers:
-    """The classes of the rows of one call of `generate`: the prompts' until the answers' own tokens say otherwise.
+    """The classes of the rows of one call of `generate`: the prompts' until the answers' own tokens say otherwise."""
 
-    Args:
-        rule: how the gate judges.
-        judge: the sums `[R, E]` of answers `[R, S]`.
-        prompts: the class of each prompt.
-        told: whether each one's language is told, and holds.
-        start: tokens of a row before its answer.
-        moves: whether a row may go on with another one's answer, as beams do.
-    """
-
-    def __init__(
-        self, rule: GateRule, judge: Callable[[torch.Tensor], torch.Tensor], prompts: RowClasses, told: list[bool],
-        start: int, moves: bool,
-    ) -> None:  # fmt: skip
-        self.rule, self.judge, self.prompts, self.told = rule, judge, prompts, told
-        self.start, self.moves = start, moves
-        self.classes: dict[tuple, int] = {}  # by the prompt's number, and the answer up to a mark
+    rule: GateRule
+    judge: Callable[[torch.Tensor], torch.Tensor]  # the sums [R, E] of answers [R, S]
+    prompts: RowClasses  # the class of each prompt
+    told: list[bool]  # whether each one's language is told, and holds
+    start: int  # tokens of a row before its answer
+    moves: bool  # whether a row may go on with another one's answer, as beams do
+    classes: dict[tuple, int] = field(default_factory=dict)  # by the prompt's number, and the answer up to a mark
 
     def rows(self, ids_RS: torch.Tensor) -> RowClasses | None:
         """The classes of the rows before the model reads the last token of these; None where they stay."""
@@ -240,6 +207,9 @@ def _with_answers(prepare: Callable) -> Callable:
 class GatedModel:
     """A model with a gate."""
 
+    config: Any
+    device: Any
+    training: bool
     routing_control: RoutingControl
     _gate_places: tuple[str, str, str]  # the decoder's name, the layer's and its FFN's
 
@@ -250,24 +220,22 @@ class GatedModel:
             cls.prepare_inputs_for_generation = _with_answers(dense.prepare_inputs_for_generation)  # type: ignore[attr-defined]
 
     def post_init(self) -> None:
-        rule: Any = GateRule.of(self.config)  # type: ignore[attr-defined]
-        ffns = decoder_ffns(self)  # type: ignore[arg-type]
+        rule, ffns = self._rule, decoder_ffns(self)  # type: ignore[arg-type]
         place = ffns[rule.layer].place
-        before = place.rpartition(".")[0]
-        self._gate_places = ffns[0].place.partition(".0.")[0].rpartition(".")[0], before, place
+        self._gate_places = ffns[0].place.partition(".0.")[0].rpartition(".")[0], place.rpartition(".")[0], place
         super().post_init()  # type: ignore[misc]
         # On the module that owns the layers: it always runs, also for heads of other libraries.
-        decoder = self._decoder()
+        decoder = self._gate_module(0)
         decoder.register_forward_pre_hook(partial(begin_pass, self.routing_control, rule), with_kwargs=True)
         decoder.register_forward_hook(partial(end_pass, self.routing_control), with_kwargs=True, always_call=True)
 
     def _attach_parts(self) -> None:
         super()._attach_parts()  # type: ignore[misc]
-        layer, ffn = (self.get_submodule(place) for place in self._gate_places[1:])  # type: ignore[attr-defined]
+        layer, ffn = self._gate_module(1), self._gate_module(2)
         if not hasattr(layer, "language_gate"):  # the last of the layer's modules, whose order optimizers have saved
-            config: Any = self.config  # type: ignore[attr-defined]
-            layer.language_gate = LanguageGate(config.hidden_size, GateRule.of(config))  # type: ignore[arg-type]
-        if not calls(ffn._forward_pre_hooks, catch):
+            layer.language_gate = LanguageGate(self.config.hidden_size, self._rule)
+        if not hasattr(ffn, "shows_evidence"):
+            ffn.shows_evidence = True
             ffn.register_forward_pre_hook(partial(catch, self.routing_control, self.language_gate))
         used = getattr(self, "_weight_conversions", None) or []
         if any("language_gate" in source for rule in used for source in rule.source_patterns):  # saved by today's names
@@ -278,30 +246,28 @@ class GatedModel:
         old = (re.escape(f"{block}.language_gate") for block in (place, f"{before}.adapters"))
         return [*(WeightRenaming(name, f"{before}.language_gate") for name in old), *super()._rules()]  # type: ignore[misc]
 
-    def _decoder(self) -> Any:
-        """The module that owns the layers."""
-        return self.get_submodule(self._gate_places[0])  # type: ignore[attr-defined]
+    @property
+    def _rule(self) -> Any:
+        return GateRule.of(self.config)
+
+    def _gate_module(self, place: int) -> Any:
+        return self.get_submodule(self._gate_places[place])  # type: ignore[attr-defined]
 
     @property
     def language_gate(self) -> LanguageGate:
         """The gate."""
-        return self.get_submodule(self._gate_places[1]).language_gate  # type: ignore[attr-defined]
+        return self._gate_module(1).language_gate
 
     @contextmanager
     def judged(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> Iterator[None]:
         """Inside, the language of each sequence is known, as with `use_languages`: the one that `judge` finds in these
-        texts. For a loop of one's own over a cache, and for caches that others fill (PEFT's prefix tuning).
-
-        Raises:
-            ValueError: see `judge`.
-        """
+        texts. For a loop of one's own over a cache, and for caches that others fill (PEFT's prefix tuning)."""
         rows = self.judge(input_ids, attention_mask, inputs_embeds).tolist()
-        with self.routing_control.asking(classes=RowClasses.of(rows, self.device), sequences=len(rows), answers=None):  # type: ignore[attr-defined]
+        with self.routing_control.asking(classes=RowClasses.of(rows, self.device), sequences=len(rows), answers=None):
             yield
 
     def judge(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> torch.Tensor:
-        """The class of each text, `[B]`, one a row, by the language gate: 0 stays home, g takes expansion g's experts.
-        A text is judged by its last 128 tokens alone.
+        """The class of each row's text, `[B]`: 0 stays home, g takes expansion g's experts.
 
         Args:
             input_ids: `[B, S]`.
@@ -316,17 +282,16 @@ class GatedModel:
 
     def _sums(self, input_ids: Any, attention_mask: Any = None, inputs_embeds: Any = None, pad: Any = None) -> Any:
         """The evidence of each row, `[B, E]`; see `judge`."""
-        rule: Any = GateRule.of(self.config)  # type: ignore[attr-defined]
-        if self.training:  # type: ignore[attr-defined]
+        if self.training:
             raise ValueError("judge: call model.eval() first.")
-        decoder, inputs = self._decoder(), input_ids if inputs_embeds is None else inputs_embeds
+        decoder, inputs = self._gate_module(0), input_ids if inputs_embeds is None else inputs_embeds
         pad = getattr(decoder.config, "pad_token_id", None) if pad is None else pad
 
         def work(model: Any = decoder) -> torch.Tensor:
             counted_BS = counted_in(decoder, inputs, attention_mask, pad)
             # A row with padding alone is an empty text of its own.
             texts_BS = torch.arange(len(inputs), device=counted_BS.device).unsqueeze(-1).masked_fill(~counted_BS, -1)
-            return sums_of(self.routing_control, rule, model, inputs, texts_BS)
+            return sums_of(self.routing_control, self._rule, model, inputs, texts_BS)
 
         if not is_shared(self):
             sums_ME = work()
@@ -337,14 +302,9 @@ class GatedModel:
         return torch.nn.functional.pad(sums_ME, (0, 0, 0, len(inputs) - len(sums_ME)))
 
     def generate(
-        self,
-        inputs: Any = None,
-        generation_config: Any = None,
-        *args: Any,
-        languages: Any = None,
-        judge: bool | torch.Tensor = True,
-        **kwargs: Any,
-    ) -> Any:
+        self, inputs: Any = None, generation_config: Any = None, *args: Any, languages: Any = None,
+        judge: bool | torch.Tensor = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """As the backbone's `generate`. Each prompt is judged and then told, and the answer's own tokens are judged
         when there are 16, 32, 64 and every 64 more of them.
 
@@ -360,15 +320,11 @@ class GatedModel:
             ValueError: see `use_languages`; or the number of codes, or of texts to judge, is not that of the sequences;
                 or nobody tells the language of texts of which a cache holds a part.
         """
-        if "judge_prompt" in kwargs:
-            warnings.warn("generate: judge_prompt is called judge now.", FutureWarning, stacklevel=2)
-            judge = kwargs.pop("judge_prompt") is not False
         if languages is not None:
             with self.use_languages(languages):  # type: ignore[attr-defined]
                 return self.generate(inputs, generation_config, *args, judge=judge, **kwargs)
         control = self.routing_control
-        if (sequences := control.request.sequences) is not None:
-            check_count(sequences, inputs, kwargs)
+        check_count(control, inputs, kwargs)
         changes: dict[str, Any] = {"sequences": None}  # each sequence has beams
         if control.request.expert is None:
             changes |= self._told(inputs, {"generation_config": generation_config, **kwargs}, judge)
@@ -382,15 +338,11 @@ class GatedModel:
         """What a call of `generate` knows of its sequences' languages, as changes of the request: what the caller
         tells, or else the judged class of each prompt, and how its answer is judged."""
         control, cache = self.routing_control, given.get("past_key_values")
-        rows, prompts, embeds = control.request.classes, inputs_of(inputs, given), given.get("inputs_embeds")
+        rows, prompts = control.request.classes, inputs_of(inputs, given)
         if rows is not None and rows.complete:
             return {}
-        if self.training:  # type: ignore[attr-defined]
-            warnings.warn(
-                "generate in training mode: the language gate judges nothing, and text of any language takes the new "
-                "experts: call model.eval() first.",
-                stacklevel=3,
-            )
+        if self.training:
+            warnings.warn("generate: in training mode nothing is judged: call model.eval() first.", stacklevel=3)
             return {}
         is_assistant = getattr(given["generation_config"], "is_assistant", False)
         if is_filled(cache) and judge is not False:
@@ -404,34 +356,34 @@ class GatedModel:
         count = 1 if prompts is None else len(prompts)
         told = list(rows.numbers) if rows is not None else [None] * count
         told = told * (count // len(told))  # one code may speak of all
-        judged = [0] * count
+        judged = self._judged(prompts, given, judge, count)
+        numbers = [mine if said is None else said for said, mine in zip(told, judged, strict=True)]
+        changes: dict[str, Any] = {"classes": RowClasses.of(numbers, self.device)}
+        settings = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+        drafts = given.get("assistant_model") is not None or any(self._setting_of(name, given) for name in settings)
+        in_step = given.get("synced_gpus")  # then no process may run a pass alone
+        if judge is False or is_assistant or drafts or (is_shared(self) if in_step is None else in_step):
+            return changes
+        ids = given.get("input_ids", inputs)
+        # Without a prompt, the id that begins a text.
+        start = ids.shape[1] if ids is not None else int(given.get("inputs_embeds") is None)
+        moves = (self._setting_of("num_beams", given) or 1) > 1
+        is_told = [said is not None for said in told]
+        return changes | {"answers": Answers(self._rule, self._sums, changes["classes"], is_told, start, moves)}
+
+    def _judged(self, prompts: Any, given: dict[str, Any], judge: Any, count: int) -> list[int]:
+        """The judged class of each prompt of a call of `generate`."""
         if isinstance(judge, torch.Tensor):
             judged = self.judge(judge if prompts is None else judge.to(prompts.device)).tolist()
             if len(judged) != count:
                 raise ValueError(f"judge has {len(judged)} texts, but there are {count} prompts: give one for each.")
-        elif judge is not False and prompts is not None and prompts.shape[1]:
-            mask, pad = given.get("attention_mask"), self._setting_of("pad_token_id", given)
-            mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-            is_text = prompts.ndim == 2
-            sums_BE = self._sums(prompts if is_text else None, mask, None if is_text else prompts, pad)
-            judged = classes_of_sums(sums_BE).tolist()
-        numbers = [mine if said is None else said for said, mine in zip(told, judged, strict=True)]
-        changes: dict[str, Any] = {"classes": RowClasses.of(numbers, self.device)}  # type: ignore[attr-defined]
-        settings = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-        drafts = given.get("assistant_model") is not None or any(self._setting_of(name, given) for name in settings)
-        if judge is False or is_assistant or drafts or self._in_step(given):
-            return changes
-        ids = given.get("input_ids", inputs)
-        start = ids.shape[1] if ids is not None else int(embeds is None)  # without a prompt, the id that begins a text
-        moves = (self._setting_of("num_beams", given) or 1) > 1
-        is_told = [said is not None for said in told]
-        rule: Any = GateRule.of(self.config)  # type: ignore[attr-defined]
-        return changes | {"answers": Answers(rule, self._sums, changes["classes"], is_told, start, moves)}
-
-    def _in_step(self, given: dict[str, Any]) -> bool:
-        """Whether processes generate in step, so that none may run a pass alone."""
-        asked = given.get("synced_gpus")
-        return is_shared(self) if asked is None else bool(asked)
+            return judged
+        if judge is False or prompts is None or not prompts.shape[1]:
+            return [0] * count
+        mask, is_text = given.get("attention_mask"), prompts.ndim == 2
+        mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+        texts = (prompts, mask, None) if is_text else (None, mask, prompts)
+        return classes_of_sums(self._sums(*texts, self._setting_of("pad_token_id", given))).tolist()
 
     def _setting_of(self, name: str, arguments: dict[str, Any]) -> Any:
         """A setting of a call of `generate`, read as the library does: the argument, or else the given configuration's,
@@ -446,7 +398,7 @@ class Part(BasePart):
     """`config.parts["gate"]` has the fields of a `GateRule`."""
 
     name = "gate"
-    flat = ("language_gate",)
+    flat: ClassVar = {"language_gate": None}
     model_class = GatedModel
     judges = True
     not_beside: ClassVar = {"dmoe": "a DMoE keeps no language of its base, so that a gate has nothing to send home"}
@@ -464,23 +416,18 @@ class Part(BasePart):
                 "their place (`hf-moe-expand gates MODEL OUT --data LANGUAGE=FILE`)."
             )
         if fields.get("vocabularies") is not None:
-            raise ValueError(
-                "vocabularies: the checkpoint gives languages tokens of their own, which code after commit ea4a262b "
-                "does not know: expand its base again."
-            )
-        return fields.get("language_gate")
+            raise ValueError("vocabularies: languages have tokens of their own, of an earlier version: expand again.")
+        return super().read(fields, config)
 
     def check(self) -> None:
         rule: Any = GateRule.of(self.config)
         layers, classes = len(self.config.num_experts_per_layer), len(self.config.counts_of_expansions) + 1
         if self.config.classifier_layers:
             raise ValueError("language_gate decides for all layers: leave classifier_layers out.")
-        if rule.layer >= layers:
-            raise ValueError(f"language_gate: layer is {rule.layer}, but the layers are 0 to {layers - 1}.")
-        if len(rule.languages) != classes:
+        if rule.layer >= layers or len(rule.languages) != classes:
             raise ValueError(
-                f"language_gate: languages has {len(rule.languages)} classes, but the model has {classes}: the base's "
-                "languages, and those of each expansion."
+                f"language_gate: layer is {rule.layer}, and languages has {len(rule.languages)} classes, but the "
+                f"layers are 0 to {layers - 1}, and the model has {classes} classes: the base's, and each expansion's."
             )
 
     def classes(self) -> dict[str, int]:

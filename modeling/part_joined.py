@@ -1,7 +1,7 @@
 """Language packs that a model joins. `config.parts["joined"]` is the number of expansions of each; the model's first
 expansions are those of the packs, in order."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .part import BasePart
 
@@ -13,15 +13,7 @@ _HOME = (
 
 class Part(BasePart):
     name = "joined"
-    flat = ("packs", "updates_of_packs")
-
-    @classmethod
-    def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        return fields.get("packs")
-
-    @classmethod
-    def flat_value(cls, settings: Any, name: str) -> Any:
-        return settings if name == "packs" else None
+    flat: ClassVar = {"packs": None, "updates_of_packs": "updates"}
 
     @property
     def stays_home(self) -> str | None:
@@ -30,10 +22,10 @@ class Part(BasePart):
 
     def check(self) -> None:
         packs, expansions = self.settings, len(self.config.counts_of_expansions)
-        is_list = isinstance(packs, list) and packs and all(isinstance(size, int) and size >= 1 for size in packs)
+        is_list = isinstance(packs, list) and all(isinstance(size, int) and size >= 1 for size in packs)
         if not is_list or sum(packs) > expansions:
             raise ValueError(
-                f"packs is {packs}: must give the number of expansions of each language pack, of {expansions} in all."
+                f"packs is {packs}: must be the number of expansions of each pack, of {expansions} in all."
             )
         if not self.config.exclusive_experts:
             raise ValueError(

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from .backbone import decoder_ffns
 from .language_modules import Choosing, LayerModules, OuterModules, own_name
-from .part import BasePart, calls
+from .part import BasePart
 from .routing_control import RoutingControl
 from .updates import LoraUpdate
 
@@ -22,7 +22,16 @@ from .updates import LoraUpdate
 class ModelOfLanguages:
     """A model whose languages have modules of their own."""
 
+    config: Any
     routing_control: RoutingControl
+
+    @property
+    def _entries(self) -> list[dict]:
+        return self.config.parts["languages"]
+
+    def _holders(self) -> dict[str, Choosing]:
+        """What chooses among the modules, by name, and the name of the module beside which it stands."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Choosing)}  # type: ignore[attr-defined]
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *args: Any, languages: Any = None, **kwargs: Any
@@ -33,7 +42,7 @@ class ModelOfLanguages:
             with self.use_languages(languages):  # type: ignore[attr-defined]
                 return self.generate(inputs, generation_config, *args, **kwargs)
         rows, config = self.routing_control.request.classes, copy.deepcopy(self.generation_config)  # type: ignore[attr-defined]
-        own = [entry.get("generation", {}).get("eos_token_id") for entry in self.config.parts["languages"]]  # type: ignore[attr-defined]
+        own = [entry.get("generation", {}).get("eos_token_id") for entry in self._entries]
         if rows is not None and any(own) and generation_config is None and "eos_token_id" not in kwargs:
             ends = [_listed(config.eos_token_id), *(_listed(one or config.eos_token_id) for one in own)]
             here = [{*ends[number or 0]} for number in {*rows.numbers}]
@@ -47,11 +56,10 @@ class ModelOfLanguages:
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's; refused where languages have embeddings or heads of their own, which keep their size."""
-        of_all = any(entry.get("outside") or entry.get("head") for entry in self.config.parts["languages"])  # type: ignore[attr-defined]
+        of_all = any(entry.get("outside") or entry.get("head") for entry in self._entries)
         if of_all and new_num_tokens not in (None, self.get_input_embeddings().weight.shape[0]):  # type: ignore[attr-defined]
             raise ValueError(
-                "resize_token_embeddings: languages of this model have embeddings or heads of their own, which keep "
-                "their size: resize the base and the fine-tunes, and expand that base."
+                "resize_token_embeddings: languages have embeddings or heads of their own: resize the base."
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
 
@@ -62,59 +70,54 @@ class ModelOfLanguages:
     def share_buffers(self) -> None:
         """Gives whole copies the buffers that no checkpoint holds: some backbones compute those of their own modules
         alone."""
-        for name, holder in self.named_modules():  # type: ignore[attr-defined]
-            if isinstance(holder, Choosing):
-                holder.share_buffers(self.get_submodule(name.rpartition(".")[0]))  # type: ignore[attr-defined]
+        for name, holder in self._holders().items():
+            holder.share_buffers(self.get_submodule(name.rpartition(".")[0]))  # type: ignore[attr-defined]
 
     def _attach_parts(self) -> None:
         super()._attach_parts()  # type: ignore[misc]
         model: Any = self
-        if calls(model._forward_pre_hooks, _begin):
+        if "_is_attached" in vars(model):
             return
+        model._is_attached = True
         place, control = decoder_of(model), self.routing_control
-        entries = model.config.parts["languages"]
         for owner, field in ((model.get_submodule(place), "outside"), (model, "head")):
             owner.register_forward_pre_hook(partial(_begin, control))
             owner.register_forward_hook(partial(_end, control), always_call=True)
-            maps = [entry.get(field) or {} for entry in entries]
+            maps = [entry.get(field) or {} for entry in self._entries]
             if any(maps) and (field == "outside" or model.get_output_embeddings() is not None):
-                owner.adapters = OuterModules(owner, maps, model.config, control, field == "head")
+                owner.adapters = OuterModules(owner, maps, control, field == "head")
                 if field == "head":
                     self._tie(owner.adapters, place)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, Choosing):
-                module.attach(model.get_submodule(name.rpartition(".")[0]))
+        for name, holder in self._holders().items():
+            holder.attach(model.get_submodule(name.rpartition(".")[0]))
 
     def _tie(self, owner: OuterModules, decoder: str) -> None:
         """Ties the classes' own heads to their own embeddings, as the base's are tied."""
         ties: dict[str, str] = dict(getattr(self, "_tied_weights_keys", None) or {})
         for target, source in [*ties.items()]:
-            head, embedding = target.rpartition(".")[0], source.rpartition(".")[0].removeprefix(f"{decoder}.")
+            head, _, kind = target.rpartition(".")
+            embedding = source.rpartition(".")[0].removeprefix(f"{decoder}.")
             for number, own in enumerate(owner.own):
-                if head in own:
-                    inner = own[head]
-                    place = f"experts.{number}.{own_name(embedding, None if inner.endswith('_own') else [])}"
+                if (inner := own.get(head)) is not None:
+                    place = f"experts.{number}.{own_name(embedding, inner.endswith('_update'))}"
                     for name, _ in owner.experts[number].get_submodule(inner).named_parameters():
-                        if name.endswith(target.rpartition(".")[2]):
+                        if name.endswith(kind):
                             ties[f"adapters.experts.{number}.{inner}.{name}"] = f"{decoder}.adapters.{place}.{name}"
         self._tied_weights_keys = ties
 
     def init_parallel_plans(self) -> None:
         super().init_parallel_plans()  # type: ignore[misc]
-        model: Any = self
-        holders: Any = {name: module for name, module in model.named_modules() if isinstance(module, Choosing)}
-        if any(isinstance(inner, LoraUpdate) for holder in holders.values() for inner in holder.modules()):
-            self._tp_plan: dict = {}  # an update is added to a map's whole output: every rank keeps the model whole
-            return
-        # A whole copy is split as what it stands for.
-        rules = dict(self._tp_plan)
-        for holder, module in holders.items():
+        rules: dict = dict(self._tp_plan)  # type: ignore[has-type]
+        for holder, module in self._holders().items():
+            if any(isinstance(inner, LoraUpdate) for inner in module.experts.modules()):
+                self._tp_plan: dict = {}  # an update is added to a map's whole output: every rank keeps the model whole
+                return
+            # A whole copy is split as what it stands for.
             owner = re.sub(r"\.\d+(?=\.|$)", ".*", holder).rpartition("adapters")[0]
-            for own in module.own:
-                for name, inner in own.items():
-                    for rule, style in self._tp_plan.items():
-                        if rule == f"{owner}{name}" or rule.startswith(f"{owner}{name}."):
-                            rules[f"{owner}adapters.experts.*.{inner}{rule.removeprefix(owner + name)}"] = style
+            for name, inner in (item for own in module.own for item in own.items()):
+                for rule, style in self._tp_plan.items():
+                    if rule == f"{owner}{name}" or rule.startswith(f"{owner}{name}."):
+                        rules[f"{owner}adapters.experts.*.{inner}{rule.removeprefix(owner + name)}"] = style
         self._tp_plan = rules
 
 
@@ -154,11 +157,8 @@ def decoder_of(model: Any) -> str:
 def _is_update(value: Any) -> bool:
     if value is None:
         return True
-    if not isinstance(value, list | tuple) or len(value) not in (2, 3) or value[2:] not in ([], (), [True], (True,)):
-        return False
-    rank, scaling, *_ = value
-    numbers = isinstance(rank, int) and isinstance(scaling, int | float) and not isinstance(rank, bool)
-    return numbers and rank >= 1 and isfinite(scaling)
+    rank, scaling, *bias = value
+    return type(rank) is int and rank >= 1 and isfinite(scaling) and bias in ([], [True])
 
 
 class Part(BasePart):
@@ -170,7 +170,7 @@ class Part(BasePart):
     decoder, and `head` in the model. None is a whole copy; a third value, true, gives an update a bias."""
 
     name, kind, was = "languages", "adapter", "adapters"
-    flat = ("adapters",)
+    flat: ClassVar = {"adapters": None}
     model_class = ModelOfLanguages
     beside_mixtures = True
     not_beside: ClassVar = {
@@ -182,30 +182,24 @@ class Part(BasePart):
         "(`hf-moe-expand export --peft`), or the dense model of one language (`hf-moe-expand export --language`)."
     )
 
-    @classmethod
-    def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        return (fields.get("adapters") or []) if fields.get("expert_kind") == "adapter" else None
-
     def check(self) -> None:
         if not isinstance(self.settings, list) or not self.settings:
             raise ValueError("adapters is empty: a language needs the modules that it has of its own.")
         for entry in self.settings:
-            layers = entry.get("layers", {}) if isinstance(entry, dict) else None
-            more = [entry.get(field, {}) for field in ("outside", "head")] if isinstance(entry, dict) else []
-            all_maps = [entry.get("maps"), *layers.values(), *more] if isinstance(layers, dict) else [None]
-            if not all(isinstance(maps, dict) and all(map(_is_update, maps.values())) for maps in all_maps):
-                raise ValueError(
-                    f"adapters has {str(entry)[:80]}: must have `maps`, and may have `layers`, `outside` and `head`, "
-                    "with a rank of at least 1 and a finite scaling for each module's name, or null."
-                )
+            outer = [entry.get(field, {}) for field in ("outside", "head")]
+            for maps in (entry.get("maps"), *entry.get("layers", {}).values(), *outer):
+                if not isinstance(maps, dict) or not all(map(_is_update, maps.values())):
+                    raise ValueError(
+                        f"adapters has {str(entry)[:80]}: must have `maps`, and may have `layers`, `outside` and "
+                        "`head`, with a rank of at least 1 and a finite scaling for each module's name, or null."
+                    )
         history = self.config.counts_of_expansions
         steps = pairwise([[1] * len(history[0]), *history])
         one_each = all(after - before in (0, 1) for old, new in steps for before, after in zip(old, new, strict=False))
         if not self.config.exclusive_experts or not one_each or len(self.settings) != len(history):
             raise ValueError(
-                "expert_kind is 'adapter': a class has one expert in a layer and no router: set exclusive_experts, "
-                "let each expansion add one expert to a layer or none, and give one entry of adapters for each "
-                "expansion."
+                "expert_kind is 'adapter': a class has one expert in a layer and no router: set exclusive_experts, add "
+                "at most one expert to a layer in each expansion, and give one entry of adapters for each expansion."
             )
 
     def expand(self, model: Any, place: str, layer: int) -> bool:

@@ -7,17 +7,14 @@ for all. Both agree for an FFN that is one linear layer, since the weights sum t
 """
 
 import copy
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .expanded_ffn import shared_config
-from .part import BasePart
-from .updates import LoraUpdate, entries, of_packs
+from .updates import LoraUpdate, PartOfExperts
 
 
 class LoraLinear(LoraUpdate):
@@ -25,16 +22,10 @@ class LoraLinear(LoraUpdate):
 
     The layer is looked up by name at each call, so that a layer that replaced it (quantised, adapted, offloaded) is
     used. It is not a submodule: its weights are listed, saved and moved once, with the FFN that owns them.
-
-    Args:
-        ffn: the FFN that owns the layer.
-        name: name of the layer in the FFN.
-        rank: r.
-        alpha: the update is scaled by `alpha / r`.
     """
 
-    def __init__(self, ffn: nn.Module, name: str, rank: int, alpha: float) -> None:
-        super().__init__(ffn.get_submodule(name), name, rank, alpha / rank)
+    def __init__(self, ffn: nn.Module, name: str, rank: int, scaling: float) -> None:
+        super().__init__(ffn.get_submodule(name), name, rank, scaling)
         self.owner = (ffn,)  # in a tuple, so that it is not a submodule
 
     @property
@@ -45,58 +36,36 @@ class LoraLinear(LoraUpdate):
     def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
         return self.owner[0].get_submodule(self.name)(x) + super().forward(x, only_T)
 
-    def extra_repr(self) -> str:
-        return f"of expert 0: {self.name}"
 
+class Part(PartOfExperts):
+    """An expert's settings are `{"rank": r, "alpha": a}`."""
 
-def lora_expert(ffn: nn.Module, rank: int, alpha: float) -> nn.Module:
-    """A module of the FFN's own class, with a `LoraLinear` in place of each linear layer.
-
-    Raises:
-        ValueError: the FFN has weights outside linear layers, for which LoRA has no update.
-    """
-    linear = {name: module for name, module in ffn.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    for name, _ in ffn.named_parameters():
-        if name.rpartition(".")[0] not in linear:
-            raise ValueError(
-                f"{type(ffn).__name__} has a weight outside linear layers, {name}: use expert_kind 'ffn' instead."
-            )
-    memo: dict[int, Any] = {id(layer): LoraLinear(ffn, name, rank, alpha) for name, layer in linear.items()}
-    return copy.deepcopy(ffn, memo | shared_config(ffn))
-
-
-class Part(BasePart):
-    """`config.parts["lora"]` is `{"rank": r, "alpha": a}`; or `{"each": [...]}` with one such entry for each expansion,
-    None for one whose experts are FFNs."""
-
-    name, kind = "lora", "lora"
-    flat = ("lora_rank", "lora_alpha")
+    name = kind = "lora"
+    flat: ClassVar = {"lora_rank": "rank", "lora_alpha": "alpha"}
     splits = None  # an update is added to a layer's whole output
     not_served = (
         "{server} merges the linear layers of expert 0, which LoRA experts update: serve this model with transformers, "
         "or a dense model of one expert (`hf-moe-expand export --expert`)."
     )
 
-    @classmethod
-    def read(cls, fields: dict[str, Any], config: Any) -> Any:
-        if fields.get("updates_of_packs") is not None:
-            return of_packs(fields, "rank", "alpha")
-        settings = {"rank": fields.get("lora_rank"), "alpha": fields.get("lora_alpha")}
-        return settings if fields.get("expert_kind") == "lora" else None
+    def check_expert(self, rank: Any = None, alpha: Any = None) -> None:  # type: ignore[override]
+        if not (isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float) and alpha > 0):
+            raise ValueError(
+                f"lora_rank is {rank!r} and lora_alpha {alpha!r}: LoRA experts need a rank of at least 1 and an alpha "
+                "above 0."
+            )
 
-    @classmethod
-    def flat_value(cls, settings: Any, name: str) -> Any:
-        return (settings or {}).get(name.removeprefix("lora_"))
+    def make(self, ffn: nn.Module, rank: int, alpha: float) -> nn.Module:  # type: ignore[override]
+        """A module of the FFN's own class, with a `LoraLinear` in place of each linear layer.
 
-    def check(self) -> None:
-        for one in entries("lora", self.settings, {"rank", "alpha"}, len(self.config.counts_of_expansions)):
-            rank, alpha = (1, 1.0) if one is None else (one["rank"], one["alpha"])
-            if not (isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float) and alpha > 0):
+        Raises:
+            ValueError: the FFN has weights outside linear layers, for which LoRA has no update.
+        """
+        linear = {name: module for name, module in ffn.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        for name, _ in ffn.named_parameters():
+            if name.rpartition(".")[0] not in linear:
                 raise ValueError(
-                    f"lora_rank is {rank!r} and lora_alpha {alpha!r}: LoRA experts need a rank of at least 1 "
-                    "and an alpha above 0."
+                    f"{type(ffn).__name__} has a weight outside linear layers, {name}: use expert_kind 'ffn' instead."
                 )
-
-    def make_expert(self, layer: int, number: int) -> Callable[[nn.Module], nn.Module] | None:
-        one = self.config.of_expansion(self.settings, layer, number)
-        return None if one is None else partial(lora_expert, **one)
+        memo: dict[int, Any] = {id(layer): LoraLinear(ffn, name, rank, alpha / rank) for name, layer in linear.items()}
+        return copy.deepcopy(ffn, memo | shared_config(ffn))

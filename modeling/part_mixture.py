@@ -58,8 +58,7 @@ class MixtureModel:
             names = layer_names(config)
             raise ValueError(
                 f"Layers {', '.join(names[index] for index in grown)} are mixtures of experts of the backbone's own, "
-                f"of which no {config.expert_kind} experts are made: take another expert_kind, or set "
-                "num_experts_per_layer to 1 there."
+                f"of which no {config.expert_kind} experts are made: take another expert_kind, or one expert there."
             )
         super().post_init()  # type: ignore[misc]
 

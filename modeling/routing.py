@@ -7,7 +7,6 @@ assignments of a token to an expert, C classes of the classifier (0 = old langua
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,30 +16,19 @@ from transformers import initialization as init
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """The routing of one expanded layer in one forward pass, in the order of the flattened batch.
+    """The routing of one expanded layer in one forward pass, in the order of the flattened batch."""
 
-    Attributes:
-        router_logits: `[T, N]` float32; the router scores G are the softmax of `scored_logits`.
-        classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
-        top_k: K, active experts of a token, at most N.
-        weights: `[T, K]`, each active expert's factor in the token's output.
-        experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
-        allowed: `[T, N]` bool, the experts that each token may use; None if all tokens may use all experts.
-        shared: whether all tokens take expert 0, outside the routed set: `top_k` then counts the other experts, and
-            `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
-        classes: `[T]`, the class that each token is known to have; None where nothing but a classifier says it.
-        most: with exclusive experts the most of one class, among which its tokens' router chooses; None without.
-    """
-
-    router_logits: torch.Tensor
-    classifier_logits: torch.Tensor | None
-    top_k: int
-    weights: torch.Tensor
-    experts: torch.Tensor
-    allowed: torch.Tensor | None = None
+    router_logits: torch.Tensor  # [T, N] float32; the router scores G are the softmax of `scored_logits`
+    classifier_logits: torch.Tensor | None  # [T, C] float32; None in a layer without a classifier
+    top_k: int  # K, active experts of a token, at most N
+    weights: torch.Tensor  # [T, K], each active expert's factor in the token's output
+    experts: torch.Tensor  # [T, K], indices of the active experts; index N means that no expert runs
+    allowed: torch.Tensor | None = None  # [T, N] bool, the experts that each token may use; None for all
+    # Whether all tokens take expert 0, outside the routed set: `top_k` then counts the other experts, and `weights` and
+    # `experts` are [T, 1 + K], expert 0 first.
     shared: bool = False
-    classes: torch.Tensor | None = None
-    most: int | None = None
+    classes: torch.Tensor | None = None  # [T], each token's known class; None where nothing but a classifier says it
+    most: int | None = None  # with exclusive experts the most of one class, among which a router chooses
 
     @property
     def own(self) -> torch.Tensor | None:
@@ -50,18 +38,17 @@ class LayerRouting:
     @property
     def scored_logits(self) -> torch.Tensor:
         """Logits whose softmax is each token's scores G: minus infinity for other classes' exclusive experts."""
-        own_TN = self.own
-        return self.router_logits if own_TN is None else self.router_logits.masked_fill(~own_TN, float("-inf"))
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether a token may have more experts to choose among than it takes."""
-        return (self.routed_logits.shape[-1] if self.own is None else self.most or 0) > self.top_k
+        return self.router_logits if self.own is None else self.router_logits.masked_fill(~self.own, float("-inf"))
 
     @property
     def routed_logits(self) -> torch.Tensor:
         """Logits of the experts among which the router chooses."""
         return self.router_logits[:, 1:] if self.shared else self.scored_logits
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a token may have more experts to choose among than it takes."""
+        return (self.routed_logits.shape[-1] if self.own is None else self.most or 0) > self.top_k
 
     @property
     def token_classes(self) -> torch.Tensor | None:
@@ -78,12 +65,8 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class TokenClasses:
-    """The classes of a pass's tokens.
-
-    Attributes:
-        class_T: `[T]`, the class of each token.
-        present: the classes that occur among them, in order; None where the host does not know.
-    """
+    """The classes of a pass's tokens, `[T]`, and those that occur among them in order, None where the host does not
+    know."""
 
     class_T: torch.Tensor
     present: Sequence[int] | None = None
@@ -93,7 +76,7 @@ class TokenClasses:
         """The class of all tokens; None if they have several, or the host does not know."""
         return self.present[0] if self.present is not None and len(self.present) == 1 else None
 
-    def on(self, device: Any) -> "TokenClasses":
+    def on(self, device: torch.device) -> "TokenClasses":
         """These classes on a device. A compiled pass knows none but a single one, so that it has few graphs."""
         several = self.only is None and torch.compiler.is_compiling()
         return TokenClasses(self.class_T.to(device), None if several else self.present)
@@ -101,25 +84,18 @@ class TokenClasses:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer's choice among its routed experts, which are numbered from 0 here, without a shared expert.
+    """A layer's choice among its routed experts, which are numbered from 0 here, without a shared expert."""
 
-    Attributes:
-        weights: `[T, K]`.
-        experts: `[T, K]`, indices; `num_experts` means that no expert runs.
-        num_experts: routed experts of the layer.
-        closed: `[T]` bool, the tokens that take the shared expert alone; None if there are none.
-    """
-
-    weights: torch.Tensor
-    experts: torch.Tensor
+    weights: torch.Tensor  # [T, K]
+    experts: torch.Tensor  # [T, K], indices; `num_experts` means that no expert runs
     num_experts: int
-    closed: torch.Tensor | None = None
+    closed: torch.Tensor | None = None  # [T] bool, the tokens that take the shared expert alone
 
 
 class Scores(nn.Module):
     """A bias-free linear map that always computes in float32, under autocast too.
 
-    Not an `nn.Linear`, so that quantisation and PEFT's "all linear layers" leave it alone.
+    Not an `nn.Linear`, so that quantisation and PEFT's "all linear layers" leave it alone. Starts at zero.
     """
 
     def __init__(self, hidden_size: int, outputs: int) -> None:
@@ -132,6 +108,11 @@ class Scores(nn.Module):
         with torch.autocast(x_Th.device.type, enabled=False):
             return F.linear(x_Th.float(), self.weight.float())
 
+    def init_part(self) -> None:
+        """First weights."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
+
 
 class Router(Scores):
     """`x W_r`, `[T, h] -> [T, N]`."""
@@ -141,11 +122,8 @@ class Router(Scores):
 
 
 class Classifier(Scores):
-    """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: ties leave the choice to the router, so that an untrained classifier
-    has no effect."""
-
-    def init_part(self) -> None:
-        init.zeros_(self.weight)
+    """`x W_c`, `[T, h] -> [T, C]`. At zero ties leave the choice to the router, so that an untrained classifier has no
+    effect."""
 
 
 def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:

@@ -1,5 +1,5 @@
-"""What a caller wants of a forward pass (to record the routing, to override it, or to name the languages), and the
-object through which the expanded layers of one model read it.
+"""What a caller asks of a forward pass (to record the routing, to override it, to name the languages), and the object
+through which the expanded layers of one model read it.
 
 Shape suffixes as in `routing.py`.
 """
@@ -37,14 +37,10 @@ class Routing:
 
 @dataclass(frozen=True)
 class RowClasses:
-    """The class of each row of a batch: 0 for the base model's languages, None where it is not known.
+    """The class of each row of a batch: 0 for the base model's languages, None (-1 in `class_B`, `[B]`) where it is not
+    known. `present` are those that occur, and `only` is that of all rows.
 
     A compiled pass reads `only` and tensors alone, so that there is a graph for each class and one for several.
-
-    Attributes:
-        class_B: `[B]`; -1 where it is not known.
-        present: the classes that occur.
-        only: the class of all rows; None if they have several, or one is not known.
     """
 
     numbers: tuple[int | None, ...]
@@ -76,33 +72,22 @@ class RowClasses:
 
 @dataclass(frozen=True)
 class RoutingRequest:
-    """What a caller wants of forward passes.
+    """What a caller asks of forward passes."""
 
-    Attributes:
-        capture: where each layer's routing is recorded.
-        expert: the expert that every token takes, in every layer.
-        expansion: the expansion after which the model routes; 0 is the base model.
-        classes: the class of each sequence's language, where it is told or was judged.
-        sequences: the number of sequences that `classes` speaks of; None if any number is right.
-        reading, answers: what a part keeps for a pass of its own, and for a call of `generate`.
-        token_classes: in a Trainer, the classes of the batch's tokens, for exclusive experts.
-        as_in_training: in a Trainer, whether a model in evaluation mode, such as DPO's reference, is routed as the one
-            that trains: nothing judges.
-        change_logits: for analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses
-            classifiers.
-        change_choice: called only in training: takes a layer's index and its choice, returns the choice to use.
-    """
-
-    capture: Routing | None = None
-    expert: int | None = None
-    expansion: int | None = None
-    classes: RowClasses | None = None
-    sequences: int | None = None
-    reading: Any = None
-    answers: Any = None
-    token_classes: TokenClasses | None = None
+    capture: Routing | None = None  # where each layer's routing is recorded
+    expert: int | None = None  # the expert that every token takes, in every layer
+    expansion: int | None = None  # the expansion after which the model routes; 0 is the base model
+    classes: RowClasses | None = None  # of the sequences' languages, where they are told or were judged
+    sequences: int | None = None  # of which `classes` speaks; None if any number is right
+    reading: Any = None  # what a part keeps for a pass of its own
+    answers: Any = None  # what a part keeps for a call of `generate`
+    token_classes: TokenClasses | None = None  # in a Trainer, of the batch's tokens, for exclusive experts
+    # In a Trainer, whether a model in evaluation mode, such as DPO's reference, is routed as the one that trains:
+    # nothing judges.
     as_in_training: bool = False
+    # For analyses: takes router logits [T, N] and K, returns the logits to route by; bypasses classifiers.
     change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    # Called only in training: takes a layer's index and its choice, returns the choice to use.
     change_choice: Callable[[int, Choice], Choice] | None = None
 
 
@@ -112,13 +97,18 @@ class RoutingControl:
     A plain object instead of hooks: it takes part in every forward pass, whoever calls it, and a recomputation under
     gradient checkpointing (outside the capture) is not recorded again. What a thread asks for holds for its own forward
     passes alone (and for their backward passes), so several may use one model at a time.
+
+    Args:
+        stays_home: what is said once where a text that nobody tells or judges is the base's; None where it is the
+            newest expansion's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stays_home: str | None = None) -> None:
         # Thread-local, and no context variable: `torch.compile` traces the one and refuses the other.
         self.own = threading.local()
         self._latest = RoutingRequest()  # of whichever thread asked last
         self.notes: Any = weakref.WeakKeyDictionary()  # of a part, by object
+        self.stays_home = stays_home
 
     @property
     def request(self) -> RoutingRequest:
@@ -127,8 +117,17 @@ class RoutingControl:
         own = getattr(self.own, "request", None)
         if own is not None:
             return own
-        in_backward_pass = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        return self._latest if in_backward_pass else _NOTHING
+        return self._latest if in_backward_pass() else _NOTHING
+
+    def untold(self, newest: int, training: bool) -> int:
+        """The class of texts whose language nobody tells or judges: the newest expansion's, for which a model was
+        trained, or the base's where they stay home."""
+        request = self.request
+        if self.stays_home is None or training or request.as_in_training:
+            return newest
+        if request.expert is None and not torch.compiler.is_compiling():  # a pass that judges has expert 0
+            logger.warning_once(self.stays_home)
+        return 0
 
     @contextmanager
     def asking(self, **changes: Any) -> Iterator[None]:
@@ -150,7 +149,7 @@ class RoutingControl:
         asked = self.request
 
         def run(*given: Any) -> Any:
-            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # the forward pass
+            if not in_backward_pass():
                 return function(*given)
             own, self.own.request = getattr(self.own, "request", None), replace(asked, capture=None)
             try:
@@ -163,8 +162,7 @@ class RoutingControl:
     @property
     def is_running(self) -> bool:
         """Whether a pass of the model runs in this thread, as far as a part counts them, or autograd runs it again."""
-        in_backward_pass = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        return in_backward_pass or getattr(self.own, "passes", 0) > 0
+        return in_backward_pass() or getattr(self.own, "passes", 0) > 0
 
     @property
     def judged(self) -> TokenClasses | None:
@@ -172,37 +170,15 @@ class RoutingControl:
         return getattr(self.own, "judged", None)
 
     def __reduce__(self) -> tuple:  # copies and pickles have requests of their own
-        return RoutingControl, ()
+        return RoutingControl, (self.stays_home,)
 
 
 _NOTHING = RoutingRequest()
 
 
-@dataclass(frozen=True)
-class Untold:
-    """The class of texts whose language nobody tells or judges: the newest expansion's, for which a model was trained,
-    or the base's, where a part says that they stay home.
-
-    Attributes:
-        words: what is said once where they stay home; None where they do not.
-        newest: the newest expansion's class.
-    """
-
-    words: str | None
-    newest: int
-
-    @classmethod
-    def of(cls, config: Any, newest: int) -> "Untold":
-        used = getattr(config, "used_parts", [])
-        return cls(next((part.stays_home for part in used if part.stays_home), None), newest)
-
-    def number(self, request: RoutingRequest, training: bool) -> int:
-        """The class in a pass."""
-        if self.words is None or training or request.as_in_training:
-            return self.newest
-        if request.expert is None and not torch.compiler.is_compiling():  # a pass that judges has expert 0
-            logger.warning_once(self.words)
-        return 0
+def in_backward_pass() -> bool:
+    """Whether autograd runs the forward pass again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def recorded_classes(expansions: Sequence[dict]) -> dict[str, int]:
@@ -213,30 +189,26 @@ def recorded_classes(expansions: Sequence[dict]) -> dict[str, int]:
 
 
 def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int | None]:
-    """The class of each language: 0 for the base model's, g for those of expansion g, None for None.
-
-    Raises:
-        ValueError: the languages are no codes, or the checkpoint does not know one of them, or can be told none.
-    """
+    """The class of each language, None for None; raises ValueError where the checkpoint does not know one, or none is
+    to be told."""
     for reason in (config.not_told, *(part.not_told for part in config.used_parts)):
         if reason is not None:
             raise ValueError(f"languages: {reason}: leave languages out.")
     codes = [languages] if isinstance(languages, str) else languages
-    if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
+    if not isinstance(codes, list | tuple) or not codes:
         raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
-    known = recorded_classes(config.expansions or [])
-    named = ", ".join(known) or "no language"
+    known: dict[str | None, int | None] = {None: None}
     for part in config.used_parts:
-        known = part.classes() | known
+        known |= part.classes()
+    recorded = recorded_classes(config.expansions or [])
+    known |= recorded
     for code in codes:
-        if code is not None and code not in known:
+        if code not in known:
             raise ValueError(
-                f"languages: the checkpoint does not know {code!r}; it knows {named}. "
+                f"languages: the checkpoint does not know {code!r}; it knows {', '.join(recorded) or 'no language'}. "
                 "Text in another language is judged by the model itself: name no language for it (None in a list)."
             )
-    if not codes:
-        raise ValueError("languages is empty: give a code for each sequence, or leave it out.")
-    return [None if code is None else known[code] for code in codes]
+    return [known[code] for code in codes]
 
 
 def inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
@@ -245,8 +217,10 @@ def inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
     return next((tensor for tensor in tensors if tensor is not None), None)
 
 
-def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
+def check_count(control: RoutingControl, inputs: Any, arguments: dict[str, Any]) -> None:
     """Refuses more or fewer codes than sequences."""
+    if (count := control.request.sequences) is None:
+        return
     given = inputs_of(inputs, arguments)
     sequences = 1 if given is None else len(given)
     if count != sequences:
@@ -264,8 +238,7 @@ def with_languages(forward: Callable) -> Callable:
         if languages is not None:
             with self.use_languages(languages):
                 return forward_with_languages(self, *args, **kwargs)
-        if (sequences := self.routing_control.request.sequences) is not None:
-            check_count(sequences, args[0] if args else None, kwargs)
+        check_count(self.routing_control, args[0] if args else None, kwargs)
         return forward(self, *args, **kwargs)
 
     # accelerate unwinds a forward that it has wrapped along `__wrapped__`, and would unwind this one too.

@@ -1,8 +1,10 @@
 """Low-rank updates of linear maps (LoRA, Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B
-`[out, r]`, named, scaled and initialised as in PEFT: A is Kaiming-uniform and B zero, so that an update is zero at
-first."""
+`[out, r]`, named, scaled and initialised as in PEFT; and what parts that make small experts have in common."""
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
+
+from .part import BasePart
 
 
 class LoraFactor(nn.Module):
@@ -27,23 +31,13 @@ class LoraFactor(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class OwnHead(LoraFactor):
-    """A whole head of a language's own."""
-
-    def init_part(self) -> None:
-        """First weights, as those of `nn.Linear`."""
-        init_kaiming(self.weight)
-        if self.bias is not None:
-            init.zeros_(self.bias)
-
-
 def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
     """Kaiming uniform, as PEFT (for A) and `nn.Linear`."""
     init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 
 class LoraUpdate(nn.Module):
-    """`scaling * B A x`, the update of one linear layer.
+    """`scaling * B A x`, the update of a linear layer or, as of a head that is tied to it, of an embedding.
 
     Args:
         layer: the layer.
@@ -57,9 +51,13 @@ class LoraUpdate(nn.Module):
 
     def __init__(self, layer: Any, name: str, rank: int, scaling: float, bias: bool = False) -> None:
         super().__init__()
-        self.name = name
-        inputs, outputs = sizes_of(layer)
-        self.scaling = scaling
+        if isinstance(layer, Conv1D):
+            inputs, outputs = layer.nx, layer.nf
+        elif isinstance(layer, nn.Embedding):
+            inputs, outputs = layer.embedding_dim, layer.num_embeddings
+        else:
+            inputs, outputs = layer.in_features, layer.out_features
+        self.name, self.scaling = name, scaling
         self.lora_A = LoraFactor(inputs, rank)
         self.lora_B = LoraFactor(rank, outputs, bias)
 
@@ -78,60 +76,37 @@ class LoraUpdate(nn.Module):
             init.zeros_(factor)
 
 
-class EmbeddingUpdate(LoraUpdate):
-    """The update of an embedding `[V, h]`: `scaling * B A`, A `[r, h]`, B `[V, r]`, as of a head that is tied to it."""
+class PartOfExperts(BasePart):
+    """A part that makes experts. Its settings are those of all of them, or `{"each": [...]}`, those of the experts of
+    each expansion, None where they are FFNs."""
 
-    def __init__(self, layer: Any, name: str, rank: int, scaling: float) -> None:
-        super().__init__(layer, name, rank, scaling)
-        # Gemma's and BART's kin scale their embeddings.
-        self.factor = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
+    @classmethod
+    def read(cls, fields: dict[str, Any], config: Any) -> Any:
+        if (updates := fields.get("updates_of_packs")) is None:
+            return super().read(fields, config)
+        keys = [*cls.flat.values()]
+        own = [dict(zip(keys, one, strict=True)) if one and len(one) == len(keys) else None for one in updates]
+        each = [one for one, size in zip(own, fields["packs"], strict=True) for _ in range(size)]
+        return {"each": each} if any(each) else None
 
-    def forward(self, x: torch.Tensor, only_T: torch.Tensor | None = None) -> torch.Tensor:
-        """`[...] -> [..., h]`, of tokens."""
-        rows = F.embedding(x, self.lora_B.weight)
-        rows = rows if only_T is None else rows.where(only_T.view(*rows.shape[:-1], 1), 0)
-        return self.scaling * self.factor * F.linear(rows, self.lora_A.weight.T)
+    def check(self) -> None:
+        each = self.settings.get("each", [self.settings])
+        if not any(each) or ("each" in self.settings and len(each) != len(self.config.counts_of_expansions)):
+            raise ValueError(f"parts.{self.name} is {self.settings}: must have settings, or those of each expansion.")
+        for one in each:
+            if one is not None:
+                self.check_expert(**one)
 
+    def check_expert(self, **settings: Any) -> None:
+        """Raises ValueError where an expansion's settings are wrong."""
 
-def sizes_of(layer: Any) -> tuple[int, int]:
-    """The inputs and outputs of a map's weight; an embedding's is that of the head which is tied to it."""
-    if isinstance(layer, Conv1D):
-        return layer.nx, layer.nf
-    if isinstance(layer, nn.Embedding):
-        return layer.embedding_dim, layer.num_embeddings
-    return layer.in_features, layer.out_features
+    def make_expert(self, layer: int, number: int) -> Callable[[nn.Module], nn.Module] | None:
+        one = self.settings
+        if "each" in one:
+            ends = [counts[layer] for counts in self.config.counts_of_expansions]
+            one = one["each"][bisect_right(ends, number)]
+        return None if one is None else partial(self.make, **one)
 
-
-def entries(name: str, settings: Any, fields: set[str], expansions: int) -> list[dict | None]:
-    """The settings of a part that makes experts: those of all expansions, or of each, where some may be None.
-
-    Raises:
-        ValueError: they have another form.
-    """
-    each = settings["each"] if isinstance(settings, dict) and {*settings} == {"each"} else None
-    is_each = isinstance(each, list) and len(each) == expansions
-    found = list(each) if is_each else [settings]  # type: ignore[arg-type]
-    if not any(found) or not all(
-        (one is None and is_each) or (isinstance(one, dict) and {*one} == fields) for one in found
-    ):
-        raise ValueError(
-            f"parts.{name} is {settings}: must have {', '.join(sorted(fields))}, or `each` with that for each of "
-            f"{expansions} expansions."
-        )
-    return found
-
-
-def of_packs(fields: dict[str, Any], *names: str) -> dict[str, list] | None:
-    """A part's settings by `updates_of_packs` of an earlier version, which has these for some packs; None for none.
-
-    Raises:
-        ValueError: it does not fit `packs`.
-    """
-    updates, packs = fields["updates_of_packs"], fields.get("packs")
-    if not isinstance(updates, list) or not isinstance(packs, list) or len(updates) != len(packs):
-        raise ValueError(
-            f"updates_of_packs is {updates}: must give the settings of the experts of each of the packs {packs}."
-        )
-    own = [dict(zip(names, one, strict=True)) if one and len(one) == len(names) else None for one in updates]
-    each = [one for one, size in zip(own, packs, strict=True) for _ in range(size)]
-    return {"each": each} if any(each) else None
+    def make(self, ffn: nn.Module, **settings: Any) -> nn.Module:
+        """An expert, made of a layer's FFN."""
+        raise NotImplementedError

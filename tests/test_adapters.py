@@ -179,7 +179,7 @@ def test_a_configuration_that_contradicts_itself_is_refused():
         ({"adapters": [{"maps": {"self_attn.q_proj": [0, 1.0]}}]}, "a rank of at least 1"),
         ({"adapters": [{"maps": {"self_attn.q_proj": [4, float("nan")]}}]}, "a finite scaling"),
         ({"adapters": [{"maps": {}}, {"maps": {}}]}, "one entry of adapters for each expansion"),
-        ({"num_experts_per_layer": [3, 3, 3]}, "let each expansion add one expert"),
+        ({"num_experts_per_layer": [3, 3, 3]}, "add at most one expert to a layer"),
     ):
         given = {**good, "adapters": [{"maps": maps}], **fields}
         refused(LayerMoEConfig.from_dense, tiny_config("qwen2"), says=said, raises=ValueError, **given)

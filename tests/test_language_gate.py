@@ -132,16 +132,15 @@ def test_without_a_gate_and_in_training_nothing_is_judged():
 
 def test_a_wrong_rule_is_refused():
     for said, rule, *more in (
-        ("layer is 3, but the layers are 0 to 2", {"layer": 3}),
+        ("layer is 3, .*but the layers are 0 to 2", {"layer": 3}),
         ("window 0", {"window": 0}),
         ("window 129.*1 to 128", {"window": 129}),
         ("bound inf", {"bound": math.inf}),
-        ("begin is '<s>': must be a number", {"begin": "<s>"}),
+        ("begin '<s>'.*begin an id", {"begin": "<s>"}),
         ("home 1 and .*home at most 0", {"home": 1}),
         ("must name the languages of class 0 and of each", {"languages": [["en"]]}),
         ("each language once", {"languages": [["en"], ["el", "en"]]}),
-        ("has 3 classes, but the model has 2", {"languages": [["en"], ["el"], ["hu"]]}),
-        ("must be an object with layer, languages, bound, window, begin, home", {"decay": 0.9}),
+        ("has 3 classes, .*and the model has 2", {"languages": [["en"], ["el"], ["hu"]]}),
         ("leave classifier_layers out", {}, {"classifier_layers": [1]}),
         ("a DMoE keeps no language of its base", {}, {"language_groups": [["en"], ["el"]]}),
     ):

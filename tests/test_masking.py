@@ -164,6 +164,5 @@ def test_the_routing_that_losses_see_is_each_experts_share():
     torch.testing.assert_close(load_balance_loss(found.routed_logits, 2), load_balance_loss(routed, 2))
 
 
-def test_gates_need_experts_and_masks_need_gates():
-    refused(tiny, counts=(1, 1, 1), conditional_routing=True, says="all 1", raises=ValueError)
+def test_masks_need_gates():
     refused(mask_routing, tiny(), Masking(conditional_routing=0.1), says="masks the routed experts beside a shared one")

@@ -1,6 +1,5 @@
 """An expanded model as the library's others: languages in `forward` and `generate`, saving, switches, compiling."""
 
-import pickle
 import re
 
 import pytest
@@ -164,13 +163,6 @@ def test_resized_embeddings_survive_saving(model, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(IDS + 13).logits, model(IDS + 13).logits)
-
-
-def test_a_pickled_model_has_no_secret_of_the_hub():
-    model = build("qwen2")
-    model.hub_options = {"token": "hf_secret", "revision": "main"}
-    assert b"hf_secret" not in pickle.dumps(model)
-    assert pickle.loads(pickle.dumps(model)).hub_options == {"revision": "main"}
 
 
 def test_the_attention_switch_reaches_every_part(model):

@@ -232,7 +232,7 @@ def test_embeddings_are_the_classs_inside(home):
     with model.use_languages(["en", "hu"]), pytest.raises(ValueError, match=r"what reads lm_head\.weight itself"):
         _ = model.get_output_embeddings().weight
     assert model.resize_token_embeddings(257).weight.shape[0] == 257
-    refused(model.resize_token_embeddings, 300, says="languages of this model have embeddings", raises=ValueError)
+    refused(model.resize_token_embeddings, 300, says="have embeddings or heads of their own", raises=ValueError)
 
 
 MAPS = ["q_proj", "down_proj"]
