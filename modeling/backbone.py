@@ -133,9 +133,10 @@ def takes_hidden_states_alone(kind: Any) -> bool:
     return len(names) == 1 or names[1:] == ["residual"]  # of BLOOM's FFN
 
 
-def _has_separate_ffn(layer: nn.Module) -> bool:
+def _has_separate_ffn(layer: Any) -> bool:
     """Whether a layer computes `fc2(dropout(activation_fn(fc1(x))))` itself."""
-    first, second = getattr(layer, "fc1", None), getattr(layer, "fc2", None)
+    first: Any = getattr(layer, "fc1", None)
+    second: Any = getattr(layer, "fc2", None)
     is_pair = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
     return is_pair and callable(getattr(layer, "activation_fn", None)) and first.in_features == second.out_features
 

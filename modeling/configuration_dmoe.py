@@ -6,18 +6,10 @@ from .expanded_config import ExpandedConfig
 
 
 class DMoEConfig(ExpandedConfig):
-    """Configuration of a model expanded by DMoE, with one expert for each group of languages in the expanded layers.
-
-    See `ExpandedConfig` for the other fields.
-
-    Args:
-        language_groups: the languages of each expert: `language_groups[e]` owns expert `e` of every expanded layer.
-
-    Raises:
-        ValueError: the number of experts in an expanded layer is not the number of groups.
-    """
+    """Configuration of a model expanded by DMoE, with one expert for each group of languages in the expanded layers."""
 
     model_type = "dmoe"
+    # The languages of each expert: `language_groups[e]` owns expert `e` of every expanded layer.
     language_groups: list[list[str]] | None = None
     not_told: ClassVar[str] = "all experts of a DMoE train, so it keeps no language of its base model"
 
@@ -29,8 +21,7 @@ class DMoEConfig(ExpandedConfig):
         for layer, count in enumerate(self.num_experts_per_layer or []):
             if groups and count not in (1, len(groups)):
                 raise ValueError(
-                    f"num_experts_per_layer[{layer}] is {count}, but language_groups has {len(groups)} groups: an "
-                    "expanded layer needs one expert for each group."
+                    f"num_experts_per_layer[{layer}] is {count}, but there are {len(groups)} language_groups."
                 )
 
 

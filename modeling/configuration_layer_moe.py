@@ -7,17 +7,11 @@ from .expanded_config import ExpandedConfig
 
 class LayerMoEConfig(ExpandedConfig):
     """Configuration of a model expanded by MoE-LPR, with one number of experts for all layers and no classifier, or by
-    LayerMoE, with a number for each layer and classifiers in some layers. See `ExpandedConfig` for the other fields.
-
-    Args:
-        earlier_experts_per_layer: `num_experts_per_layer` after each expansion before the last; empty with one
-            expansion. The languages of expansion g are the classifiers' class g.
-
-    Raises:
-        ValueError: a layer has fewer experts than after an earlier expansion.
-    """
+    LayerMoE, with a number for each layer and classifiers in some layers."""
 
     model_type = "layer_moe"
+    # `num_experts_per_layer` after each expansion before the last. The languages of expansion g are the classifiers'
+    # class g.
     earlier_experts_per_layer: list[list[int]] | None = None
 
     def _check_expansion(self) -> None:

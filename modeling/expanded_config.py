@@ -24,30 +24,21 @@ _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_m
 
 
 class ExpandedConfig(PreTrainedConfig):
-    """Fields common to every expanded model.
-
-    Args:
-        backbone_model_type: `model_type` of the dense backbone, e.g. `"qwen2"`.
-        num_experts_per_layer: experts in each layer, the original FFN (expert 0) included; a layer with 1 stays dense.
-            In an encoder-decoder the encoder's layers come first, then the decoder's; all lists of layers number them
-            so.
-        router_top_k: experts that are active for one token (K in the papers).
-        classifier_layers: layers with a routing classifier in front of the router.
-        expansions: history, one entry for each expansion in order.
-        exclusive_experts: whether tokens of a new class take its experts alone, without expert 0.
-        parts: the settings of each optional part, by its name (`part.py`).
+    """Fields common to every expanded model. In an encoder-decoder all lists of layers have the encoder's layers first,
+    then the decoder's.
 
     Raises:
         ValueError: the installed transformers does not know the backbone, or the fields contradict each other.
     """
 
-    backbone_model_type: str | None = None
+    backbone_model_type: str | None = None  # `model_type` of the dense backbone, e.g. "qwen2"
+    # Experts in each layer, the original FFN (expert 0) included; a layer with 1 stays dense.
     num_experts_per_layer: list[int] | None = None
-    router_top_k: int = 2
-    classifier_layers: list[int] | None = None
-    expansions: list[dict] | None = None
-    exclusive_experts: bool = False
-    parts: dict = None  # type: ignore[assignment]
+    router_top_k: int = 2  # experts that are active for one token (K in the papers)
+    classifier_layers: list[int] | None = None  # layers with a routing classifier in front of the router
+    expansions: list[dict] | None = None  # history, one entry for each expansion in order
+    exclusive_experts: bool = False  # whether tokens of a new class take its experts alone, without expert 0
+    parts: dict = None  # type: ignore[assignment]  # the settings of each optional part, by its name (`part.py`)
     not_told: ClassVar[str | None] = None  # why languages cannot be told
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":

@@ -244,7 +244,7 @@ class ExpandedModelMixin:
         ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         config.auto_map = self.auto_map(config)
-        config.parts = {name: config.parts[name] for name in PARTS if name in config.parts}
+        config.parts = {name: config.parts[name] for name in PARTS if name in config.parts and PARTS[name].is_saved}
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", args[0] if args else True):
             keep_own_code(save_directory, config)

@@ -53,15 +53,9 @@ class GateRule:
     leave: float = 0.0  # nats above which they take it from home
 
     def __post_init__(self) -> None:
-        are_whole = all(type(value) is int for value in (self.layer, self.window, self.begin or 0))
-        of_answers = self.home <= 0 <= self.leave
-        if (
-            not are_whole
-            or self.layer < 0
-            or not 1 <= self.window <= READ
-            or not 0 < self.bound <= UNIT
-            or not of_answers
-        ):
+        wholes = (self.layer, self.window, self.begin or 0)
+        is_right = all(type(value) is int for value in wholes) and self.layer >= 0 and 1 <= self.window <= READ
+        if not (is_right and 0 < self.bound <= UNIT and self.home <= 0 <= self.leave):
             raise ValueError(
                 f"language_gate: layer is {self.layer}, window {self.window}, bound {self.bound:g}, begin "
                 f"{self.begin!r}, home {self.home:g} and leave {self.leave:g}: layer must be at least 0, window 1 to "
@@ -70,8 +64,7 @@ class GateRule:
         codes = [code for of_class in self.languages for code in of_class]
         if len(self.languages) < 2 or not all(self.languages) or len(set(codes)) < len(codes) or not all(codes):
             raise ValueError(
-                f"language_gate: languages is {self.languages}: must name the languages of class 0 and of each "
-                "expansion, each language once."
+                f"language_gate: languages is {self.languages}: must name each class's, each language once."
             )
 
     @classmethod
@@ -97,12 +90,8 @@ class LanguageGate(Scores):
 
 
 def token_evidence(logits_TR: torch.Tensor, sizes: Sequence[int], bound: float, has_template: bool) -> torch.Tensor:
-    """`e`, `[..., R] -> [..., E]` int32.
-
-    Args:
-        sizes: the number of languages of each class, in the order of the rows.
-        has_template: whether the first row is that of a chat template's own words.
-    """
+    """`e`, `[..., R] -> [..., E]` int32, of classes with these numbers of languages, in the order of the rows;
+    `has_template`: whether the first row is that of a chat template's own words."""
     home, *classes = (logits.logsumexp(-1) for logits in logits_TR.split(list(sizes), -1))
     evidence_TE = bound * ((torch.stack(classes, -1) - home.unsqueeze(-1)) / bound).tanh()
     if has_template:
@@ -120,12 +109,9 @@ def last_sums(evidence_MLE: torch.Tensor, lengths_M: torch.Tensor, window: int) 
 def classes_of_sums(
     sums_ME: torch.Tensor, before_M: torch.Tensor | None = None, home: float = 0.0, leave: float = 0.0
 ) -> torch.Tensor:
-    """`[..., E] -> [...]`, the class with the largest sum if it is above 0 (of equals the first), else 0.
-
-    Args:
-        before_M: the classes that answers had, which they keep where the largest sum is 0 or less, but not below `home`
-            nats; those that were at home stay there up to `leave` nats.
-    """
+    """`[..., E] -> [...]`, the class with the largest sum if it is above 0 (of equals the first), else 0. Answers keep
+    the class that they had, `before_M`, where that sum is 0 or less, but not below `home` nats; those that were at home
+    stay there up to `leave` nats."""
     E = sums_ME.shape[-1]
     best_M, most_M = (sums_ME * E - torch.arange(E, device=sums_ME.device)).argmax(-1), sums_ME.amax(-1)
     if before_M is None:
@@ -135,12 +121,8 @@ def classes_of_sums(
 
 
 def counted_tokens(inputs: torch.Tensor, mask: Any, pad: int | None) -> torch.Tensor:
-    """`[B, S]` bool, all tokens but padding, which is what the mask says. Without one, `pad` at either end of a row and
-    a run of one id at its end are padding, but never the whole row.
-
-    Args:
-        inputs: ids `[B, S]`, or embeddings `[B, S, h]`.
-    """
+    """`[B, S]` bool, all tokens (ids `[B, S]`, or embeddings) but padding, which is what the mask says. Without one,
+    `pad` at either end of a row and a run of one id at its end are padding, but never the whole row."""
     B, S = inputs.shape[:2]
     if mask is not None:
         return mask[:, -S:].to(inputs.device, torch.bool)
@@ -173,14 +155,9 @@ def text_numbers(counted_BS: torch.Tensor, positions_BS: torch.Tensor | None) ->
 def text_ends(
     inputs: torch.Tensor, texts_BS: torch.Tensor, begin: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The end of each text behind `begin`, if there is one, aligned left: ids `[M, L]` or embeddings `[M, L, h]`; and
-    how many tokens of its own each has, `[M]`. At least one row and one column.
-
-    Args:
-        inputs: ids `[B, S]`, or embeddings `[B, S, h]`.
-        texts_BS: see `text_numbers`.
-        begin: the id, or embedding, that stands before a text; at the beginning of one it is not its own.
-    """
+    """The end of each text (see `text_numbers`) behind `begin`, if there is one, aligned left: ids `[M, L]` or
+    embeddings `[M, L, h]`; and how many tokens of its own each has, `[M]`: `begin` at its beginning is none. At least
+    one row and one column."""
     text_A, token_A = texts_BS.flatten(), inputs.flatten(0, 1)
     texts = int(text_A.max()) + 1 if len(text_A) else 0
     token_A, text_A = token_A[text_A >= 0], text_A[text_A >= 0]

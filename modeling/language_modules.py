@@ -102,7 +102,7 @@ class Choosing:
             if "_static" in vars(made):  # the model's own
                 setattr(made, child, _property(child))
             else:
-                parent.__class__ = _looking(made, child)
+                parent.__class__ = _looking(*getattr(made, "_looks", (made,)), child)
 
     def share_buffers(self, owner: nn.Module) -> None:
         """Gives whole copies the buffers that the base's modules compute, and no checkpoint holds."""
@@ -294,21 +294,23 @@ class _Chosen:
         return y
 
 
-def _nothing(own: nn.Module, args: tuple) -> Any:
+def _nothing(own: Any, args: tuple) -> Any:
     """Zero, of a module that runs on no tokens."""
-    if not takes_hidden_states_alone(type(own)) and not isinstance(own, LoraUpdate):  # positions
+    kind: Any = type(own)
+    if not takes_hidden_states_alone(kind) and not isinstance(own, LoraUpdate):  # positions
         return sum(parameter.flatten()[:0].sum() for parameter in own.parameters())
     return own(args[0][:0]).sum()
 
 
 def is_tokenwise(owner: nn.Module, name: str) -> bool:
     """Whether a module maps each token alone, called as a whole, whatever kernels its block has."""
-    module, parent = owner.get_submodule(name), owner.get_submodule(name.rpartition(".")[0])
+    module: Any = owner.get_submodule(name)
+    parent = owner.get_submodule(name.rpartition(".")[0])
     if isinstance(module, nn.Embedding):
         return True
     has_state = hasattr(parent, "A_log") or any(isinstance(inner, _ConvNd) for inner in module.modules())
     has_parts = bool(module._parameters) and bool(module._modules)  # which its own methods may read
-    return not has_state and not has_parts and takes_hidden_states_alone(type(module))
+    return not has_state and not has_parts and takes_hidden_states_alone(type(module))  # type: ignore[arg-type]
 
 
 def maps_of(entry: dict, layer: int) -> Maps:
@@ -338,23 +340,24 @@ class OuterModules(Choosing, nn.Module):
         self._make(owner, maps, heads)
 
 
-_CLASSES: dict[tuple[type, str], type] = {}
+_CLASSES: dict[tuple, type] = {}
 
 
-def _looking(made_of: type, child: str) -> type:
-    """A class of modules that look up one child by the class of a pass's texts."""
-    if (made_of, child) not in _CLASSES:
-        own = {name: getattr(made_of, name) for name in ("__module__", "__qualname__", "__doc__")}
-        own |= {child: _property(child), "__reduce__": lambda module: (_blank, (made_of, child), vars(module))}
-        if issubclass(made_of, nn.Sequential | nn.ModuleList):  # whose children are looked up by number
+def _looking(base: type, *children: str) -> type:
+    """A class of modules that look up these children by the class of a pass's texts."""
+    if (base, *children) not in _CLASSES:
+        own: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+        own |= {child: _property(child) for child in children}
+        own |= {"_looks": (base, *children), "__reduce__": lambda module: (_blank, module._looks, vars(module))}
+        if issubclass(base, nn.Sequential | nn.ModuleList):  # whose children are looked up by number
             own["__iter__"] = lambda parts: iter([getattr(parts, name) for name in parts._modules])
             own["__getitem__"] = lambda parts, number: [*parts][number]
-        _CLASSES[made_of, child] = type(made_of.__name__, (made_of,), own)
-    return _CLASSES[made_of, child]
+        _CLASSES[base, *children] = type(base.__name__, (base,), own)
+    return _CLASSES[base, *children]
 
 
-def _blank(made_of: type, child: str) -> Any:
-    return object.__new__(_looking(made_of, child))
+def _blank(base: type, *children: str) -> Any:
+    return object.__new__(_looking(base, *children))
 
 
 def _property(child: str) -> property:

@@ -37,6 +37,7 @@ class BasePart:
     judges: ClassVar[bool] = False  # whether it judges what nobody tells
     shares_expert_0: ClassVar[bool] = False  # whether all tokens take expert 0, beside the routed experts
     beside_mixtures: ClassVar[bool] = False  # whether its experts can stand beside a mixture of the backbone's own
+    is_saved: ClassVar[bool] = True  # whether a model that was loaded has it, and is saved with it
 
     def __init__(self, config: Any, settings: Any) -> None:
         self.config, self.settings = config, settings

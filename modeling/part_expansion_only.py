@@ -91,6 +91,7 @@ def _sha256(tensor: torch.Tensor) -> str:
 class Part(BasePart):
     name = "expansion_only"
     flat: ClassVar = {"expansion_base": None}
+    is_saved = False
     not_served = (
         "{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
         "it with from_pretrained, save the whole model with save_pretrained, and serve that."

@@ -267,13 +267,8 @@ class GatedModel:
             yield
 
     def judge(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> torch.Tensor:
-        """The class of each row's text, `[B]`: 0 stays home, g takes expansion g's experts.
-
-        Args:
-            input_ids: `[B, S]`.
-            attention_mask: `[B, S]`, 0 where a token is padding. Without it the padding token at either end, and a run
-                of one token at a row's end, are padding.
-            inputs_embeds: `[B, S, h]`, in place of ids.
+        """The class of each row's text, `[B]`: 0 stays home, g takes expansion g's experts. Rows are ids `[B, S]` or
+        embeddings `[B, S, h]`. Without a mask `pad` at either end, and a run of one token at the end, are padding.
 
         Raises:
             ValueError: the model is in training mode.
@@ -317,8 +312,7 @@ class GatedModel:
                 of the prompts (a chat's newest message alone).
 
         Raises:
-            ValueError: see `use_languages`; or the number of codes, or of texts to judge, is not that of the sequences;
-                or nobody tells the language of texts of which a cache holds a part.
+            ValueError: see `use_languages`; or nobody tells the language of texts of which a cache holds a part.
         """
         if languages is not None:
             with self.use_languages(languages):  # type: ignore[attr-defined]
@@ -335,8 +329,8 @@ class GatedModel:
         return made
 
     def _told(self, inputs: Any, given: dict[str, Any], judge: Any) -> dict[str, Any]:
-        """What a call of `generate` knows of its sequences' languages, as changes of the request: what the caller
-        tells, or else the judged class of each prompt, and how its answer is judged."""
+        """Changes of the request for a call of `generate`: the class of each sequence, told or judged, and what judges
+        its answer."""
         control, cache = self.routing_control, given.get("past_key_values")
         rows, prompts = control.request.classes, inputs_of(inputs, given)
         if rows is not None and rows.complete:
@@ -380,10 +374,9 @@ class GatedModel:
             return judged
         if judge is False or prompts is None or not prompts.shape[1]:
             return [0] * count
-        mask, is_text = given.get("attention_mask"), prompts.ndim == 2
+        mask = given.get("attention_mask")
         mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-        texts = (prompts, mask, None) if is_text else (None, mask, prompts)
-        return classes_of_sums(self._sums(*texts, self._setting_of("pad_token_id", given))).tolist()
+        return classes_of_sums(self._sums(prompts, mask, pad=self._setting_of("pad_token_id", given))).tolist()
 
     def _setting_of(self, name: str, arguments: dict[str, Any]) -> Any:
         """A setting of a call of `generate`, read as the library does: the argument, or else the given configuration's,

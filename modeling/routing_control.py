@@ -197,7 +197,7 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     codes = [languages] if isinstance(languages, str) else languages
     if not isinstance(codes, list | tuple) or not codes:
         raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
-    known: dict[str | None, int | None] = {None: None}
+    known: dict[Any, int | None] = {None: None}
     for part in config.used_parts:
         known |= part.classes()
     recorded = recorded_classes(config.expansions or [])
