@@ -20,7 +20,6 @@ from hf_moe_expand.data.packing import (
     first_tokens,
     pack_texts,
     review_documents,
-    small_shares,
 )
 from hf_moe_expand.data.places import UnreachableError
 from hf_moe_expand.data.sources import LanguageText, check_languages
@@ -208,13 +207,6 @@ def test_sides_of_a_mix_have_equally_many_tokens(english, greek, turkish, seed):
         assert packed.tokens[code] == size * packed.documents[code]
     assert len(packed.dataset) == sum(packed.tokens.values())
     assert balanced_tokens({"el": 9}, [[], ["el"]]) == {"el": 9}
-
-
-def test_languages_with_little_text_are_named():
-    assert small_shares({"en": 9, "el": 91}) == {"en": 0.09}
-    assert small_shares({"en": 10, "el": 90}) == {}
-    assert small_shares(dict.fromkeys("abcdefghijkl", 8)) == {}  # twelve equal shares are not little
-    assert list(small_shares(dict.fromkeys("abcdefghijk", 10) | {"z": 4})) == ["z"]
 
 
 @pytest.mark.parametrize("new_per_old", [0.3, 1.0, 1.5, 3.0])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, PostPretrainTrainer, expand_checkpoint, train_stage
 from hf_moe_expand.core import progress
 from hf_moe_expand.stages import stopping
-from hf_moe_expand.stages.recording import Progress, _shares
+from hf_moe_expand.stages.recording import Progress
 from hf_moe_expand.trainers.log_lines import LogLines
 
 TEXTS = ["a text that is long enough for a block " * 4] * 4
@@ -386,8 +386,3 @@ def test_an_evaluation_or_a_training_that_fails_leaves_no_bar(scored):
     lines.close()
     assert bar.disable
     assert lines.training_bar is None
-
-
-def test_each_languages_share_is_said_before_a_training():
-    assert _shares({"en": 50, "hu": 50}) == ["tokens: en 50%, hu 50%"]
-    assert _shares({"en": 1, "hu": 24})[1].startswith("warning: little of the text is en (4.0%): give more text of it")

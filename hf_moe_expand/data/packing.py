@@ -274,12 +274,6 @@ def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]
     return {code: of_side // len(side) for side in sides for code in side}
 
 
-def small_shares(tokens: Mapping[str, int]) -> dict[str, float]:
-    """The share of each language that has less than a tenth of the tokens, and less than half of an equal share."""
-    whole, least = sum(tokens.values()), min(0.1, 0.5 / len(tokens))
-    return {code: count / whole for code, count in tokens.items() if count < least * whole}
-
-
 def review_documents(
     available: Mapping[str, int],
     old: Sequence[str],

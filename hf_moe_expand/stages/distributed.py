@@ -1,7 +1,6 @@
 """Training with a model split over ranks: checks the settings, and gathers and saves whole weights."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from time import sleep
@@ -20,8 +19,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from ..checkpoint.reader import TORCH_DTYPES, CheckpointReader
 from ..checkpoint.stored import network_of, stored_tensors
 from ..core.disk import DEFAULT_SHARD_SIZE
-from ..core.errors import InputError
-from ..core.schema import unknown_key
+from ..core.errors import InputError, library_errors_at
 from ..modeling import auto_class
 
 SHARDING = "distributed_config"  # the one keyword of a stage that goes to `from_pretrained`
@@ -32,8 +30,8 @@ _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def launched() -> PartialState:
     """The state of the launch that this process belongs to, created if no training has created it yet.
 
-    The timeout is long, since the other ranks wait for hours while the first does work for one process. Without `cpu`,
-    accelerate takes each rank of a machine without an accelerator for a separate run.
+    Other ranks wait for hours while the first does work for one process. Without `cpu`, accelerate takes each rank of
+    a machine without an accelerator for a separate run.
     """
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
@@ -41,9 +39,8 @@ def launched() -> PartialState:
 def leave_ranks() -> None:
     """Takes this process out of the launch's process group, if it is in one: call it last before the process exits.
 
-    A rank that exits inside the group may abort if another has exited already. Besides, gloo's threads release the last
-    collective's tensors at some later time; a thread that does so while Python shuts down aborts the process. Leaving
-    the group does not wait for these threads (a DDP model keeps the group alive), so this function sleeps a moment.
+    A rank that exits inside the group may abort if another has exited. gloo's threads release the last collective's
+    tensors later, and abort a process that shuts down meanwhile: hence the sleep.
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -51,14 +48,10 @@ def leave_ranks() -> None:
 
 
 def check_sharding(settings: Any, saves: Iterable[str]) -> None:
-    """Refuses a `distributed_config` with keys that `transformers.distributed.DistributedConfig` does not know, and
-    keywords for training checkpoints beside it."""
-    if not isinstance(settings, Mapping):
-        raise InputError(f"{SHARDING}: must hold `key: value` lines, such as {{fsdp_size: 8}}.")
-    known = [f.name for f in fields(DistributedConfig)]
-    for key in settings:
-        if key not in known:
-            raise InputError(f"{SHARDING}: {unknown_key(key, known)}")
+    """Refuses a `distributed_config` that `transformers.distributed.DistributedConfig` does not take, and keywords for
+    training checkpoints beside it."""
+    with library_errors_at(SHARDING):
+        sharding(settings)
     for key in saves:
         raise InputError(
             f"`{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "

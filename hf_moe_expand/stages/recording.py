@@ -1,7 +1,7 @@
 """What a stage's Trainer says and counts while it trains: its progress, and the text that it has seen."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..data.lost import lost_lines
-from ..data.packing import small_shares
 from ..trainers.log_lines import LogLines
 
 
 class Progress(LogLines):
-    """Says how long a stage's training is, and from which step an interrupted one goes on; then shows what is logged,
-    with the tokens a second of this attempt."""
+    """Says how long a stage's training is, and from which step it goes on; then shows what is logged, with the tokens a
+    second of this attempt."""
 
     def __init__(self, trainer: Any, shows: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(shows, clock)
@@ -34,7 +33,8 @@ class Progress(LogLines):
             rate = f"learning rate {args.learning_rate:g} ({scheduler})"
             print(f"{trainer.trained_as}: {state.max_steps:,} steps of {self.amount:,} {self.unit}, {rate}")
             if trainer.packed is not None and trainer.mix is None:
-                print("\n".join(_shares(trainer.packed.tokens)))
+                tokens = trainer.packed.tokens
+                print("tokens: " + ", ".join(f"{code} {n / sum(tokens.values()):.0%}" for code, n in tokens.items()))
             if trainer.packed is not None and trainer.packed.lost:
                 print("\n".join(lost_lines(trainer.packed.lost)))
             if state.global_step:
@@ -45,16 +45,6 @@ class Progress(LogLines):
         left, done = super().speed(state), state.global_step - self.first
         speed = f"{done * self.amount / (self.clock() - self.begun):,.0f}" if left else ""
         return f", {speed} {self.unit} a second{left}" if left else ""
-
-
-def _shares(tokens: Mapping[str, int]) -> list[str]:
-    """Each language's share of the tokens, and a warning that names those with little."""
-    whole = sum(tokens.values())
-    lines = ["tokens: " + ", ".join(f"{code} {count / whole:.0%}" for code, count in tokens.items())]
-    if little := small_shares(tokens):
-        named = ", ".join(f"{code} ({share:.1%})" for code, share in little.items())
-        lines.append(f"warning: little of the text is {named}: give more text of it, or less of the others")
-    return lines
 
 
 class SeenText(TrainerCallback, ExportableState):
@@ -73,7 +63,6 @@ class SeenText(TrainerCallback, ExportableState):
         self._since: torch.Tensor | None = None  # since the numbers were last read
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer's state keeps."""
         self.read()
         return {"args": {}, "attributes": {"blocks": self.blocks, "tokens": self.tokens}}
 

@@ -19,17 +19,11 @@ _MAY_CHANGE = ("dataloader_num_workers", "dataset_num_proc")  # without it the s
 
 
 class TrainingFolder:
-    """`OUT.training`: made by `begun`, removed by `remove`. A folder that is not ours is neither used nor removed.
+    """`OUT.training`: made by `begun`, removed by `remove`. Refuses a folder that is not ours, or with an input in it.
 
     Args:
-        out: the stage's output.
         model: folder of the checkpoint to train.
         settings: the stage's settings, JSON.
-        data: text of each language.
-        seed: random seed.
-
-    Raises:
-        InputError: the folder is not one of an interrupted training, or an input lies in it.
     """
 
     def __init__(
@@ -71,12 +65,10 @@ class TrainingFolder:
                 f"{self.path}: holds an interrupted training of another version of this package: finish it with that "
                 "version, or delete the folder to start from the beginning."
             )
-        if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
-            named = [name for name in changed if name != "settings"]
-            if "settings" in changed:
-                named += _changes(before.get("settings"), self.started_with["settings"])
+        before, now = ({**record.pop("settings", {}), **record} for record in (before, dict(self.started_with)))
+        if changed := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
             raise InputError(
-                f"{self.path}: holds an interrupted run with other {', '.join(named)}. Delete the folder to start "
+                f"{self.path}: holds an interrupted run with other {', '.join(changed)}. Delete the folder to start "
                 "from the beginning, or undo the change to resume."
             )
         return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
@@ -111,17 +103,6 @@ def remove_training(out: Path) -> None:
     path = training_of(out)
     if is_work_folder(path):
         remove_work_folder(path)
-
-
-def _changes(before: Any, now: Any, name: str = "") -> list[str]:
-    """The settings that changed, each with its value before and now."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        return [
-            text for key in keys for text in _changes(before.get(key), now.get(key), f"{name}.{key}" if name else key)
-        ]
-    was, is_ = (json.dumps(value, ensure_ascii=False) for value in (before, now))
-    return [f"{name or 'settings'} (then {was:.60}, now {is_:.60})"]
 
 
 def _is_json(path: Path) -> bool:

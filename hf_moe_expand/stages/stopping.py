@@ -13,8 +13,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-# The most seconds between two training checkpoints.
-SECONDS_BETWEEN_SAVES = 600
+SECONDS_BETWEEN_SAVES = 600  # the most between two training checkpoints
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # `timeout` and torchrun pass on a signal that the process got already: the same one at once is no second one.
 _SAME = 0.5  # seconds
@@ -75,8 +74,8 @@ class Stops(TrainerCallback):
         return before
 
     def _leave(self, handler: Any) -> None:
-        """Ends the training as the signal would have ended it. All ranks have saved before the first one leaves, since
-        a launcher then ends the others."""
+        """Ends the training as the signal would have ended it, once all ranks have saved: a launcher ends the others
+        with the first."""
         trainer, name = self.trainer, signal.Signals(self.number).name
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():

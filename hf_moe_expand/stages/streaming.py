@@ -1,5 +1,4 @@
-"""Stages on streamed text: whether a stage streams, its mix and steps, and the part of a Trainer that reads a stream,
-saves its places and goes on from them."""
+"""Stages on streamed text: whether a stage streams, and a Trainer's part that reads a stream and saves its places."""
 
 import math
 from collections.abc import Mapping
@@ -40,9 +39,7 @@ def is_streamed(config: Any, texts: Mapping[str, Any], model_config: Any) -> boo
     why = _hindrance(config, texts, model_config)
     if config.stream and why:
         raise InputError(f"stream: {why}.")
-    if why or not texts:
-        return False
-    return bool(config.stream) or _is_large(config, texts)
+    return not why and bool(texts) and (bool(config.stream) or _is_large(config, texts))
 
 
 def _hindrance(config: Any, texts: Mapping[str, Any], model_config: Any) -> str | None:
@@ -60,8 +57,7 @@ def _is_large(config: Any, texts: Mapping[str, LanguageText | None]) -> bool:
     known."""
     here = [text for text in texts.values() if text is not None]
     if any(text.source.startswith("hub:") or is_elsewhere(text.source) for text in here):
-        each = getattr(config, "tokens_per_language", None)
-        return bool(config.tokens or each or config.max_steps > 0)
+        return bool(config.tokens or getattr(config, "tokens_per_language", None) or config.max_steps > 0)
     return sum(path.stat().st_size for text in here for path in text.files()) > STREAMED
 
 
@@ -82,24 +78,20 @@ def streamed(
     for code, text in texts.items():
         at_hand[code], lost[code] = estimated(text, stream.shards[code], tokenizer, config.on_bad_shard)
     check_lost(lost, allow_lost_text)
-    if unknown := [code for code, count in at_hand.items() if count is None]:
-        if not (config.tokens or config.max_steps > 0 or getattr(config, "tokens_per_language", None)):
-            raise InputError(
-                f"{texts[unknown[0]].source}: how much text it has is not known before it is read: set `tokens`, "
-                "`tokens_per_language` or `max_steps`."
-            )
-        known = [count for count in at_hand.values() if count is not None]
-        at_hand |= dict.fromkeys(unknown, sum(known) // len(known) if known else config.block_size)
-    amounts = {code: count or 1 for code, count in at_hand.items()}
-    tokens = amounts_of(amounts, **config.amounts(texts, model_config))
     if config.process_index == 0:
-        said = [
-            f"{code} about {at_hand[code]:,} tokens in {len(stream.shards[code]):,} shards"
-            if code not in unknown
-            else f"{code} {len(stream.shards[code]):,} shards of unknown size"
-            for code in texts
-        ]
+        sizes = {code: "of unknown size" if n is None else f"about {n:,} tokens" for code, n in at_hand.items()}
+        said = [f"{code} {size} in {len(stream.shards[code]):,} shards" for code, size in sizes.items()]
         print(f"text is read while the model trains: {', '.join(said)}")
+    known = [count for count in at_hand.values() if count is not None]
+    is_said = config.tokens or config.max_steps > 0 or getattr(config, "tokens_per_language", None)
+    if unknown := [texts[code].source for code, count in at_hand.items() if count is None and not is_said]:
+        raise InputError(
+            f"{unknown[0]}: how much text it has is not known before it is read: set `tokens`, `tokens_per_language` "
+            "or `max_steps`."
+        )
+    usual = sum(known) // len(known) if known else config.block_size  # of a text of unknown size
+    amounts = {code: usual if count is None else count or 1 for code, count in at_hand.items()}
+    tokens = amounts_of(amounts, **config.amounts(texts, model_config))
     blocks = tuple(max(count // config.block_size, 1) for count in tokens.values())
     return PackedText(stream, tuple(languages), tokens, {}, blocks, lost)
 
@@ -119,14 +111,12 @@ class StreamMixin:
 
     def _begin_steps(self: Any, config: Any) -> None:
         """Before the library's constructor, which asks a stream for its steps, and sets up its workers."""
+        streams = self.stream is not None
         if config.dataloader_num_workers is None:
-            vars(config)["dataloader_num_workers"] = 0 if self.stream is None else WORKERS
-        if self.stream is not None:
-            vars(config)["ignore_data_skip"] = True  # a stream goes on from its places
-            self._counts_steps = config.max_steps <= 0
-            vars(config)["max_steps"] = max(config.max_steps, 1)
-        else:
-            self._counts_steps = bool(config.tokens)
+            vars(config)["dataloader_num_workers"] = WORKERS if streams else 0
+        self._counts_steps = config.max_steps <= 0 if streams else bool(config.tokens)
+        if streams:  # which goes on from its places
+            vars(config).update(ignore_data_skip=True, max_steps=max(config.max_steps, 1))
 
     @property
     def row_tokens(self: Any) -> int | None:
@@ -177,14 +167,12 @@ class StreamMixin:
         try:
             return super().get_batch_samples(moved, num_batches, device)  # type: ignore[misc]
         except InputError:
-            saves = self.args.save_strategy != SaveStrategy.NO and self.state.global_step > self._resumed_at()
+            resumed_at = self._saved[0]["step"] if self._saved else 0
+            saves = self.args.save_strategy != SaveStrategy.NO and self.state.global_step > resumed_at
             if saves and self.args.world_size == 1:  # other ranks would wait for this one
                 stream.places, stream.taken = before["places"], before["taken"]
                 self._save_checkpoint(self.model, trial=None)
             raise
-
-    def _resumed_at(self) -> int:
-        return self._saved[0]["step"] if self._saved else 0
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
@@ -200,8 +188,7 @@ class StreamMixin:
     def _passed(self: Any, says: bool = True) -> dict[str, dict[str, dict[str, int]]]:
         """What passed of each language on all ranks; all of them call it."""
         stream = self.stream
-        own = stream.places if self.args.process_index % self.get_tp_size() == 0 else []
-        places = gather_object(list(own))
+        places = gather_object(list(stream.places if self.args.process_index % self.get_tp_size() == 0 else []))
         passed = {code: summed(place[code]["counts"] for place in places) for code in stream.shards}
         if says and self.is_world_process_zero():
             print("\n".join(passed_line(code, counts) for code, counts in passed.items()))
@@ -214,12 +201,11 @@ class StreamMixin:
             return
         folder = Path(get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint)
         paths = sorted(folder.glob("stream-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-        states = [read_json(path, "the places of a stream") for path in paths]
+        self._saved = states = [read_json(path, "the places of a stream") for path in paths]
         if not states or len(states) != states[0]["ranks"]:
             raise InputError(
                 f"{folder}: has the places of {len(states)} ranks in its text, not of all: it cannot be resumed; start "
                 "anew, or from another checkpoint."
             )
-        self._saved = states
         if self._counts_steps and (rows := self.get_total_train_batch_size(self.args)) != states[0]["rows"]:
             raise InputError(f"{folder}: its steps are of {states[0]['rows']} blocks, not of {rows}: give as many.")
