@@ -282,10 +282,10 @@ def test_lora_is_merged_and_touches_linear_layers_alone(root, data, tmp_path):
 
 def test_only_new_blocks_move(root, data, tmp_path):
     (tmp_path / "dense.yaml").write_text(
-        "block_size: 32\nmax_steps: 3\nlearning_rate: 0.01\nper_device_train_batch_size: 4\n"
+        "block_size: 32\nmax_steps: 3\nlearning_rate: 0.01\nper_device_train_batch_size: 4\nmethod: new-blocks\n"
     )
     text = ("--data", f"en={root / 'en.jsonl'}", "--config", tmp_path / "dense.yaml")
-    said = invoke("train", "dense", root / "deep", tmp_path / "out", *text, "--only-new-blocks")
+    said = invoke("train", "dense", root / "deep", tmp_path / "out", *text)
     found = compare_checkpoints(root / "deep", tmp_path / "out")
     assert f"3 steps; {len(found.identical)} frozen tensors are byte-identical" in said
     assert {name.split(".")[2] for name in found.changed} == {"1", "4"}

@@ -314,7 +314,7 @@ def test_fine_tunes_become_languages_fit_the_gate_and_are_evaluated(home, tmp_pa
     assert line.endswith("parameters, if all of their tensors differ")
     assert ran(loaded) == (["tuned", "gates", "evaluate"], tmp_path / "run" / "gates")
     some = {"join": None, "tuned": models, "new": None, "gates": None, "test": {"el": str(home / "el.test.jsonl")}}
-    said = "test: no held-out text in de, en, hu: what becomes of it is not measured"
+    said = "test: no held-out text in de, en, hu: it is not measured"
     assert said in validate_recipe(recipe(home, tmp_path, **some))
     for changes, why in (
         ({"plan": {"method": "exclusive"}}, "a recipe with `tuned` makes and trains no new experts"),

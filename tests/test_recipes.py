@@ -121,8 +121,7 @@ def test_names_and_files(tmp_path, monkeypatch):
     (tmp_path / name).write_text(yaml.safe_dump({**yaml.safe_load(shown), "base": "org/other"}))
     assert "org/other is not on this machine" in invoke("validate", "--offline", name)
     for verb in (["validate"], ["run"], ["recipes", "show"]):
-        refused(invoke, *verb, "moe-lpr-qwen.yaml", says=r"yaml: no such file, .*; did you mean `moe-lpr-qwen1.5-1.8b`")
-    refused(find_recipe, "zzz", says=r"zzz: no such file, .* `hf-moe-expand recipes ls` shows them")
+        refused(invoke, *verb, "moe-lpr-qwen.yaml", says=r"yaml: no such file, .* \(`hf-moe-expand recipes ls`\)")
 
 
 @pytest.mark.skipif(not papers.TEXTS.is_dir(), reason=f"the papers are not at {papers.TEXTS}")
@@ -253,7 +252,6 @@ def test_a_gpu_or_none(base, texts, monkeypatch, here, gpu, able, half, cpu):
         text = new_recipe(str(base), {}, {"hu": "hub:some/text"}, {})
         made = Recipe.of_text(text, "x").post_pretrain
         assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (1, 16)
-        assert "checkpointing: true" in text
 
 
 def test_what_it_refuses(base, texts, tmp_path):

@@ -104,15 +104,6 @@ def test_commands_without_effect_and_names_without_a_last_part(root, monkeypatch
     assert sorted(root.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("held_out", "says"), [("{texts: }", "texts: Input should be a valid dict"), ("0", "must hold `key: value` lines")]
-)
-def test_held_out_text_of_a_file_is_checked_before_that_of_an_option_joins_it(root, tmp_path, held_out, says):
-    (tmp_path / "stage.yaml").write_text(f"validation: {held_out}")
-    text = ["--data", f"el={root}/el.jsonl", "--validation", f"el={root}/el.jsonl", "--config", tmp_path / "stage.yaml"]
-    refused(invoke, "train", "post-pretrain", root / "expanded", tmp_path / "out", *text, says=rf"validation: {says}")
-
-
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     (tmp_path / "there.json").write_text("{}")
     (tmp_path / "folder").mkdir()

@@ -288,9 +288,8 @@ def test_an_interrupted_run_ends_with_the_same_curves(scored):
 
 def test_two_ranks_score_what_one_does_and_one_writes(scored):
     settings = {"block_size": 16, "temperature": 2, "max_steps": 3, "learning_rate": 1e-2}
-    settings["validation"] = {"texts": {"el": str(scored / "el.test.jsonl")}}  # with the option's
+    settings["validation"] = {"texts": {code: str(scored / f"{code}.test.jsonl") for code in ("el", "tr")}}
     text = [part for code in ("el", "tr") for part in ("--data", f"{code}={scored / code}.jsonl")]
-    text += ["--validation", f"tr={scored}/tr.test.jsonl"]
     for batch in (4, 2):  # in a step four blocks either way
         settings["per_device_train_batch_size"] = batch
         (scored / f"{batch}.yaml").write_text(json.dumps(settings))

@@ -59,7 +59,7 @@ def expand(
     base, of each language alone, of text that is told its language, and, with --gate, of text that nobody told. With
     --branches, dense models are the experts, and all other weights are averaged (Branch-Train-Mix); then `train joint`.
     With --blocks, the model stays dense: copied blocks are inserted that at first have no effect (LLaMA-Pro); then
-    `train dense --only-new-blocks`.
+    `train dense` with `method: new-blocks`.
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
 

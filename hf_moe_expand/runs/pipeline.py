@@ -1,7 +1,5 @@
 """`run` and `validate`: run or check all steps of a recipe. Finished steps are not run again."""
 
-import re
-import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -11,8 +9,7 @@ from typing import Any
 
 from ..checkpoint.promises import check_architecture
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source import base_config_at_hand, load_base_config, load_config, pack_and_name, resolve_checkpoint
-from ..checkpoint.tokenizer import load_tokenizer
+from ..checkpoint.source import base_config_at_hand, load_base_config, pack_and_name, resolve_checkpoint
 from ..checkpoint.writer import check_apart, check_writable
 from ..core.disk import check_room, free_bytes, peak, readable_size
 from ..core.errors import errors_at, goes_on, named_as
@@ -26,7 +23,6 @@ from ..data.places import is_elsewhere
 from ..data.rows import counted
 from ..data.sources import LanguageText, all_left_out
 from ..evaluation.report import Evaluation
-from ..inference.asking import why_no_base_inside
 from ..modeling import stack_sizes
 from ..stages.distributed import launched
 from ..stages.kind import StepResult
@@ -85,13 +81,10 @@ def _made(work: ExpansionRun) -> list[Step]:
 def validate_recipe(recipe: Recipe, offline: bool = False, here: bool = True) -> list[str]:
     """Checks a recipe as far as possible before anything runs; returns one line for each check that passed.
 
-    Reads local text until it is known to be enough; does not read text on the hub.
-
     Args:
         offline: download nothing; skip, with a line that says so, every check that needs a base that is not on this
             machine or a variable that is not set.
-        here: refuse what this machine cannot do, such as a training of far more memory than it has; with `offline`,
-            another machine is taken to be the one that trains.
+        here: refuse what this machine cannot do; with `offline`, another machine is the one that trains.
 
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
@@ -104,50 +97,54 @@ def validate_recipe(recipe: Recipe, offline: bool = False, here: bool = True) ->
 
 def _checked(recipe: Recipe, offline: bool = False, here: bool = True) -> tuple[list[str], list[tuple[Path, int, int]]]:
     """The lines of a recipe's checks, and what its steps write to the disk, as `peak` takes it."""
+    output = Path(recipe.output)
     if offline:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
     else:
         config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
         check_architecture(config, recipe.base)
     trial = Trial(recipe.base, recipe.revision, config, offline, here=here and not offline)
-    lines: list[str] = []
     if config is None:
-        lines.append(f"skipped: architecture, plans, stages and disk: {recipe.base} is not on this machine")
+        lines = [f"skipped: architecture, plans, stages and disk: {recipe.base} is not on this machine"]
     else:
         stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
-        lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
-    lost: dict[str, LostText] = {}
-    for key, source in recipe.keyed_sources():
-        if offline and (unset := unset_variable(source.source)):
-            lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
-            continue
-        with errors_at(key):
-            if config is not None and config.is_encoder_decoder:
-                check_pairs(source, trial.tokenizer)
-            else:
-                source.check()
-            if not offline and is_elsewhere(source.source):
-                source.shards()  # refuses an address of nothing
-            lines.append(f"{key}: {_looked_at(source, config)}")
-        if not offline and source.files():
-            lost[key] = lost_of(source, trial.tokenizer, config.is_encoder_decoder)
-    lines += [*token_line(lost), *lost_lines(lost)]
-    check_lost(lost, recipe.allow_lost_text)
+        lines = [", ".join([f"base: {recipe.base}", config.model_type, *stacks])]
+    lines += _text_lines(recipe, trial)
     if not offline:  # else another machine may be the one that runs
-        check_writable(Path(recipe.output) / RECIPE)
+        check_writable(output / RECIPE)
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
     packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs, *recipe.tuned.values()) if Path(name).is_dir()]
-    for step in steps_of(recipe)[0]:
-        with errors_at("output"):
+    with errors_at("output"):
+        for step in steps_of(recipe)[0]:
             check_apart(step.output, *models)
     tried, written = _tried(recipe, trial)
-    lines += tried
     if written:
-        output = Path(recipe.output)
         needed, free = readable_size(peak(written)), readable_size(free_bytes(output))
-        lines.append(f"disk: up to {needed} for {_WRITTEN}; {free} are free at {output}")
-    return lines + recipe.unread(), written
+        tried.append(f"disk: up to {needed} for {_WRITTEN}; {free} are free at {output}")
+    return [*lines, *tried, *recipe.unread()], written
+
+
+def _text_lines(recipe: Recipe, trial: Trial) -> list[str]:
+    """Checks each text, and what the tokenizer loses of it; says of each its files, and what is left out of them."""
+    pairs = trial.config is not None and trial.config.is_encoder_decoder
+    lines, lost = list[str](), dict[str, LostText]()
+    for key, source in recipe.keyed_sources():
+        if trial.offline and (unset := unset_variable(source.source)):
+            lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
+            continue
+        with errors_at(key):
+            if pairs:
+                check_pairs(source, trial.tokenizer)
+            else:
+                source.check()
+            if not trial.offline and is_elsewhere(source.source):
+                source.shards()  # refuses an address of nothing
+            lines.append(f"{key}: {_looked_at(source, pairs)}")
+        if not trial.offline and source.files():
+            lost[key] = lost_of(source, trial.tokenizer, pairs)
+    check_lost(lost, recipe.allow_lost_text)
+    return [*lines, *token_line(lost), *lost_lines(lost)]
 
 
 def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, int, int]]]:
@@ -172,13 +169,12 @@ def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, in
     return lines, written
 
 
-def _looked_at(source: LanguageText, config: Any) -> str:
+def _looked_at(source: LanguageText, as_pairs: bool) -> str:
     """A text's files, and what is left out at their beginning."""
     files = source.files()
     if not files:
-        where = "elsewhere" if is_elsewhere(source.source) else "on the hub"
-        return f"{source.source}, {where}"
-    beginnings = list(source.beginnings(as_pairs=config is not None and config.is_encoder_decoder))
+        return f"{source.source}, {'elsewhere' if is_elsewhere(source.source) else 'on the hub'}"
+    beginnings = list(source.beginnings(as_pairs))
     words = [f"{source.source}, {len(files)} file(s)", source.files_left_out()]
     if left_out := all_left_out(beginnings):
         kept, whole = sum(len(one.rows) for one in beginnings), all(one.read == 1 for one in beginnings)
@@ -190,8 +186,8 @@ def _looked_at(source: LanguageText, config: Any) -> str:
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     """Runs a recipe: analyses, plans, expands (or joins packs) and trains for each of its expansions, then evaluates.
 
-    A second run after an interruption resumes the first: finished steps are skipped, and training resumes from its
-    last checkpoint. Under `accelerate launch` all ranks train, and the first rank does all other steps.
+    A second run resumes the first: finished steps are skipped, and training resumes from its last checkpoint. Under
+    `accelerate launch` all ranks train, and the first rank does all other steps.
 
     Returns:
         The folder of the final checkpoint.
@@ -240,22 +236,7 @@ def _run_recipe(recipe: Recipe, say: Callable[[str], None]) -> Path:
         say("bits per byte of held-out text, lower is better:")
         say(Evaluation.from_json(root / "evaluation.json").markdown())
     say(f"final checkpoint: {final}")
-    if state.is_main_process:
-        say("\n".join(["what follows:", *(f"  {command}" for command in _what_follows(root, final))]))
     return final
-
-
-def _what_follows(root: Path, final: Path) -> list[str]:
-    """The commands that show, ask and publish the model of a finished run."""
-    config: Any = load_config(final)
-    asks = ["inspect", str(final)]
-    if not config.is_encoder_decoder:
-        inside = [] if why_no_base_inside(config) else ["--base", "inside"]
-        talks = bool(load_tokenizer(final, final).chat_template)
-        asks = ["chat", str(final), *([] if talks else ["--prompt", "PROMPT"]), *inside]
-    name = "-".join(re.findall(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", root.resolve().name)) or "model"
-    commands = [["report", str(root)], asks, ["push", str(final), f"me/{name}", "--dry-run"]]
-    return [shlex.join(["hf-moe-expand", *command]) for command in commands]
 
 
 def _run_steps(steps: list[Step], record: RunRecord, state: Any, say: Callable[[str], None]) -> None:

@@ -25,13 +25,13 @@ from .recipes import INHERITS, WholeRecipe
 
 Sources = dict[LanguageCode, Located]
 # Keys beside which `join` has no meaning: it makes no new experts.
-_NOT_WITH_JOIN = (
+_NEW_EXPERTS = (
     "plan",
     "expansions",
     "expand",
     "analysis",
     "deviation",
-    *(key for key in recipe_stages() if key != "gates"),
+    *(k for k in recipe_stages() if k != "gates"),
 )
 
 
@@ -80,9 +80,7 @@ class _Expansion(Schema):
         if getattr(self.plan, "exclusive", False) and "review" not in self.model_fields_set:
             stages = [(stage, settings) for stage, settings in stages if stage.key != "review"]  # no routers
         if self.classified_later:
-            stages = [
-                (stage, self._placing(settings) if stage.key == "review" else settings) for stage, settings in stages
-            ]
+            stages = [(stage, self._placing(own) if stage.key == "review" else own) for stage, own in stages]
         return [(stage, settings) for stage, settings in stages if settings is not None]
 
     def _placing(self, review: Any) -> Any:
@@ -192,7 +190,7 @@ class Recipe(Expansion):
         how = "join" if self.join is not None else "tuned"
         if self.join is not None and self.tuned:
             raise InputError("tuned: a recipe with `join` takes no fine-tunes: join the model that another one makes.")
-        for key in _NOT_WITH_JOIN:
+        for key in _NEW_EXPERTS:
             if key in self.model_fields_set and getattr(self, key) is not None:
                 raise InputError(
                     f"{key}: a recipe with `{how}` makes and trains no new experts: leave {key} out, and make each "
@@ -215,14 +213,13 @@ class Recipe(Expansion):
     def _check_old(self) -> None:
         """Refuses a recipe that needs old text and has none."""
         first = self.all_expansions[0]
-        if self.old and first.family == "dmoe":
-            raise InputError(
-                "old: DMoE trains the base too, so no language stays as it is: name all languages to train on under "
-                "`new`."
-            )
-        if self.old or first.family == "dmoe":
-            return
-        if first.has("review") or first.needs == "similarity":
+        if first.family == "dmoe":
+            if self.old:
+                raise InputError(
+                    "old: DMoE trains the base too, so no language stays as it is: name all languages to train on "
+                    "under `new`."
+                )
+        elif not self.old and (first.has("review") or first.needs == "similarity"):
             raise InputError(
                 "old: no old language: the review stage and a plan by similarity need text of the languages that the "
                 "base is good at. Give some, let the base write some (`hf-moe-expand sample`), or set `review: null` "
@@ -247,10 +244,10 @@ class Recipe(Expansion):
                 f"expansion {number}: the gate takes the place of classifiers, but the plan has some: leave them out, "
                 "or `gates`."
             )
+        copied = expansion.expand.copy_from
         if number > 1:
             self._check_further(number, expansion)
-        copied = expansion.expand.copy_from
-        if number == 1 and copied not in (0, "nearest"):
+        elif copied not in (0, "nearest"):
             raise InputError(f"expand.copy_from is {copied}: the first expansion can copy only expert 0; leave it out.")
         if expansion.graft is not None and number < len(self.all_expansions):
             raise InputError(
@@ -259,16 +256,15 @@ class Recipe(Expansion):
             )
 
     def _check_further(self, number: int, expansion: Expansion) -> None:
-        """Refuses settings of further experts that are other than the first ones': they are as those."""
+        """Refuses settings of further experts that are other than the first ones'."""
         first = self.all_expansions[0]
-        kinds = [*NewExperts.model_fields]
-        for part, names in {"plan": ["top_k"], "expand": kinds}.items():
+        for part, names in {"plan": ["top_k"], "expand": [*NewExperts.model_fields]}.items():
             own, of_first = getattr(expansion, part), getattr(first, part)
             for name in [name for name in names if name in getattr(own, "model_fields_set", ())]:
-                if getattr(own, name) != getattr(of_first, name, None):
+                if getattr(own, name) != (wanted := getattr(of_first, name, None)):
                     raise InputError(
                         f"expansion {number}: {part}.{name} is {getattr(own, name)!r}, but further experts are as "
-                        f"those of the first expansion, which has {getattr(of_first, name, None)!r}: leave it out."
+                        f"those of the first expansion, which has {wanted!r}: leave it out."
                     )
 
     def unread(self) -> list[str]:
@@ -301,10 +297,7 @@ class Recipe(Expansion):
     @classmethod
     @checked
     def load(cls, path: str | Path, unset_ok: bool = False) -> "Recipe":
-        """Reads a recipe.
-
-        Args:
-            unset_ok: keep `$VARIABLES` that are not set in the text, instead of refusing them.
+        """Reads a recipe; `unset_ok` keeps `$VARIABLES` that are not set.
 
         Raises:
             InputError: the file, or one that it inherits, is missing or wrong; the message names file and key.
@@ -313,24 +306,21 @@ class Recipe(Expansion):
 
     @classmethod
     def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
-        """Reads a recipe from its text, as `load` does; messages call it `path`."""
-        whole = WholeRecipe.of_text(text, path, keeps_null)
-        recipe = whole.checked(lambda mapping: cls._of_mapping(mapping, str(path), {"unset_ok": unset_ok}))
+        """Reads a recipe from its text, as `load` does; messages call it `path`. Its own settings go to each
+        expansion."""
+        whole, context = WholeRecipe.of_text(text, path, keeps_null), {"unset_ok": unset_ok}
+        mapping = whole.mapping
+        if isinstance(mapping.get("expansions"), list):
+            own = {key: value for key, value in mapping.items() if key in Expansion.model_fields}
+            read(Expansion, {"new": {}, **own}, whole.where, context)
+            mapping = {**mapping, "expansions": _shared(mapping)}
+        recipe = read(cls, mapping, whole.where, context)
         recipe._whole = whole
         return recipe
 
-    @classmethod
-    def _of_mapping(cls, mapping: dict[str, Any], where: str, context: dict[str, Any]) -> "Recipe":
-        """Reads a recipe from the value of its file; its own settings go to each expansion."""
-        if isinstance(mapping.get("expansions"), list):
-            own = {key: value for key, value in mapping.items() if key in Expansion.model_fields}
-            read(Expansion, {"new": {}, **own}, where, context)
-            mapping = {**mapping, "expansions": _shared(mapping)}
-        return read(cls, mapping, where, context)
-
     @property
     def evaluated_languages(self) -> list[list[str]]:
-        """The base's languages, then those that each expansion adds. Languages under `test` alone are in no group; the
+        """The base's languages, then those that each expansion adds. Those under `test` alone are in no group, or the
         base's where text of an undetermined language stands for all of these."""
         new = [list(expansion.new) for expansion in self.all_expansions]
         added = {code for codes in new for code in codes}
@@ -352,7 +342,6 @@ class Recipe(Expansion):
 
     @property
     def test_sources(self) -> dict[str, LanguageText]:
-        """Held-out text of each language."""
         return {code: LanguageText(code, source) for code, source in self.test.items()}
 
     def keyed_sources(self) -> Iterator[tuple[str, LanguageText]]:

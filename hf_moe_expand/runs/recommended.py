@@ -3,9 +3,8 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -28,7 +27,6 @@ from ..modeling import count_layers
 from ..planning.plan import Plan
 from ..stages import all_stages
 from ..trainers.bfloat16 import has_bfloat16
-from ..trainers.router_losses import CHECKPOINTING
 from .recipe import Recipe
 
 # The blocks of the study whose rates these are (docs/choose.md#learning-rates).
@@ -41,8 +39,7 @@ _FEWEST_STEPS, _MOST_STEPS = 100, 10_000
 _KEPT, _ROOM = 32, 0.7
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """The peak learning rate of stage 1, and where it comes from."""
 
     stage: str
@@ -50,8 +47,7 @@ class Rates:
 
 
 def rates_for(parameters: int, of_step: int = _BLOCKS_A_STEP * BLOCK) -> Rates:
-    """The rates to start from, by the size of the base and the tokens of a step. Two sizes are measured: SmolLM2's 135
-    million parameters, here, with steps of 8,192 and of 512 tokens, and 1.8 billion, in the paper."""
+    """The rates to start from, by the size of the base and the tokens of a step."""
     if parameters < 300_000_000:
         measured = "measured on SmolLM2, 135 million parameters, with steps of"
         return Rates("2e-3", f"{measured} 8,192 tokens") if of_step >= 4096 else Rates("1e-3", f"{measured} 512 tokens")
@@ -82,11 +78,10 @@ def new_recipe(
     gpu: bool | None = None,
     tokens: int | None = None,
 ) -> str:
-    """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
+    """The text of the recommended recipe for a base and text.
 
     Args:
         old, new, test: the source of each language's text, as in a recipe.
-        allow_lost_text: the recipe's `allow_lost_text`.
         output: folder of the run; by default `runs/`, the base's name and the new languages.
         gpu: whether it will train on a GPU; by default, whether this machine has one.
         tokens: tokens to train on; by default one epoch of the text.
@@ -132,29 +127,22 @@ def new_recipe(
 def _on_the_device(
     dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int, gpu: bool | None
 ) -> dict[str, Any]:
-    """What fits this machine, or a GPU elsewhere: blocks at a time and why so many, mixed precision, and gradient
-    checkpointing by its name, if needed."""
+    """What fits this machine, or a GPU elsewhere: blocks at a time and why so many, and mixed precision."""
     here = torch.cuda.is_available()
     if gpu and not here:
         why = "safe on a GPU that this machine does not know; with more memory take more, and fewer of the next line"
-        return {"at_once": 1, "why": why, "half": True, "cpu": False, "checkpointing": None}
+        return {"at_once": 1, "why": why, "half": True, "cpu": False}
     plan = Plan("exclusive", [2] * count_layers(dense), old=list(old), new=list(new), exclusive=True)
     network = network_of(planned_config(dense, plan))
     cpu = here and gpu is False
-    half = here and not cpu and has_bfloat16()
     memory = psutil.virtual_memory().total if cpu else device_memory()
     stage: Any = all_stages()["post_pretrain"]
     config = stage(per_device_train_batch_size=most, block_size=BLOCK)
-
-    def fits() -> bool:
-        return least_memory(network, config, _KEPT) <= _ROOM * memory
-
-    while config.per_device_train_batch_size > 1 and not fits():
+    while config.per_device_train_batch_size > 1 and least_memory(network, config, _KEPT) > _ROOM * memory:
         config.per_device_train_batch_size //= 2
-    checkpointing, at_once = None if fits() else CHECKPOINTING, config.per_device_train_batch_size
-    room = f"what fits into {readable_size(memory)} of memory"
-    why = "all of a step" if at_once == most and checkpointing is None else room
-    return {"at_once": at_once, "why": why, "half": half, "cpu": cpu, "checkpointing": checkpointing}
+    at_once = config.per_device_train_batch_size
+    why = "all of a step" if at_once == most else f"what fits into {readable_size(memory)} of memory"
+    return {"at_once": at_once, "why": why, "half": here and not cpu and has_bfloat16(), "cpu": cpu}
 
 
 def _value(text: str | os.PathLike) -> str:

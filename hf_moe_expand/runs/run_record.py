@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from ..stages.kind import StepResult
     from .steps.step import Step
 
-# The key under which the step at work stands.
-BEGUN = "begun"
-# Among a step's inputs, the form in which their hashes are taken; another one is an earlier version's.
-FORM = "2"
+BEGUN = "begun"  # the key of the step at work
+FORM = "2"  # in which hashes of inputs are taken; another one is an earlier version's
 
 
 class StepDone(Schema):
-    """A step that is done: seconds that its attempts took together, their number, a line for the user, what it wrote
-    (in the run's folder), facts, hashes of its inputs."""
+    """A step that is done: seconds and number of its attempts, a line for the user, what it wrote (in the run's
+    folder), facts, hashes of its inputs."""
 
     seconds: Coefficient
     summary: Text
@@ -38,7 +36,7 @@ class StepDone(Schema):
 
 
 class StepAtWork(Schema):
-    """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
+    """The step that has begun, seconds of its earlier attempts, the number of attempts, hashes of its inputs."""
 
     step: Text
     seconds: Coefficient = 0.0
@@ -54,8 +52,7 @@ def run_folder(run: str | Path) -> Path:
 
 
 def read_steps(path: Path) -> tuple[dict[str, StepDone], StepAtWork | None]:
-    """The record: the steps that are done, by name, and the step at work; empty where there is none. Refuses a file
-    that is no such record."""
+    """The record: the steps that are done, by name, and the step at work; empty where there is no file."""
     steps = read_json(path, "the record of a run") if path.is_file() else {}
     begun = read(StepAtWork, steps.pop(BEGUN), f"{path}: {BEGUN}") if BEGUN in steps else None
     return {name: read(StepDone, step, f"{path}: {name}") for name, step in steps.items()}, begun
@@ -134,26 +131,20 @@ class RunRecord:
 
     @contextmanager
     def attempt(self, step: "Step") -> Iterator[None]:
-        """Records that a step is running, and adds the time inside to the step's; forgets later repeatable steps, which
-        used its former output. A step that was interrupted with the same inputs is at its next attempt. Where one with
-        other inputs is refused, the file still tells of the attempts before."""
-        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.inputs_of[step.name])
-        other = self.begun if self._is_begun(step) else None
-        if other is not None and other.made_from == begun.made_from:
-            begun, other = changed(begun, seconds=other.seconds, attempts=other.attempts + 1), None
+        """Records that a step is running, at its next attempt where its inputs are those of an interrupted one, and
+        adds the time inside; forgets later repeatable steps, which used its former output."""
+        begun = StepAtWork(step=step.name, made_from=self.inputs_of[step.name])
+        if self.begun is not None and (self.begun.step, self.begun.made_from) == (begun.step, begun.made_from):
+            begun = changed(begun, seconds=self.begun.seconds, attempts=self.begun.attempts + 1)
         for later in self.steps[self.steps.index(step) + 1 :]:
             if later.repeatable:
                 self.done.pop(later.name, None)
         self._write(begun)
-        started, refused = time.monotonic(), False
+        started = time.monotonic()
         try:
             yield
-        except InputError:
-            refused = True
-            raise
         finally:
-            begun = changed(begun, seconds=round(begun.seconds + time.monotonic() - started, 1))
-            self._write((refused and other) or begun)
+            self._write(changed(begun, seconds=round(begun.seconds + time.monotonic() - started, 1)))
 
     def end(self, step: "Step", done: "StepResult") -> float:
         """Records that the step is done; returns the seconds that its attempts took."""

@@ -85,7 +85,7 @@ def recipes_show(name: RecipeName) -> None:
         return keeps_null(key)
 
     whole = WholeRecipe.load(find_recipe(name), keeps_null)
-    print(to_yaml(whole.mapping) if len(whole.layers) > 1 else whole.text, end="")
+    print(to_yaml(whole.mapping) if len(whole.files) > 1 else whole.text, end="")
 
 
 @recipes.verb("new")

@@ -16,15 +16,9 @@ from ..evaluation.scoring_settings import EvaluationSettings
 from ..stages import kinds, stage_files
 
 _NO_VERBS = ("graft", "gates", "average")  # which do not train, and are verbs of their own
-# Options of some stages alone, and their values in others.
-_OPTIONS: dict[str, Any] = {
-    "validation": None, "classifier_layers": None, "classifier_choice": None, "test": None, "only_new_blocks": False,
-}  # fmt: skip
-_OF_STAGE = {
-    "adapt": ("test",),
-    "dense": ("only_new_blocks",),
-    "review": ("validation", "classifier_layers", "classifier_choice"),
-}
+# Options of one stage alone, and their values in others.
+_OPTIONS: dict[str, Any] = {"classifier_layers": None, "test": None}
+_OF_STAGE = {"adapt": ("test",), "review": ("classifier_layers",)}
 
 
 train = Group("Train one stage.")
@@ -47,11 +41,8 @@ def _train(
     *,
     data: Places,
     config: Path | None = None,
-    validation: Places | None = None,
     classifier_layers: int | None = None,
-    classifier_choice: str | None = None,
     test: Places | None = None,
-    only_new_blocks: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     allow_lost_text: bool = False,
@@ -62,32 +53,16 @@ def _train(
     Args:
         config: YAML file with the stage's settings; without it, one epoch at the papers' rate (5e-5; 2e-5 in DMoE's
             stages; cosine): a small base wants more (docs/choose.md#learning-rates).
-        validation: LANGUAGE=FILE of held-out text to score while it trains; repeat.
         classifier_layers: place classifiers in so many layers, by the languages' similarity in this model.
-        classifier_choice: choice of these layers: similarity, last, random, all or none.
         test: LANGUAGE=FILE to score before and after; repeat.
-        only_new_blocks: train only the blocks of `expand --blocks` (`method: new-blocks`).
     """
     from ..core.yamlfile import read_yaml
 
     mapping = {} if config is None else read_yaml(config)
     if key != "dense":
         expanded(model, {})
-    placing = {"classifier_layers": classifier_layers, "classifier_choice": classifier_choice}
-    given: dict[str, Any] = {name: value for name, value in placing.items() if value is not None}
-    if only_new_blocks:
-        if mapping.get("method", "new-blocks") != "new-blocks":
-            raise InputError(f"{config}: method is {mapping['method']!r}, but --only-new-blocks was given; drop one.")
-        given["method"] = "new-blocks"
+    given = {} if classifier_layers is None else {"classifier_layers": classifier_layers}
     settings = _settings(key, {**mapping, **given}, str(config or ""))
-    if validation:
-        from ..core.schema import changed
-        from ..stages.config import ValidationSettings
-
-        before = getattr(settings, "validation", None) or ValidationSettings()
-        texts = {**before.texts, **{code: text.source for code, text in validation.items()}}
-        given["validation"] = changed(before, texts=texts)
-        settings = _settings(key, {**mapping, **given}, str(config or ""))
     if key == "adapt":
         _adapt(model, out, data, settings, seed, overwrite, allow_lost_text, test or {})
         return
@@ -153,6 +128,6 @@ _SYNOPSES = {key: pydoc.synopsis(str(Path(kinds.__path__[0]) / f"{key}.py")) for
 _SYNOPSES |= {key: _synopsis_of(at.module) for key, at in extension_points("stages").items() if key not in _SYNOPSES}
 for _key, _synopsis in _SYNOPSES.items():
     if _key not in _NO_VERBS:
-        _own = _OF_STAGE.get(_key, ("validation",))
+        _own = _OF_STAGE.get(_key, ())
         _fixed = {"key": _key, **{name: value for name, value in _OPTIONS.items() if name not in _own}}
         train.add(_train, _key.replace("_", "-"), _fixed, cls=_StageVerb, help="", short_help=_synopsis)

@@ -1,8 +1,6 @@
 """Recipes of published settings, one YAML file each, whose first line is `# METHOD: description`, and how a recipe
 inherits. The files in `methods` are for recipes to inherit."""
 
-import difflib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os.path import isdir, isfile
@@ -19,13 +17,8 @@ INHERITS = "inherits"
 
 @dataclass(frozen=True)
 class PackagedRecipe:
-    """A recipe that comes with the package.
-
-    Attributes:
-        name: name of its file, without `.yaml`.
-        method, about: method and description, from its first line.
-        base: hub id of the base model.
-    """
+    """A recipe that comes with the package: the name of its file without `.yaml`, method and description from its first
+    line, and the base's hub id."""
 
     name: str
     method: str
@@ -49,7 +42,7 @@ def packaged_recipes() -> list[PackagedRecipe]:
 
 
 def find_recipe(name: str, folder: Path = Path()) -> Path:
-    """The file of that name in a folder, or else of the package; an InputError suggests the nearest one."""
+    """The file of that name in a folder, or else of the package."""
     files = packaged_files() | packaged_files("methods")
     if isfile(folder / name):  # which takes names that no file system does
         return folder / name
@@ -57,9 +50,7 @@ def find_recipe(name: str, folder: Path = Path()) -> Path:
         return files[name]
     if isdir(folder / name):
         raise InputError(f"{name}: is a folder; name a recipe's file in it.")
-    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), files, n=1, cutoff=0.5)
-    hint = f"did you mean `{near[0]}`?" if near else "`hf-moe-expand recipes ls` shows them."
-    raise InputError(f"{name}: no such file, and no packaged recipe of that name; {hint}")
+    raise InputError(f"{name}: no such file, and no packaged recipe of that name (`hf-moe-expand recipes ls`).")
 
 
 def _never(key: str) -> bool:
@@ -73,16 +64,13 @@ class WholeRecipe:
 
     Attributes:
         text: the text of its own file.
-        layers: its files, that which inherits nothing first, each with the values that it and all that it inherits
-            have together. A null for a key that no parent has stays.
+        files: its own file, then those that it inherits from.
+        mapping: the values of all of them. A null for a key that no parent has stays.
     """
 
     text: str
-    layers: list[tuple[str, dict[str, Any]]]
-
-    @property
-    def mapping(self) -> dict[str, Any]:
-        return self.layers[-1][1]
+    files: list[Path]
+    mapping: dict[str, Any]
 
     @classmethod
     def load(cls, path: str | Path, keeps_null: Callable[[str], bool] = _never) -> "WholeRecipe":
@@ -99,29 +87,17 @@ class WholeRecipe:
         Raises:
             InputError: a file is missing, is no YAML mapping, or inherits from itself.
         """
-        layers: list[tuple[str, dict[str, Any]]] = []
-        for file, mapping in reversed([*_line(text, path)]):
-            layers.append((str(file), _merged(mapping, layers[-1][1], keeps_null) if layers else mapping))
-        return cls(text, layers)
+        line = list(_line(text, path))
+        whole: dict[str, Any] = {}
+        for _, mapping in reversed(line):
+            whole = _merged(mapping, whole, keeps_null)
+        return cls(text, [file for file, _ in line], whole)
 
-    def checked(self, check: Callable[[dict[str, Any]], Any]) -> Any:
-        """What `check` returns for the mapping. Its InputError, which begins with the recipe's file and the key that is
-        wrong, names the file that the key's value comes from."""
-        try:
-            return check(self.mapping)
-        except InputError as error:
-            said = str(error)
-        wrong = said.removeprefix(f"{self.layers[-1][0]}: ")
-        found = re.match(r"(?:unknown key `)?(\w+)", wrong)
-        key = found[1] if found else ""
-        for file, mapping in self.layers[:-1]:
-            if key in mapping:
-                try:
-                    check({**self.mapping, key: mapping[key]})
-                except InputError as error:
-                    if str(error) == said:
-                        raise InputError(f"{file}: {wrong}") from None
-        raise InputError(said)
+    @property
+    def where(self) -> str:
+        """Its files, for messages."""
+        file, *parents = map(str, self.files)
+        return f"{file} ({INHERITS} {', '.join(parents)})" if parents else file
 
 
 def _line(text: str, path: str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -8,8 +8,7 @@ from ...analysis.deviation import check_sizes, measure_deviation
 from ...analysis.gating import fit_base_gate
 from ...analysis.reading import token_blocks
 from ...analysis.similarity import measure_similarity
-from ...core.disk import readable_size
-from ...core.errors import InputError, errors_at
+from ...core.errors import errors_at
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
 from ...stages.kind import StepResult
@@ -45,11 +44,9 @@ def deviation_step(run: ExpansionRun) -> Step:
     def inputs() -> dict[str, Any]:
         return {"deviation": settings.model_dump(), "new": run.new, "texts": run.contents(run.new)}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         with errors_at("deviation"):
             check_sizes(trial.config, count_layers(trial.config), settings.block_size, settings.last_layers)
-        for code in run.new if not trial.offline else ():
-            _check_bytes(run, code, settings.steps * settings.batch_size * settings.block_size)
         return []
 
     def work() -> StepResult:
@@ -63,7 +60,7 @@ def deviation_step(run: ExpansionRun) -> Step:
         shutil.rmtree(place)
         return StepResult(f"deviation {_range(result.deviation, '.4g')} over {len(result.deviation)} layers")
 
-    return run.step("analyze", ANALYSIS, inputs, work, tried)
+    return run.step("analyze", ANALYSIS, inputs, work, check)
 
 
 def gate_step(run: ExpansionRun) -> Step:
@@ -74,7 +71,7 @@ def gate_step(run: ExpansionRun) -> Step:
         gates = {"gates": settings.model_dump(), "old": run.old, "new": run.new}
         return {**gates, **FitGates.inputs(settings, run)}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         classes = dict.fromkeys(run.old, 0) | dict.fromkeys(run.new, 1)
         with errors_at("gates"):
             return [f"gates: {line}" for line in FitGates.check_text(settings, run, trial, classes)]
@@ -86,7 +83,7 @@ def gate_step(run: ExpansionRun) -> Step:
         )
         return gate_result(report.gates)
 
-    return run.step("gate", GATE, inputs, work, tried)
+    return run.step("gate", GATE, inputs, work, check)
 
 
 def gates_base(run: ExpansionRun) -> bool:
@@ -113,21 +110,6 @@ def check_tokens(run: ExpansionRun, trial: Trial) -> list[str]:
             token_blocks(code, source.documents(), trial.tokenizer, settings.tokens, settings.block_size)
             enough.append(code)
     return [f"analysis: {' '.join(enough)} have enough text"] if enough else []
-
-
-def _check_bytes(run: ExpansionRun, code: str, needed: int) -> None:
-    """Refuses local text with fewer bytes than the needed tokens, since a token has at least one byte."""
-    source, size = run.sources[code], 0
-    if not source.files():
-        return  # text on the hub is assumed to be enough
-    for text in source.documents():
-        size += len(text.encode()) + 1
-        if size >= needed:
-            return
-    raise InputError(
-        f"Language {code!r} has {readable_size(size)} of text, but the deviation analysis reads {needed:,} tokens "
-        "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., batch_size: ...}`."
-    )
 
 
 def _range(values: Sequence[float], digits: str = ".3f") -> str:

@@ -35,16 +35,8 @@ def evaluate_step(recipe: Recipe, models: dict[str, str]) -> Step:
         questions = {"questions": contents(files)} if files else {}
         return {"evaluation": settings.model_dump(), "test": contents(recipe.test_sources), **questions}
 
-    def tried(trial: Trial) -> list[str]:
-        """Says if `max_tokens` cuts held-out text, and which languages have none."""
-        lines = list[str]()
-        if codes := sorted(set(recipe.test).difference(*recipe.evaluated_languages)) if not recipe.joins else []:
-            lines.append(
-                f"test: {', '.join(codes)}: under neither `old` nor `new`, so scored as unnamed, to see that they lose "
-                "nothing"
-            )
-        if unmeasured:
-            lines.append(f"test: no held-out text in {', '.join(unmeasured)}: what becomes of it is not measured")
+    def check(trial: Trial) -> list[str]:
+        lines = [f"test: no held-out text in {', '.join(unmeasured)}: it is not measured"] if unmeasured else []
         for code, file in files.items():
             with errors_at(f"evaluation.questions.{code}"):
                 if not trial.offline or not unset_variable(file.source):
@@ -54,13 +46,12 @@ def evaluate_step(recipe: Recipe, models: dict[str, str]) -> Step:
     def work() -> StepResult:
         present = {name: path for name, path in models.items() if name == "base" or Path(path).exists()}
         revisions = {name: (path, recipe.revision if name == "base" else None) for name, path in present.items()}
-        final = load_config(Path([*present.values()][-1])) if len(present) > 1 else None
-        languages = recipe.evaluated_languages
-        if recipe.joins:  # those that the packs name
-            languages = Facts(final).history.by_expansion
+        last = [*present.values()][-1]
+        final = load_config(Path(last)) if len(present) > 1 else None
+        # A join has the languages that the packs name.
+        languages = Facts(final).history.by_expansion if recipe.joins else recipe.evaluated_languages
         result = score_models(revisions, recipe.test_sources, languages, settings)
         if final is not None and not final.is_encoder_decoder:
-            last = [*present.values()][-1]
             asked = {code: list(file.documents()) for code, file in files.items()}
             if settings.questions is None:
                 asked = {code: list(QUESTIONS[code]) for code in recipe.old if code in QUESTIONS}
@@ -80,7 +71,7 @@ def evaluate_step(recipe: Recipe, models: dict[str, str]) -> Step:
         said += [f"no held-out text in {', '.join(unmeasured)}"] if unmeasured else []
         return StepResult("; ".join(said))
 
-    return Step("evaluate", output, inputs, work, tried, repeatable=True)
+    return Step("evaluate", output, inputs, work, check, repeatable=True)
 
 
 def _check_texts(recipe: Recipe, trial: Trial) -> list[str]:

@@ -50,7 +50,7 @@ def plan_step(run: ExpansionRun) -> Step:
         plan.save(output)
         return plan
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         """Makes the largest plan that the analysis may give."""
         plan = made(None, measured=False)
         line = f"expansion {run.number}: {plan.method}, {plan.total_experts} experts, "
@@ -65,7 +65,7 @@ def plan_step(run: ExpansionRun) -> Step:
         classifiers = f"; classifiers in layers {plan.classifiers_in_words}" if plan.classifier_layers else ""
         return StepResult(f"{summary}{classifiers}")
 
-    return run.step("plan", PLAN, inputs, work, tried)
+    return run.step("plan", PLAN, inputs, work, check)
 
 
 def _classifiers(run: ExpansionRun, placed: int) -> str:
@@ -84,7 +84,7 @@ def expand_step(run: ExpansionRun) -> Step:
         nearest = {"analysis": analysis, "texts": run.contents(run.new)} if copies_nearest else {}
         return {"expand": settings.model_dump(), **nearest}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         lines = check_tokens(run, trial) if copies_nearest else []
         with errors_at("expand"), headers_alone():
             written(0 if copies_nearest else _certain(run))
@@ -112,7 +112,7 @@ def expand_step(run: ExpansionRun) -> Step:
         report = expand_checkpoint(run.start, out, plan, **settings.experts.model_dump(), **options)
         return StepResult(f"{report.base_parameters:,} -> {report.parameters:,} parameters")
 
-    return run.step("expand", "expanded", inputs, work, tried)
+    return run.step("expand", "expanded", inputs, work, check)
 
 
 def _certain(run: ExpansionRun) -> int:
@@ -141,7 +141,7 @@ def join_step(run: ExpansionRun, settings: JoinSettings) -> Step:
     def inputs() -> dict[str, Any]:
         return {"join": settings.model_dump(), "packs": _fingerprints(pack_and_name(it)[0] for it in settings.packs)}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
         if trial.offline and not all(map(_is_whole_folder, settings.packs)):
             return ["skipped: join: base and packs are not whole on this machine"]
@@ -157,7 +157,7 @@ def join_step(run: ExpansionRun, settings: JoinSettings) -> Step:
         counts = " ".join(map(str, report.experts_per_layer))
         return StepResult(f"{', '.join(report.packs)}; experts per layer {counts}")
 
-    return run.step("join", "joined", inputs, work, tried)
+    return run.step("join", "joined", inputs, work, check)
 
 
 def tuned_step(run: ExpansionRun, models: dict[str, str]) -> Step:
@@ -167,7 +167,7 @@ def tuned_step(run: ExpansionRun, models: dict[str, str]) -> Step:
     def inputs() -> dict[str, Any]:
         return {"tuned": models, "models": _fingerprints(models.values())}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         """Checks all but the tensors, which `work` compares with the base's."""
         new = [code for codes in models for code in codes_of(codes)]
         if wrong := [code for code in run.new if code not in new]:
@@ -184,7 +184,7 @@ def tuned_step(run: ExpansionRun, models: dict[str, str]) -> Step:
             report = expand_tuned(run.start, models, run.folder / "tuned", list(run.old), **options)
         return StepResult(f"{', '.join(models)}; {report.base_parameters:,} -> {report.parameters:,} parameters")
 
-    return run.step("tuned", "tuned", inputs, work, tried)
+    return run.step("tuned", "tuned", inputs, work, check)
 
 
 def _fingerprints(models: Any) -> list[Any]:

@@ -34,11 +34,11 @@ def stage_step(run: ExpansionRun, stage: type[Stage], settings: Any, before: Pat
     def inputs() -> dict[str, Any]:
         return {key: settings.model_dump(), **stage.inputs(settings, run)}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         with errors_at(key):
             return [f"{key}: {line}" for line in stage.attempt(settings, run, before, out, trial)]
 
-    return run.step(key, key, inputs, lambda: stage.work(settings, run, before, out), tried, before=before)
+    return run.step(key, key, inputs, lambda: stage.work(settings, run, before, out), check, before=before)
 
 
 def _train_step(run: ExpansionRun, settings: StageConfig, before: Path) -> Step:
@@ -50,7 +50,7 @@ def _train_step(run: ExpansionRun, settings: StageConfig, before: Path) -> Step:
         schedule = digest_of(getattr(settings, "curriculum", None))
         return {**schedule, key: settings.keywords(), "texts": contents(texts)}
 
-    def tried(trial: Trial) -> list[str]:
+    def check(trial: Trial) -> list[str]:
         """Checks the stage with its model and its text; of its training the model's history gets the name alone."""
         read: Any = dict.fromkeys(texts) if trial.offline else texts
         with errors_at(key):
@@ -87,7 +87,7 @@ def _train_step(run: ExpansionRun, settings: StageConfig, before: Path) -> Step:
         frozen = check_frozen(before, out, settings)
         return StepResult(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})
 
-    return run.step(key, key, inputs, work, tried, before=before, every_rank=True)
+    return run.step(key, key, inputs, work, check, before=before, every_rank=True)
 
 
 def _check_memory(settings: StageConfig, network: Any) -> None:

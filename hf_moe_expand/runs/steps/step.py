@@ -6,7 +6,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.reader import headers_alone
 from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
 from ...stages.kind import StepResult
@@ -21,11 +20,10 @@ class Step:
     Attributes:
         name: its name in the run's record and on the screen.
         output: file or folder that it writes, whole or not at all.
-        inputs: returns what it is made from besides the steps before it, as JSON: keys of the recipe, and contents of
-            files.
+        inputs: returns what it is made from besides the steps before it, as JSON.
         work: writes `output`.
-        tried: refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; returns a line
-            for each check that passed or was skipped. By default it is `work`, on checkpoints without tensors.
+        check: refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; returns a line
+            for each check that passed or was skipped.
         before: the checkpoint of an earlier step that it works on.
         every_rank: whether all ranks work, and not only the first.
         repeatable: whether it runs again if its inputs changed, since no other step depends on it.
@@ -35,22 +33,14 @@ class Step:
     output: Path
     inputs: Callable[[], dict[str, Any]]
     work: Callable[[], StepResult]
-    tried: Callable[[Trial], list[str]] | None = None
+    check: Callable[[Trial], list[str]]
     before: Path | None = None
     every_rank: bool = False
     repeatable: bool = False
 
-    def check(self, trial: Trial) -> list[str]:
-        if self.tried is not None:
-            return self.tried(trial)
-        with headers_alone():
-            self.work()
-        return []
-
 
 def digest_of(path: str | Path | None) -> dict[str, str]:
-    """By its name in a step's inputs, the hash of a file of settings, by which a change is noticed; empty without
-    one."""
+    """A file of settings, by its name in a step's inputs: its hash; empty without one."""
     file = None if path is None else Path(path)
     return {file.name: sha256(file.read_bytes()).hexdigest()} if file is not None and file.is_file() else {}
 
@@ -75,9 +65,9 @@ class ExpansionRun:
     old: list[str]
     sources: dict[str, LanguageText]
 
-    def step(self, title: str, writes: str, inputs: Any, work: Any, tried: Any = None, **more: Any) -> Step:
+    def step(self, title: str, writes: str, inputs: Any, work: Any, check: Any, **more: Any) -> Step:
         """A step of this expansion, which writes a file or folder of its folder."""
-        return Step(self.named(title), self.folder / writes, inputs, work, tried, **more)
+        return Step(self.named(title), self.folder / writes, inputs, work, check, **more)
 
     def named(self, title: str) -> str:
         """The name of a step, with the expansion's number where the recipe lists its expansions."""
