@@ -330,7 +330,7 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
     everything = texts(folder, en="es", es="es", el="el")
     refused(train_stage, *given, everything, review, says="distillation_coef: keeps the base's predictions of the next")
     dense = ("train", "dense", folder / "base", tmp_path / "out", "--data", f"el={folder / 'el.jsonl'}")
-    refused(invoke, *dense, says="which the dense baselines do not train")
+    refused(invoke, *dense, says="is an encoder-decoder: use Seq2SeqTrainer")
     assert not (tmp_path / "out").exists()
 
 

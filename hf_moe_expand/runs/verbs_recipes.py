@@ -77,12 +77,8 @@ def recipes_show(name: RecipeName) -> None:
     Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
     """
     from ..core.yamlfile import to_yaml
+    from .recipe import keeps_null
     from .recipes import WholeRecipe, find_recipe
-
-    def keeps_null(key: str) -> bool:
-        from .recipe import keeps_null  # slow to import, and seldom needed
-
-        return keeps_null(key)
 
     whole = WholeRecipe.load(find_recipe(name), keeps_null)
     print(to_yaml(whole.mapping) if len(whole.files) > 1 else whole.text, end="")

@@ -68,11 +68,9 @@ def trained_parts(stage: str) -> "Trained | None":
 
 @checked
 def freeze(model: Any, stage: Any) -> Any:
-    """Sets `requires_grad` of an expanded model's parameters as a stage does. Rows of a router that stay as they are,
-    as all but the last in `adapt`, are its Trainer's own affair: another Trainer trains whole routers.
+    """Sets `requires_grad` of an expanded model's parameters as a stage does; whole routers train, also in `adapt`.
 
     Args:
-        model: expanded model, after loading.
         stage: a stage's name (`post-pretrain`, `review`, `group`, `joint`, `adapt`, or `everything`), or a `Trained`.
 
     Returns:

@@ -91,11 +91,9 @@ def is_split(config: Any) -> bool:
 
 
 def whole_weights(trainer: Any, config: Any, start: Path, place: Path) -> dict[str, torch.Tensor]:
-    """Every weight of the trained model, whole, on the first rank; all ranks must call this after training.
-
-    Of a model that FSDP2 or transformers splits, one tensor at a time is gathered and stored in the folder `place`, in
-    its type in the checkpoint `start`. The weights are mapped from there: main memory never holds the model.
-    """
+    """Every weight of the trained model, whole, on the first rank; all ranks must call this after training. Of a split
+    model, one tensor at a time is gathered into the folder `place`, in its type in the checkpoint `start`, and mapped
+    from there: main memory never holds the model."""
     unset_hf_deepspeed_config()  # ZeRO-3 must not split later models, which perhaps only the first rank creates
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
     if not (accelerator.is_fsdp2 or trainer.is_distributed_loading_by_transformers):

@@ -62,7 +62,7 @@ class MixedConfig(StageConfig):
         return curriculum
 
     def check_exclusive(self, model: Any, *losses: str) -> None:
-        """Refuses what exclusive experts have no use for: masking, and the coefficients of these losses of routers."""
+        """Refuses masking, and coefficients of these losses of routers, with exclusive experts."""
         chosen = [name for name in ("masking", *losses) if getattr(self, name) not in (0, Masking())]
         if chosen and getattr(model, "exclusive_experts", False):
             raise InputError(f"{REFUSED['exclusive', 'masking']}: leave {' and '.join(chosen)} out.")

@@ -48,11 +48,9 @@ class Progress(LogLines):
 
 
 class SeenText(TrainerCallback, ExportableState):
-    """The blocks and tokens that passed through training, over all ranks, kept in the Trainer's state, so that a
-    resumed one counts on.
+    """The blocks and tokens that passed through training, over all ranks, kept in the Trainer's state.
 
     Attributes:
-        blocks: blocks seen.
         tokens: tokens seen, padding excluded: first those of no known language, then those of each language id. None if
             the training was resumed from a checkpoint that did not count.
     """

@@ -45,18 +45,15 @@ def train_stage(
     overwrite: bool = False,
     allow_lost_text: bool = False,
 ) -> StageRecord:
-    """Trains one stage and writes the trained checkpoint.
-
-    The checkpoint names its old and new languages. An interrupted run resumes from its last training checkpoint, which
-    is kept beside `out` until the stage is done; SIGINT and SIGTERM save one (`stages/stopping.py`). The launch may
-    split the model over ranks (docs/distributed.md); the written checkpoint is whole, in its own type.
+    """Trains one stage and writes the trained checkpoint, whole and in its own type, also where the launch splits the
+    model over ranks (docs/distributed.md). An interrupted run resumes from its last training checkpoint, which is kept
+    beside `out` until the stage is done; SIGINT and SIGTERM save one (`stages/stopping.py`).
 
     Args:
         model: expanded checkpoint; a dense one for `DenseConfig`.
         data: text of each language: the new languages in stage 1, all languages in review and in DMoE's stages, the
             newest language in adaptation.
-        config: configuration of the stage, such as `PostPretrainConfig(bf16=True)`; its class selects the stage.
-            Training checkpoints lie beside `out`, whatever its `output_dir`.
+        config: such as `PostPretrainConfig(bf16=True)`; its class selects the stage, and its `output_dir` is not read.
         seed: random seed; by default the configuration's.
         allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
@@ -151,7 +148,7 @@ def _loaded(name: Any, folder: Path, before: Any, config: StageConfig, placed: b
     """The model of a checkpoint, as it trains: master weights in float32, since a step of 5e-5 would round away in
     bfloat16; with the classifiers of `before`, if these were `placed`."""
     split: dict[str, Any] = sharding(config.distributed_config)  # type: ignore[arg-type]
-    with only_errors() if placed else nullcontext():  # the library would report the new classifiers as missing
+    with _only_errors() if placed else nullcontext():  # the library would report the new classifiers as missing
         network = auto_class(before).from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, **split, **({"config": before} if placed else {})
         )
@@ -169,7 +166,7 @@ def _save_state(state: Any, folder: Path) -> None:
 
 
 @contextmanager
-def only_errors() -> Iterator[None]:
+def _only_errors() -> Iterator[None]:
     """Inside, transformers logs errors alone."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -20,12 +20,10 @@ _SAME = 0.5  # seconds
 
 
 class Stops(TrainerCallback):
-    """Finishes and saves the step at which SIGINT, SIGTERM or SIGHUP comes, and ends the training with what the signal
-    does otherwise; a second one stops at once. Where neither `save_steps` nor `save_strategy` is given, saves also when
-    `SECONDS_BETWEEN_SAVES` have passed since the last checkpoint. All ranks do so at the same step.
-
-    A training with `save_strategy: "no"`, and one outside the main thread, is stopped as usual.
-    """
+    """Finishes and saves the step at which SIGINT, SIGTERM or SIGHUP comes, then does what the signal does; a second
+    one stops at once. Without `save_steps` and `save_strategy`, saves also `SECONDS_BETWEEN_SAVES` after the last
+    checkpoint. All ranks do so at the same step. `save_strategy: "no"`, and another thread than the main one, stop as
+    usual."""
 
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.trainer, self.clock = trainer, clock

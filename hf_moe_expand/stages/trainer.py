@@ -50,11 +50,11 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
     for an encoder-decoder `translation`, sentences by language, in place of `text`) or packed blocks (`input_ids` and
     `language_ids`; id i is language i of the old languages followed by the new ones, as `pack_texts` numbers them).
 
-    A model in bfloat16 or float16 trains in float32, as the command does: small steps would round away. Afterwards it
-    has its own types again, unless ranks share it out.
+    A model in bfloat16 or float16 trains in float32: small steps would round away. Afterwards it has its own types
+    again, unless ranks share it out. The next-token loss of a large batch of a decoder is computed in pieces
+    (`trainers/pieces.py`): it and its gradients are those of the whole batch, to rounding.
 
     Args:
-        model: an expanded model.
         args: the stage's configuration, whose defaults are taken without it.
         eval_dataset: as `train_dataset`; all of its text is scored, in any of the model's languages. In a mapping
             `{"en": ..., "el": ...}` a language's code says the language of rows without one.
@@ -62,9 +62,6 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         router_losses: losses in place of those of the configuration.
         language_classes: the class of each language id; by default 0 for a base language, g for one of expansion g.
         allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
-
-    The next-token loss of a large batch of a decoder is computed in pieces (`trainers/pieces.py`): it and its gradients
-    are those of the whole batch, to rounding.
 
     Attributes:
         packed: the packed text on which it trains, if known.
@@ -120,7 +117,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         self.allow_lost_text, self.processing_class, self.model_config = allow_lost_text, processing_class, model.config
         self.router_losses = checked_losses(config.router_losses() if router_losses is None else router_losses)
         self._own_collator, self._own_classes = data_collator is not None, language_classes is not None
-        is_of_stage = isinstance(train_dataset, PackedText) and train_dataset.is_of_stage
+        scores = train_dataset is not None and not getattr(train_dataset, "is_of_stage", False)
         self.mix: LanguageMix | None = None
         if train_dataset is not None:
             train_dataset, language_classes = self._prepared(train_dataset, language_classes)
@@ -128,8 +125,8 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             eval_dataset = self._scored(eval_dataset, language_classes)
         self._begin_steps(config)
         self._use_cache_before = getattr(model.config, "use_cache", None)
-        pairs = model.config.is_encoder_decoder
-        collator = PairCollator(model.config.pad_token_id or 0) if pairs else collate_blocks
+        is_pairs = model.config.is_encoder_decoder
+        collator = PairCollator(model.config.pad_token_id or 0) if is_pairs else collate_blocks
         super().__init__(
             model, config, data_collator or collator, train_dataset, eval_dataset, processing_class=processing_class,
             router_losses=self.router_losses, language_classes=language_classes,
@@ -141,7 +138,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         self.stops = Stops(self)
         for callback in (SeenText(), self.stops):
             self.add_callback(callback)
-        if train_dataset is not None and not is_of_stage:
+        if scores:
             languages = list(self.packed.tokens if self.packed is not None else Facts(model.config).history.languages)
             for scoring in config.scoring(Path(str(config.output_dir)), processing_class, languages, model.config):
                 self.add_callback(scoring)
@@ -153,13 +150,9 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
 
     def _config(self, args: Any) -> StageConfig:
         """The stage's configuration, set up for this machine; the caller's stays unchanged."""
-        if args is None:
-            return self.stage().begun()
+        args = self.stage() if args is None else args
         if not isinstance(args, self.stage):
-            raise InputError(
-                f"args is {shown_value(args)}: pass {self.stage.__name__}(...) as args, which takes all of "
-                "TrainingArguments, and sets this stage's packing and losses."
-            )
+            raise InputError(f"args is {shown_value(args)}: pass {self.stage.__name__}(...), a TrainingArguments.")
         return args.begun()
 
     def _freeze(self, model: Any) -> FreezeReport | None:
@@ -170,8 +163,6 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", ())
         missing = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    # --- data -----------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the library's; text is packed."""
@@ -184,7 +175,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:
             return super()._get_train_sampler(train_dataset)
-        training = self.args
+        training: Any = self.args
         rows = self.get_total_train_batch_size(training)
         if self.mix.entry is not None and training.max_steps <= 0:
             raise InputError("A curriculum needs max_steps, the number of its training steps: set it.")
@@ -192,12 +183,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             self._steps_of_rows = True  # `auto_find_batch_size` asks again, with a smaller batch
             training.max_steps = math.ceil(training.num_train_epochs * sum(self.mix.rows) / rows)
         batch = 1 if self.mix.groups is None else self._train_batch_size
-        return CurriculumSampler(self.mix, training.max_steps, rows, self._order_seed(), batch)
-
-    def _order_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
-    # --- training -------------------------------------------------------------------------------------------------
+        return CurriculumSampler(self.mix, training.max_steps, rows, training.data_seed, batch)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         if self.state.global_step >= self.state.max_steps:  # resumed from the last step's checkpoint
@@ -252,7 +238,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         return (loss, outputs) if return_outputs else loss
 
     def _is_large(self, model: Any, inputs: dict) -> bool:
-        """Whether a batch of a decoder is large, and nothing forbids to compute them in pieces."""
+        """Whether a batch of a decoder is large, and nothing forbids to compute it in pieces."""
         ids, training = inputs.get("input_ids"), self.args
         config = self.accelerator.unwrap_model(model).config
         if ids is None or inputs.get("labels") is None or config.is_encoder_decoder:
@@ -308,10 +294,8 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and adds the stage to the history in `model.config`.
-
-        SIGINT, SIGTERM and SIGHUP finish the step and save it first (`stages/stopping.py`).
-        """
+        """Trains, and adds the stage to the history in `model.config`. SIGINT, SIGTERM and SIGHUP finish the step and
+        save it first (`stages/stopping.py`)."""
         if self.train_dataset is None:
             raise InputError("train_dataset is None: give the Trainer a data set to train on.")
         self._go_on_from(kwargs.get("resume_from_checkpoint") or next(iter(args), None))
@@ -324,12 +308,11 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
             if self._use_cache_before is not None:
                 # The library sets it to false, and a saved model would generate slowly.
                 self.accelerator.unwrap_model(self.model).config.use_cache = self._use_cache_before
-        packed = self.packed
-        if packed is not None and self.stream is not None:
+        if self.packed is not None and self.stream is not None:
             seen = {code: counts["seen"] for code, counts in self._passed().items()}
-            documents = {code: of.get("documents", 0) for code, of in seen.items()}
-            tokens = {code: of.get("tokens", 0) for code, of in seen.items()}
-            packed = self.packed = replace(packed, documents=documents, tokens=tokens)
+            documents, tokens = ({code: of.get(n, 0) for code, of in seen.items()} for n in ("documents", "tokens"))
+            self.packed = replace(self.packed, documents=documents, tokens=tokens)
+        packed = self.packed
         steps = self._step_of_best(result.global_step)
         # Validation affects neither the weights nor the history.
         settings = {name: value for name, value in self.settings.items() if name != "validation"}

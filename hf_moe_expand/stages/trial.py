@@ -1,4 +1,4 @@
-"""What the steps of a recipe know while they are tried, on checkpoints without their tensors, before anything runs."""
+"""What the steps of a recipe know while they are tried, on checkpoints without their tensors."""
 
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -136,18 +136,21 @@ def _certain(run: ExpansionRun) -> int:
 
 def join_step(run: ExpansionRun, settings: JoinSettings) -> Step:
     """Writes the model that joins language packs, in place of a plan, an expansion and stage 1."""
-    out = run.folder / "joined"
+    out, places = run.folder / "joined", [pack_and_name(pack)[0] for pack in settings.packs]
 
     def inputs() -> dict[str, Any]:
-        return {"join": settings.model_dump(), "packs": _fingerprints(pack_and_name(it)[0] for it in settings.packs)}
+        return {"join": settings.model_dump(), "packs": _fingerprints(places)}
 
     def check(trial: Trial) -> list[str]:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
-        if trial.offline and not all(map(_is_whole_folder, settings.packs)):
+        if trial.offline and not all(Path(one).is_dir() and not Path(one, RECORD).is_file() for one in places):
             return ["skipped: join: base and packs are not whole on this machine"]
         with headers_alone():
             done = work()
-        _check_languages(run, load_config(out))
+        old, new = Facts(load_config(out)).languages
+        for kind, ours, theirs in (("old", run.old, old), ("new", run.new, new)):
+            if wrong := [code for code in ours if code not in theirs]:
+                raise InputError(f"{kind}: {', '.join(wrong)}: the packs have {', '.join(theirs) or 'none'}.")
         return [f"join: {done.summary}"]
 
     def work() -> StepResult:
@@ -198,19 +201,3 @@ def _check_base(run: ExpansionRun, pack: Pack) -> None:
     base = StoredModel(run.recipe.base, revision=run.recipe.revision)
     if (dense := differing_tensor(base, pack.stored)) is not None:
         raise InputError(f"{pack.name}: is no expansion of `base`, {run.recipe.base}: tensor {dense!r} differs.")
-
-
-def _check_languages(run: ExpansionRun, config: Any) -> None:
-    """Refuses text of languages that the packs do not have so."""
-    old, new = Facts(config).languages
-    for kind, ours, theirs in (("old", run.old, old), ("new", run.new, new)):
-        if wrong := [code for code in ours if code not in theirs]:
-            raise InputError(
-                f"{kind}: {', '.join(wrong)}: the packs do not have it as {'an' if kind == 'old' else 'a'} {kind} "
-                f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
-            )
-
-
-def _is_whole_folder(pack: str) -> bool:
-    place = Path(pack_and_name(pack)[0])
-    return place.is_dir() and not (place / RECORD).is_file()

@@ -54,14 +54,12 @@ class AdaptConfig(StageConfig):
 
     @classmethod
     def language_classes(cls, model_config: Any, languages: Any) -> None:
-        """The stage has no router loss."""
+        """No loss needs them."""
 
 
 class AdaptTrainer(StageTrainer):
-    """DMoE's adaptation: trains the newest expert of each layer and its row of the router on one language.
-
-    All other weights stay, bit for bit.
-    """
+    """DMoE's adaptation: trains the newest expert of each layer and its row of the router on one language. All other
+    weights stay, bit for bit."""
 
     stage = AdaptConfig
 
@@ -85,18 +83,6 @@ class Adaptation:
     frozen: int
 
 
-def expert_perplexities(
-    model: Any, tokenizer: Any, language: str, texts: list[str], block_size: int, max_tokens: int
-) -> list[float]:
-    """Perplexity of a language's text through each expert alone (hard routing, DMoE section 3.3)."""
-    perplexities = []
-    for expert in range(len(Facts(model.config).groups)):
-        with model.use_expert(expert):
-            score = evaluate_model(model, tokenizer, {language: texts}, block_size, max_tokens=max_tokens)
-        perplexities.append(score[language].perplexity)
-    return perplexities
-
-
 @checked
 def adapt_language(
     model: str | os.PathLike,
@@ -113,10 +99,6 @@ def adapt_language(
     row of the router; the copies and their rows train on the language's text. Further languages can follow.
 
     Args:
-        model: DMoE checkpoint.
-        out: folder to write.
-        source: text of the new language.
-        config: configuration of the training.
         seed: random seed; by default the configuration's.
         allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
@@ -136,45 +118,42 @@ def adapt_language(
                 f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
             )
     state = launched()
-    perplexities = _perplexities(folder, expanded, source, config, seed) if state.is_main_process else []
+    perplexities = _perplexities(folder, source, config, seed) if state.is_main_process else []
     perplexities, place = broadcast_object_list([perplexities, sibling(out, "grown")])
     nearest = min(range(len(perplexities)), key=perplexities.__getitem__)
     with scratch_folder(place, state.is_main_process) as scratch, named_as(place / "model", out):
         grown = scratch / "model"
         if state.is_main_process:
-            counts = expanded.num_experts_per_layer
+            counts = Facts(expanded).counts
+            record = ExpansionRecord(
+                method="dmoe-adapt", base_model=Facts(expanded).history.last.base_model, base_revision=None,
+                old_languages=[*Facts(expanded).group_of], new_languages=[language], copied_expert=nearest,
+                experts_per_layer=[count + (count > 1) for count in counts], seed=seed, versions=versions(),
+            )  # fmt: skip
             add_experts(
-                folder, grown, {layer: [nearest] for layer, count in enumerate(counts) if count > 1},
-                _record(expanded, language, nearest, seed), copy_router_rows=True,
-                config_changes={"language_groups": [*groups, [language]]}, overwrite=True,
+                folder, grown, {layer: [nearest] for layer, count in enumerate(counts) if count > 1}, record,
+                copy_router_rows=True, config_changes={"language_groups": [*groups, [language]]}, overwrite=True,
             )  # fmt: skip
         state.wait_for_everyone()
-        record = train_stage(grown, out, {language: source}, config, seed, overwrite, allow_lost_text)
+        trained = train_stage(grown, out, {language: source}, config, seed, overwrite, allow_lost_text)
         frozen = check_frozen(grown, out, config)
         state.wait_for_everyone()
-    return Adaptation(perplexities, nearest, len(groups), record, frozen)
+    return Adaptation(perplexities, nearest, len(groups), trained, frozen)
 
 
-def _perplexities(folder: Path, expanded: Any, source: LanguageText, config: AdaptConfig, seed: int) -> list[float]:
-    """The perplexity of a sample of the text through each expert of the checkpoint."""
+def _perplexities(folder: Path, source: LanguageText, config: AdaptConfig, seed: int) -> list[float]:
+    """The perplexity of a sample of the text through each expert alone (hard routing, section 3.3)."""
     with built_whole():
         network, tokenizer = load_for_inference(folder)
-    if is_streamed(config, {source.language: source}, expanded):
+    language, perplexities = source.language, []
+    if is_streamed(config, {language: source}, network.config):
         texts = sample(source, config.on_bad_shard, seed)
     else:
         texts = source.load().shuffle(seed=seed)["text"]
-    return expert_perplexities(network, tokenizer, source.language, texts, config.block_size, config.sample_tokens)
-
-
-def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionRecord:
-    return ExpansionRecord(
-        method="dmoe-adapt",
-        base_model=Facts(expanded).history.last.base_model,
-        base_revision=None,
-        old_languages=[*Facts(expanded).group_of],
-        new_languages=[language],
-        copied_expert=nearest,
-        experts_per_layer=[count + (count > 1) for count in Facts(expanded).counts],
-        seed=seed,
-        versions=versions(),
-    )
+    for expert in range(len(Facts(network.config).groups)):
+        with network.use_expert(expert):
+            score = evaluate_model(
+                network, tokenizer, {language: texts}, config.block_size, max_tokens=config.sample_tokens
+            )
+        perplexities.append(score[language].perplexity)
+    return perplexities

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from ...checkpoint.source import load_base_config
 from ...checkpoint.stored import layer_list
-from ...core.errors import InputError
+from ...core.errors import InputError, library_errors_at
 from ...core.languages import LanguageCode
 from ...core.schema import Count, Number, Schema, Text
 from ...data.packing import PackedText, collate_without_languages, pack_texts
@@ -70,10 +70,7 @@ class DenseConfig(StageConfig):
     def load_config(cls, folder: Path) -> Any:
         config = load_base_config(folder)
         if config.is_encoder_decoder:
-            raise InputError(
-                f"{folder}: is an encoder-decoder, which the dense baselines do not train: use Seq2SeqTrainer of "
-                "transformers."
-            )
+            raise InputError(f"{folder}: is an encoder-decoder: use Seq2SeqTrainer of transformers.")
         return config
 
     def trained(self) -> tuple[str, Trained]:
@@ -128,7 +125,12 @@ class DenseConfig(StageConfig):
         return self.trainer_class(network, self, collate_without_languages, packed, callbacks=callbacks)
 
     def to_write(self, folder: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _merged(folder, self.lora, weights) if self.method == "lora" else weights
+        if self.method != "lora":
+            return weights
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        network = _with_adapters(network, self.lora)  # only the adapters come from the launch's model
+        network.load_state_dict({name: value.cpu() for name, value in weights.items() if "lora_" in name}, strict=False)
+        return network.merge_and_unload().state_dict()
 
 
 class DenseTrainer(StageTrainer):
@@ -138,19 +140,6 @@ class DenseTrainer(StageTrainer):
 
 
 def _with_adapters(network: Any, lora: Any) -> Any:
-    try:
-        return get_peft_model(
-            network,
-            LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"),
-        )
-    except ValueError as error:
-        raise InputError(f"lora: {error}") from None
-
-
-def _merged(folder: Path, lora: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights with the trained adapters added; only the adapters come from the launch's model."""
-    network = _with_adapters(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False), lora
-    )
-    network.load_state_dict({name: value.cpu() for name, value in trained.items() if "lora_" in name}, strict=False)
-    return network.merge_and_unload().state_dict()
+    settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+    with library_errors_at("lora", ValueError):
+        return get_peft_model(network, settings)

@@ -46,11 +46,8 @@ class FitGates(Stage):
 
     @classmethod
     def check_text(cls, settings: Any, run: Any, trial: Trial, classes: Mapping[str, int]) -> list[str]:
-        """Refuses a layer that the model lacks, and languages and text from which no gate could learn.
-
-        Args:
-            classes: the class of each of the model's languages.
-        """
+        """Refuses a layer that the model lacks, and languages (with their classes) and text from which no gate could
+        learn."""
         anchors = run.recipe.anchor_sources or None
         check_layer(settings, count_layers(trial.config))
         codes = [*run.old, *run.new]

@@ -65,9 +65,8 @@ class GroupConfig(MixedConfig):
 class GroupTrainer(StageTrainer):
     """DMoE's extension stage: each batch belongs to one language group, and runs only that group's expert.
 
-    All parameters train. `language_classes` gives the group of each language id, which is the number of its expert;
-    `GroupConfig(group_coef=0)` is the ablation without the classification loss. Each row of the data set must hold only
-    one group.
+    All parameters train. `language_classes` gives the group of each language id, which is the number of its expert.
+    Each row of the data set must hold only one group.
 
     Raises:
         InputError: a batch mixes groups, or a group has less than one batch of rows.
@@ -82,26 +81,21 @@ class GroupTrainer(StageTrainer):
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         classes = self._classes()
         groups = [classes[int(languages[0])] for languages in dataset["language_ids"]]
-        return GroupedSampler(groups, self.args.per_device_train_batch_size, self._order_seed())
+        return GroupedSampler(groups, self.args.per_device_train_batch_size, self.args.data_seed)
 
     @contextmanager
     def asking(self, inputs: Mapping[str, Any], as_in_training: bool = False) -> Iterator[None]:
-        expert = self._group_of(inputs)
-        with super().asking(inputs, as_in_training), self.accelerator.unwrap_model(self.model).use_expert(expert):
+        classes = self._classes()
+        groups = sorted({classes[i] for i in inputs["language_ids"].unique().tolist() if i >= 0})
+        if len(groups) != 1:
+            raise InputError(
+                f"A batch holds languages of {len(groups)} groups ({groups}): in this stage each batch belongs to one "
+                "group. Pack documents group by group."
+            )
+        with super().asking(inputs, as_in_training), self.accelerator.unwrap_model(self.model).use_expert(groups[0]):
             yield
 
     def _classes(self) -> list[int]:
         if self._language_classes is None:
             raise InputError("GroupTrainer needs language_classes: the language group of each language id.")
         return self._language_classes.tolist()
-
-    def _group_of(self, inputs: Mapping[str, Any]) -> int:
-        classes = self._classes()
-        ids = inputs["language_ids"].unique().tolist()
-        groups = {classes[i] for i in ids if i >= 0}
-        if len(groups) != 1:
-            raise InputError(
-                f"A batch holds languages of {len(groups)} groups ({sorted(groups)}): in this stage each batch belongs "
-                "to one group. Pack documents group by group."
-            )
-        return groups.pop()

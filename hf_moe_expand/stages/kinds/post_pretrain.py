@@ -88,10 +88,7 @@ class PostPretrainConfig(MixedConfig):
         if self.replay and not old_with_text:
             raise InputError("replay: there is no text of the old languages: give some, or leave replay out.")
         if self.replay_share is not None and model.is_encoder_decoder:
-            raise InputError(
-                "replay_share: counts the tokens of a language's text, but a sentence pair has two languages: leave it "
-                "out, and give fewer pairs of the old languages."
-            )
+            raise InputError("replay_share: counts tokens of one language, but a sentence pair has two: leave it out.")
         return []
 
     def amounts(self, texts: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
@@ -102,10 +99,6 @@ class PostPretrainConfig(MixedConfig):
 
 
 class PostPretrainTrainer(StageTrainer):
-    """Stage 1: new experts and routers learn new-language text.
-
-    With `PostPretrainConfig(language_prior_coef=0.1, replay=True)` and old languages in the data, this is the one-stage
-    ablation; with `everything=True`, the plain "MoE" baseline, in which the base trains too.
-    """
+    """Stage 1: new experts and routers learn new-language text."""
 
     stage = PostPretrainConfig

@@ -114,7 +114,6 @@ class ReviewConfig(StageConfig):
         return self._fewer_documents(texts, old, new)
 
     def _check_classifiers(self, model: Any) -> None:
-        """Refuses classifiers for a model that has them, or that cannot have so many."""
         if layers := getattr(model, "classifier_layers", None):
             names = ", ".join(layer_names(model)[layer] for layer in layers)
             raise InputError(
@@ -125,19 +124,16 @@ class ReviewConfig(StageConfig):
             raise InputError(
                 "classifier_layers: the model has a language gate, which takes the place of classifiers: leave it out."
             )
-        counts = getattr(model, "num_experts_per_layer", None)
-        if counts is not None and self.classifier_choice not in ("all", "none"):
-            expanded = sum(count > 1 for count in counts)
-            if self.classifier_layers > expanded:
-                raise InputError(
-                    f"classifier_layers is {self.classifier_layers}, but {expanded} layers of the model have a router."
-                )
+        expanded = len(Facts(model).grown)
+        if self.classifier_choice not in ("all", "none") and (self.classifier_layers or 0) > expanded:
+            raise InputError(
+                f"classifier_layers is {self.classifier_layers}, but {expanded} layers of the model have a router."
+            )
 
     def place_classifiers(
         self, folder: Path, model_config: Any, texts: Mapping[str, LanguageText], resume: str | None
     ) -> bool:
-        """Places the classifiers in the configuration of the model in `folder`; returns whether there are any to place.
-        LayerMoE 3.3: where old and new languages are most alike after stage 1."""
+        """LayerMoE 3.3: places them where old and new languages are most alike after stage 1."""
         if self.classifier_layers is None:
             return False
         if resume is not None:
@@ -157,25 +153,26 @@ class ReviewConfig(StageConfig):
             network, tokenizer = load_for_inference(folder)
         config = network.config
         if self.classifier_choice in ("similarity", "last"):
-            documents, (old, new) = texts_for(config, texts, self.seed), Facts(config).languages
-            tokens = self.classifier_tokens
+            documents, tokens = texts_for(config, texts, self.seed), self.classifier_tokens
             if not config.is_encoder_decoder:
                 tokens = min(count_tokens(some, tokenizer, tokens) for some in documents.values())
-            measured = measure_similarity(network, tokenizer, documents, old, new, tokens, self.block_size)
-            similarity = measured.new_old
+            old, new = Facts(config).languages
+            similarity = measure_similarity(network, tokenizer, documents, old, new, tokens, self.block_size).new_old
         grown = Facts(config).grown
         return classifier_layers(self.classifier_choice, self.classifier_layers or 0, grown, similarity, self.seed)
 
     def _fewer_documents(self, texts: Mapping[str, Any], old: list[str], new: list[str]) -> list[str]:
-        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
-        it takes if the settings allow fewer."""
+        """Refuses text of fewer documents than the review needs, before stage 1 trains for days; says how many it takes
+        if the settings allow fewer. Text that is not at hand is taken to be enough."""
         if self.old_documents is None:
             return []
         wanted = dict.fromkeys(old, self.old_documents)
         wanted |= dict.fromkeys(new, max(1, round(self.old_documents * (self.new_per_old or NEW_PER_OLD))))
-        taken = self._documents({code: _count(texts[code], most) for code, most in wanted.items()}, old, new)
-        counts = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
-        return [f"fewer documents than asked for: {counts}"] if taken != wanted else []
+        counts = {code: len(text) if isinstance(text, Dataset) else text and text.count(wanted[code])
+                  for code, text in texts.items()}  # fmt: skip
+        taken = self._documents({code: wanted[code] if n is None else n for code, n in counts.items()}, old, new)
+        said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
+        return [f"fewer documents than asked for: {said}"] if taken != wanted else []
 
     def _documents(self, available: Mapping[str, int], old: list[str], new: list[str]) -> dict[str, int]:
         each = self.new_per_old or NEW_PER_OLD
@@ -187,11 +184,6 @@ class ReviewConfig(StageConfig):
         if not (by_documents or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
         return {"documents": self._documents({code: len(dataset) for code, dataset in texts.items()}, old, new)}
-
-
-def _count(text: Any, most: int) -> int:
-    """Documents of a text, at most so many; one that is not at hand is taken to be enough."""
-    return most if text is None else len(text) if isinstance(text, Dataset) else text.count(most)
 
 
 def _check_distillation(model: Any) -> None:
