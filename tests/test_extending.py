@@ -129,7 +129,7 @@ def test_what_a_script_registers(monkeypatch):
             return 0 * batch.routing[layer].router_logits.sum()
 
     monkeypatch.setitem(extensions._REGISTERED, "losses", {})
-    refused(keywords, ReviewConfig, says="'nothing': no package registers a loss", losses={"nothing": 1})
+    refused(keywords, ReviewConfig, says="losses: unknown key `nothing`", losses={"nothing": 1})
     assert register_loss(Nothing) is Nothing
     assert keywords(ReviewConfig, losses={"nothing": 1}).router_losses()[-1] == Nothing(1)
     refused(keywords, ReviewConfig, says="unknown key `nothin`; did you mean `nothing`", losses={"nothin": 1})

@@ -7,10 +7,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from ..checkpoint.promises import check_architecture
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.reader import CheckpointReader, headers_alone
 from ..checkpoint.source import base_config_at_hand, load_base_config, pack_and_name, resolve_checkpoint
-from ..checkpoint.writer import check_apart, check_writable
+from ..checkpoint.stored import network_of
+from ..checkpoint.table import New, rewrite
+from ..checkpoint.writer import DTYPE_NAMES, check_apart, check_writable
 from ..core.disk import check_room, free_bytes, peak, readable_size
 from ..core.errors import errors_at, goes_on, named_as
 from ..core.jsonfile import write_json, write_text
@@ -25,8 +29,7 @@ from ..data.sources import LanguageText, all_left_out
 from ..evaluation.report import Evaluation
 from ..modeling import stack_sizes
 from ..stages.distributed import launched
-from ..stages.kind import StepResult
-from ..stages.trial import Trial, weight_bytes, write_base
+from ..stages.kind import StepResult, Trial
 from .recipe import Recipe
 from .run_record import RunRecord, read_steps
 from .steps.analyses import changes_base, deviation_step, gate_step, gates_base, similarity_step
@@ -155,7 +158,7 @@ def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, in
         output, base = Path(folder, "run"), Path(folder, "base")
         copy = changed(recipe, output=str(output))
         if trial.config is not None and trial.offline:
-            write_base(deepcopy(trial.config), base)
+            _write_base(deepcopy(trial.config), base)
             copy = changed(copy, base=str(base), revision=None)
         with named_as(output, recipe.output), named_as(base, recipe.base):
             for step, named in zip(steps_of(copy)[0], steps_of(recipe)[0], strict=True):
@@ -164,9 +167,17 @@ def _tried(recipe: Recipe, trial: Trial) -> tuple[list[str], list[tuple[Path, in
                     continue
                 lines += step.check(trial)
                 if (step.output / "config.json").is_file():
-                    beside = trial.beside.get(step.name, 0)
-                    written.append((named.output, weight_bytes(step.output), beside))
+                    size = sum(tensor.nbytes for tensor in CheckpointReader(step.output).tensors.values())
+                    written.append((named.output, size, trial.beside.get(step.name, 0)))
     return lines, written
+
+
+def _write_base(config: Any, out: Path) -> None:
+    """Writes the headers of a dense checkpoint of which the configuration alone is on this machine."""
+    new = New(torch.Tensor, DTYPE_NAMES.get(config.dtype, DTYPE_NAMES[torch.float32]))
+    tied = network_of(config).all_tied_weights_keys or {}
+    with headers_alone():
+        rewrite([], config, lambda place: None if place.key in tied else new, out)
 
 
 def _looked_at(source: LanguageText, as_pairs: bool) -> str:

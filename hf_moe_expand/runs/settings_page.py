@@ -52,29 +52,24 @@ def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
         (cls,) = settings_in(Recipe.model_fields[key].annotation)
         return f"`{key}`", [cls.__doc__], _fields(cls)
     stage = all_stages()[key]
-    settings: Any = stage.settings
-    when = ""
+    when = f" `{key}: null` leaves it out." if stage.optional else ""
     if stage.place and not stage.is_default:
         when = " It runs where a recipe has the key."
-    elif stage.optional:
-        when = f" `{key}: null` leaves it out."
     title = f"`{key}`" if stage.place else f"A file of `train {stage.name}`"
-    return title, [_first(_docstring(key)) + when, settings.__doc__], _fields(settings)
+    return title, [_first(_docstring(key)) + when, stage.settings.__doc__], _fields(stage.settings)
 
 
 def stage_help(key: str) -> str:
     """The `--help` text of a stage that trains: its file's docstring, and the keys of its configuration."""
     fields = _fields(all_stages()[key].settings)
     width = max(map(len, fields))
-    lines = [f"  {name.ljust(width)}  {_help(field)}" for name, field in fields.items()]
+    lines = []
+    for name, field in fields.items():
+        default = "" if _default(field) in ("–", "below") else f" ({_default(field)})"
+        lines.append(f"  {name.ljust(width)}  {field.description or ''}{default}")
     # The first character keeps typer from joining the lines.
     keys = "\b\nKeys of --config, besides all of TrainingArguments:"
     return "\n".join([f"{_docstring(key)}\n\n{_SAVES}\n\n{keys}", *lines])
-
-
-def _help(field: FieldInfo) -> str:
-    default = _default(field)
-    return (field.description or "") + ("" if default in ("–", "below") else f" ({default})")
 
 
 def _docstring(key: str) -> str:

@@ -1,12 +1,39 @@
-"""The base class of the stages of a recipe."""
+"""The base class of the stages of a recipe, and what a stage knows while it is tried."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..checkpoint.reader import headers_alone
-from .trial import Trial
+from ..checkpoint.source import resolve_checkpoint
+from ..inference.models import load_tokenizer
+
+
+@dataclass
+class Trial:
+    """A recipe that is tried, on checkpoints without their tensors, before anything runs.
+
+    Attributes:
+        base, revision: folder or hub id of the dense base.
+        config: its configuration; None if it is not on this machine.
+        offline: download nothing; skip checks that need an absent file, with a line that says so.
+        here: refuse what this machine cannot do; else another one may be the one that trains.
+        beside: by a step's name, the most bytes of the files beside its output that it removes at its end.
+    """
+
+    base: str
+    revision: str | None
+    config: Any
+    offline: bool
+    here: bool = True
+    beside: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer; None where nothing may be downloaded."""
+        return None if self.offline else load_tokenizer(resolve_checkpoint(self.base, self.revision), self.base)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from ...analysis.similarity import measure_similarity
 from ...core.errors import errors_at
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
-from ...stages.kind import StepResult
+from ...stages.kind import StepResult, Trial
 from ...stages.kinds.gates import FitGates, gate_result
-from ...stages.trial import Trial
 from .step import ExpansionRun, Step
 
 ANALYSIS, GATE = "analysis.json", "gate.safetensors"

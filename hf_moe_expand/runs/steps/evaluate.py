@@ -16,8 +16,7 @@ from ...data.sources import LanguageText, contents
 from ...evaluation.chat import QUESTIONS, check_chat
 from ...evaluation.perplexity import stream_for
 from ...evaluation.report import in_percent, score_models
-from ...stages.kind import StepResult
-from ...stages.trial import Trial
+from ...stages.kind import StepResult, Trial
 from ..recipe import Recipe
 from .step import Step
 

@@ -21,8 +21,7 @@ from ...modeling.part_expansion_only import RECORD
 from ...planning.make import make_plan
 from ...planning.plan import Plan
 from ...planning.results import DeviationResult, Result, SimilarityResult
-from ...stages.kind import StepResult
-from ...stages.trial import Trial
+from ...stages.kind import StepResult, Trial
 from .analyses import ANALYSIS, GATE, check_tokens, gates_base
 from .step import ExpansionRun, Step, digest_of
 

@@ -16,11 +16,10 @@ from ...data.sources import contents
 from ...evaluation.validation import validation_sources
 from ...inference.memory import least_memory, memory_of_all, training_disk
 from ...stages.config import StageConfig
-from ...stages.kind import Stage, StepResult
+from ...stages.kind import Stage, StepResult, Trial
 from ...stages.prepare import check_enough, length
 from ...stages.resume import remove_training
 from ...stages.run import check_frozen, train_stage
-from ...stages.trial import Trial
 from ...trainers.bfloat16 import NO_BFLOAT16, has_bfloat16
 from .step import ExpansionRun, Step, digest_of
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from ...data.pairs import texts_for
 from ...data.sources import LanguageText, contents
-from ...stages.kind import StepResult
-from ...stages.trial import Trial
+from ...stages.kind import StepResult, Trial
 from ..recipe import Expansion, Recipe
 
 

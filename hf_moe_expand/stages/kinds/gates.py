@@ -15,8 +15,7 @@ from ...checkpoint.facts import Facts
 from ...checkpoint.source import load_config
 from ...data.sources import contents
 from ...modeling import count_layers
-from ..kind import Stage, StepResult
-from ..trial import Trial
+from ..kind import Stage, StepResult, Trial
 
 
 class FitGates(Stage):

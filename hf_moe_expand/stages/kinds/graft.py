@@ -9,8 +9,7 @@ from warnings import catch_warnings
 
 from ...checkpoint.arguments import GraftSettings
 from ...checkpoint.merge import check_fine_tune, graft_delta
-from ..kind import Stage, StepResult
-from ..trial import Trial
+from ..kind import Stage, StepResult, Trial
 
 
 class Graft(Stage):
