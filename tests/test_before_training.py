@@ -148,6 +148,7 @@ def test_a_run_writes_what_validate_says(costly, tmp_path, monkeypatch):
     disk_with(monkeypatch, needed)
     said = []
     run_recipe(costly, said.append)
+    assert [line for line in said if line.startswith("warning: post_pretrain: fewer than 50 steps")] == said[:1]
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
     of_stage = of_the_stage(tmp_path / "run" / "expanded", costly.post_pretrain)
     assert needed == max(kept["expanded"] + of_stage, sum(kept.values()))
@@ -190,24 +191,29 @@ def test_torch_keeps_more_than_the_least(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "said"),
+    ("stage", "settings", "said", "warned"),
     [
-        (DenseConfig, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, "about 33 .* 96 .*text: 2;"),
-        (DenseConfig, {"max_steps": 49}, "about 49 steps of 32 tokens; passes over the text: 0.98;"),
-        (DenseConfig, {"tokens": 6432}, "about 201 steps .*text: 4.02;"),
-        (DenseConfig, {"tokens_per_language": 400, "num_train_epochs": 1}, "about 25 steps of 32 .*text: 1;"),
-        (ReviewConfig, {"num_train_epochs": 1}, "about 37 steps of 32 .*text: 1;"),  # as much old text as new
-        (ReviewConfig, {"old_documents": 5}, "^x: tokens at hand"),
+        (DenseConfig, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, "about 33 .* 96 .*text: 2;", "f"),
+        (DenseConfig, {"max_steps": 49}, "about 49 steps of 32 tokens; passes over the text: 0.98;", "f"),
+        (DenseConfig, {"max_steps": 50}, "about 50 steps", ""),
+        (DenseConfig, {"tokens": 6400}, "about 200 steps .*text: 4;", ""),
+        (DenseConfig, {"tokens": 6432}, "about 201 steps .*text: 4.02;", "m"),
+        (DenseConfig, {"tokens": 6432, "gradient_accumulation_steps": 5}, "about 40 steps .*text: 4.02;", "fm"),
+        (DenseConfig, {"tokens_per_language": 400, "num_train_epochs": 1}, "about 25 steps of 32 .*text: 1;", "f"),
+        (ReviewConfig, {"num_train_epochs": 1}, "about 37 steps of 32 .*text: 1;", "f"),  # as much old text as new
+        (ReviewConfig, {"old_documents": 5}, "^x: tokens at hand", ""),
     ],
 )
-def test_steps_and_passes(root, monkeypatch, stage, settings, said):
+def test_steps_and_passes(root, monkeypatch, stage, settings, said, warned):
     counts = {"en": 600, "el": 1000}
     monkeypatch.setattr(prepare, "tokens_at_hand", lambda text, tokenizer: counts[text.language])
     texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
     model = load_config(root / ("base" if stage is DenseConfig else "expanded"))
-    (found,) = prepare.length(stage(**settings, **QUICK), model, texts, "x", byte_tokenizer())
+    found, *warnings = prepare.length(stage(**settings, **QUICK), model, texts, "x", byte_tokenizer())
     assert re.search(said, found), found
     assert found.endswith("tokens at hand, about: en 600, el 1,000")
+    of = {"f": "warning: x: fewer than 50 steps", "m": "warning: x: after more than 4 passes"}
+    assert [line[: len(of[kind])] for line, kind in zip(warnings, warned, strict=True)] == [of[kind] for kind in warned]
 
 
 def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):

@@ -297,7 +297,7 @@ def test_the_trainer_takes_translations_in_memory(folder, tmp_path):
     made.train()
     assert made.record.documents == {"el": 12}
     given = {"train_dataset": Dataset.from_dict({"text": ["η θάλασσα"]}), "processing_class": nllb_tokenizer()}
-    refused(PostPretrainTrainer, model, config, says="has no column `translation`: an encoder-decoder", **given)
+    refused(PostPretrainTrainer, model, config, says="has no column `translation`: this model", **given)
 
 
 def test_a_repeated_pair_counts_once_in_evaluation(folder, tmp_path, monkeypatch):

@@ -191,6 +191,7 @@ def test_a_schedule_for_a_number_of_tokens(base, texts, tmp_path):
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     assert (rows, training.learning_rate) == (16, 2e-3)
     assert "post_pretrain: about 100 steps of 8,192 tokens" in said
+    assert "warning: post_pretrain: after more than 4 passes" in said
     few, *_ = written(base, texts, tmp_path, "--tokens", "51200", "--overwrite")
     assert few.post_pretrain.learning_rate == 1e-3  # steps of 512 tokens
     refused(new_recipe, str(base), {}, {"hu": str(texts["hu"])}, {}, tokens=0, says="--tokens is 0: must be at least 1")

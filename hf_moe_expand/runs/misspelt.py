@@ -35,14 +35,12 @@ def check_keys_of(recipe: str | Path) -> None:
                 is_known = [*fields, *library, *(name for name in inner if "checkpointing" in str(name))]
                 _refuse(inner, is_known, f"{where}{glue}{key}: ", len(fields) if library else None)
 
-    def check_all(mapping: Mapping[str, Any]) -> None:
-        check(mapping, [*known["expansion"], *known["recipe"]], str(recipe), ": ")
-        expansions = mapping.get("expansions")
-        for number, expansion in enumerate(expansions if isinstance(expansions, list) else ()):
-            if isinstance(expansion, Mapping):
-                check(expansion, known["expansion"], f"{recipe}: expansions[{number}]", ".")
-
-    WholeRecipe.load(recipe, lambda _: True).checked(check_all)
+    whole = WholeRecipe.load(recipe, lambda _: True)
+    check(whole.mapping, [*known["expansion"], *known["recipe"]], whole.where, ": ")
+    expansions = whole.mapping.get("expansions")
+    for number, expansion in enumerate(expansions if isinstance(expansions, list) else ()):
+        if isinstance(expansion, Mapping):
+            check(expansion, known["expansion"], f"{whole.where}: expansions[{number}]", ".")
 
 
 def _refuse(mapping: Mapping[str, Any], known: Iterable[str], where: str, shown: int | None = None) -> None:

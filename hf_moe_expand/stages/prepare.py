@@ -14,6 +14,9 @@ from ..data.tokens import tokens_at_hand
 from .config import StageConfig
 from .streaming import BY_DOCUMENTS, is_streamed, streamed
 
+# Fewer steps hardly teach anything; more passes over the text teach it by heart.
+_TOO_FEW_STEPS, _MOST_PASSES = 50, 4
+
 
 def packed_text(
     config: StageConfig, model: Any, texts: Mapping[str, Any], tokenizer: Any, allow_lost_text: bool = False
@@ -45,9 +48,9 @@ def check_enough(config: StageConfig, model: Any, texts: Mapping[str, LanguageTe
 
 
 def length(config: StageConfig, model: Any, texts: Mapping[str, Any], name: str, tokenizer: Any = None) -> list[str]:
-    """About how many steps it has, passes over the text and tokens by language, as far as that is known; of text alone
-    with a tokenizer."""
-    words, taken, curriculum = list[str](), 0, config.order(list(texts))
+    """About how many steps it has, passes over the text and tokens by language, as far as that is known; and a
+    warning of few steps or many passes. Without a tokenizer, the text is not counted."""
+    words, warnings, taken, curriculum = list[str](), list[str](), 0, config.order(list(texts))
     counts = {} if tokenizer is None else {code: tokens_at_hand(text, tokenizer) for code, text in texts.items()}
     known = {code: count for code, count in counts.items() if count is not None}
     by_documents = any(getattr(config, name, None) for name in BY_DOCUMENTS)
@@ -56,8 +59,16 @@ def length(config: StageConfig, model: Any, texts: Mapping[str, Any], name: str,
     of_step = config.per_device_train_batch_size * config.block_size * config.gradient_accumulation_steps
     steps = config.max_steps if curriculum is None else curriculum.steps
     if wanted := steps * of_step if steps > 0 else config.tokens or int(taken * config.num_train_epochs):
-        words.append(f"about {max(wanted // of_step, 1):,} steps of {of_step:,} tokens")
+        steps = max(wanted // of_step, 1)
+        words.append(f"about {steps:,} steps of {of_step:,} tokens")
         words += [f"passes over the text: {wanted / taken:.3g}"] if taken else []
+        if steps < _TOO_FEW_STEPS:
+            warnings.append(
+                f"warning: {name}: fewer than {_TOO_FEW_STEPS} steps hardly teach anything: take smaller ones "
+                "(gradient_accumulation_steps), or more tokens"
+            )
+        if taken and wanted > _MOST_PASSES * taken:
+            warnings.append(f"warning: {name}: after more than {_MOST_PASSES} passes it learns the text by heart")
     if known:
         words.append(f"tokens at hand, about: {', '.join(f'{code} {count:,}' for code, count in known.items())}")
-    return [f"{name}: {'; '.join(words)}"] if words else []
+    return [*([f"{name}: {'; '.join(words)}"] if words else []), *warnings]

@@ -118,7 +118,7 @@ def adapt_language(
                 f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
             )
     state = launched()
-    perplexities = _perplexities(folder, source, config, seed) if state.is_main_process else []
+    perplexities = expert_perplexities(folder, source, config, seed) if state.is_main_process else []
     perplexities, place = broadcast_object_list([perplexities, sibling(out, "grown")])
     nearest = min(range(len(perplexities)), key=perplexities.__getitem__)
     with scratch_folder(place, state.is_main_process) as scratch, named_as(place / "model", out):
@@ -141,7 +141,7 @@ def adapt_language(
     return Adaptation(perplexities, nearest, len(groups), trained, frozen)
 
 
-def _perplexities(folder: Path, source: LanguageText, config: AdaptConfig, seed: int) -> list[float]:
+def expert_perplexities(folder: Path, source: LanguageText, config: AdaptConfig, seed: int) -> list[float]:
     """The perplexity of a sample of the text through each expert alone (hard routing, section 3.3)."""
     with built_whole():
         network, tokenizer = load_for_inference(folder)
