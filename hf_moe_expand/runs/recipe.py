@@ -182,7 +182,11 @@ class Recipe(Expansion):
             self._check_expansion(number, expansion)
         check_named_once([*known, *(code for code in self.test if code not in known)])
         check_named_once(list(self.anchors))
-        self._check_old()
+        if self.old and self.all_expansions[0].family == "dmoe":
+            raise InputError(
+                "old: DMoE trains the base too, so no language stays as it is: name all languages to train on under "
+                "`new`."
+            )
         return self
 
     def _check_join(self) -> None:
@@ -209,22 +213,6 @@ class Recipe(Expansion):
         is_set = "gates" in self.model_fields_set or not self.new
         settings = self.gates if is_set else GateSettings()  # type: ignore[attr-defined]
         return [] if settings is None else [(recipe_stages()["gates"], settings)]
-
-    def _check_old(self) -> None:
-        """Refuses a recipe that needs old text and has none."""
-        first = self.all_expansions[0]
-        if first.family == "dmoe":
-            if self.old:
-                raise InputError(
-                    "old: DMoE trains the base too, so no language stays as it is: name all languages to train on "
-                    "under `new`."
-                )
-        elif not self.old and (first.has("review") or first.needs == "similarity"):
-            raise InputError(
-                "old: no old language: the review stage and a plan by similarity need text of the languages that the "
-                "base is good at. Give some, let the base write some (`hf-moe-expand sample`), or set `review: null` "
-                "and another plan method."
-            )
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
         for stage in recipe_stages().values():
