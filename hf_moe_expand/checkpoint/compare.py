@@ -91,11 +91,12 @@ def _same(left: StoredTensor, right: StoredTensor) -> bool:
 def differing_tensor(one: Source, other: Source) -> str | None:
     """The first tensor of the base inside, by its name in the base, in which two models differ in type, shape or bytes,
     or that one of them lacks; None if they have one base."""
-    ours, theirs = one.base, other.base
-    for name in sorted({*ours, *theirs}):
-        if name not in ours or name not in theirs or not one[ours[name]].same_bytes(other[theirs[name]]):
-            return name
-    return None
+
+    def differs(name: str) -> bool:
+        own, its = one.base.get(name), other.base.get(name)
+        return own is None or its is None or not one[own].same_bytes(other[its])
+
+    return next(filter(differs, sorted({*one.base, *other.base})), None)
 
 
 # The verdict, in the checkpoint's folder.
@@ -187,10 +188,8 @@ def _is_one_of(tensor: StoredTensor, hashes: set[str]) -> bool:
     if _hash(tensor.dtype, tensor.shape, tensor.chunks()) in hashes:
         return True
     value = tensor.load()
-    for name, dtype in TORCH_DTYPES.items():
-        if name == tensor.dtype:
-            continue
-        other = value.to(dtype)
+    for name in TORCH_DTYPES.keys() - {tensor.dtype}:
+        other = value.to(TORCH_DTYPES[name])
         if torch.equal(other.to(value.dtype), value) and _hash(name, tensor.shape, [tensor_bytes(other)]) in hashes:
             return True
     return False

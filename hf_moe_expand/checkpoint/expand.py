@@ -5,6 +5,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,8 +118,7 @@ def _expanded(
     dense: Source, name: Any, plan: Plan, experts: NewExperts, base: tuple[str, str | None], seed: int,
     gate: Gate | None, **written: Any,
 ) -> tuple[Any, ExpansionRecord]:  # fmt: skip
-    """The folder of the expanded model of a checkpoint, or that of a loaded model; and its record. Messages call the
-    dense model `name`, and its record has its name and commit, `base`."""
+    """The folder of the expanded model, or the loaded one; and its record, with the name and commit of `base`."""
     check_dense_plan(plan, dense.config, name)
     kind = chosen_kind(dense.network, plan, experts)
     config = planned_config(dense.config, plan, kind, gate, conditional_routing=experts.conditional_routing)
@@ -165,7 +165,7 @@ def check_layers(plan: Plan, config: PreTrainedConfig, name: str | os.PathLike) 
 
 
 def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.PathLike) -> None:
-    """Refuses a plan that does not expand this dense model; messages call the model `name`."""
+    """Refuses a plan that does not expand this dense model, which messages call `name`."""
     plan.checked()
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
@@ -219,12 +219,11 @@ def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
 
 
 def _only_commit(name: str) -> str | None:
-    try:
+    with suppress(ValueError):  # no hub id
         file = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no hub id
-        return None
-    folder = Path(file).parent if isinstance(file, str) else None
-    return folder.name if folder is not None and len(list(folder.parent.iterdir())) == 1 else None
+        commits = [*Path(file).parent.parent.iterdir()] if isinstance(file, str) else []
+        return commits[0].name if len(commits) == 1 else None
+    return None
 
 
 def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
@@ -334,21 +333,6 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     return config
 
 
-def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
-    """What growth by the plan does to the model's classifiers, one sentence for each kind of change."""
-    config = check_growth(model, plan)
-    before, after = set(Facts(config).classifiers), set(plan.classifier_layers)
-    effects = {"removed": before - after, "kept": before & after, "added, with weights of zero": after - before}
-    names = layer_names(config)
-    changes = [
-        f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {effect}"
-        for effect, layers in effects.items()
-        if layers
-    ]
-    gate = ["the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)"]
-    return changes + (gate if Facts(config).gate is not None else [])
-
-
 def add_experts(
     model: str | os.PathLike,
     out: str | os.PathLike,
@@ -370,13 +354,11 @@ def add_experts(
         config_changes: further fields of the configuration.
     """
     (stored,) = opened([model], out, overwrite)
-    config, counts, names = copy.deepcopy(stored.config), Facts(stored.config).counts, layer_names(stored.config)
-    for layer, expert in ((layer, expert) for layer, experts in sources.items() for expert in experts):
-        if not 0 <= expert < counts[layer]:
-            raise InputError(
-                f"{stored.folder}: layer {names[layer]} has no expert {expert} to copy; give one of "
-                f"0..{counts[layer] - 1}."
-            )
+    config, counts = copy.deepcopy(stored.config), Facts(stored.config).counts
+    for layer, experts in sources.items():
+        if missing := [expert for expert in experts if not 0 <= expert < counts[layer]]:
+            where = f"{stored.folder}: layer {layer_names(config)[layer]}"
+            raise InputError(f"{where} has no expert {missing[0]} to copy; give one of 0..{counts[layer] - 1}.")
     sources = {layer: experts for layer, experts in sources.items() if experts}
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)

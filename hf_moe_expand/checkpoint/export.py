@@ -122,9 +122,8 @@ def experts_of(source: StoredModel, language: str) -> list[int]:
 
 def _experts_of_number(source: StoredModel, expert: int) -> list[int]:
     counts = source.config.num_experts_per_layer
-    for layer, count in enumerate(counts):
+    for name, count in zip(layer_names(source.config), counts, strict=True):
         if not 0 <= expert < count and count > 1:
-            name = layer_names(source.config)[layer]
             raise InputError(f"{source.folder}: layer {name} has no expert {expert}; give one of 0..{count - 1}.")
     return [expert] * len(counts)
 

@@ -226,10 +226,8 @@ def _joined(packs: Sequence[Pack]) -> Rule:
 def _joined_router(added: Sequence[int], routers: Sequence[StoredTensor | None]) -> torch.Tensor:
     """The rows of each pack's own experts as they are. Those that no choice reads are zeros: expert 0's, and those of a
     pack that has no router in this layer."""
-    loaded = [None if router is None else router.load() for router in routers]
-    like = next(router for router in loaded if router is not None)
-    rows = like.new_zeros(1 + sum(added), like.shape[1])
-    for router, end, count in zip(loaded, accumulate(added), added, strict=True):
-        if router is not None:
-            rows[1 + end - count : 1 + end] = router[1:]
-    return rows
+    loaded = [None if router is None else router.load()[1:] for router in routers]
+    like = next(rows for rows in loaded if rows is not None)
+    blank = (like.new_zeros(count, like.shape[1]) for count in added)
+    own = (zeros if rows is None else rows for rows, zeros in zip(loaded, blank, strict=True))
+    return torch.cat([like.new_zeros(1, like.shape[1]), *own])

@@ -19,7 +19,7 @@ from ..modeling import ExpandedConfig, LayerMoEConfig, decoder_ffns
 from ..modeling.part_joined import joins_packs
 from .arguments import AverageSettings
 from .facts import Facts, kind_of
-from .reader import StoredTensor, is_finite
+from .reader import StoredTensor
 from .records import History, StageRecord
 from .source import TOKENIZER_FILES, differences, load_base_config
 from .stored import BASE_FIELDS, Place, Source, StoredModel, check_alike, layer_list
@@ -87,9 +87,10 @@ def graft_delta(
 
     Raises:
         InputError: the three models do not fit together (the message names the tensor or field), `model` was expanded
-            from another model than `base`, a delta or a result is not finite, or `out` cannot be written.
+            from another model than `base`, a result is not finite, or `out` cannot be written.
     """
-    target, (before, after) = StoredModel(model), _pair(base, instruct, revision)
+    target, before = StoredModel(model), StoredModel(base, revision=revision, load=load_base_config)
+    after = StoredModel(instruct, load=load_base_config)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
     new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
@@ -108,18 +109,11 @@ def graft_delta(
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
     rewrite(
-        [target, before, after], config, _grafted(homes, scale, before, after), out, title=step,
+        [target, before, after], config, _grafted(homes, scale), out, title=step,
         record=StageRecord(stage=step, settings=settings), companions=0 if keep_tokenizer else 2,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     return GraftReport(Path(out), cosine, new_rows, fields)
-
-
-def _pair(base: Any, instruct: Any, revision: str | None) -> tuple[StoredModel, StoredModel]:
-    return (
-        StoredModel(base, revision=revision, load=load_base_config),
-        StoredModel(instruct, load=load_base_config),
-    )
 
 
 def check_fine_tune(
@@ -127,12 +121,13 @@ def check_fine_tune(
 ) -> None:
     """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
     `graft_delta` would warn."""
-    before, after = _pair(base, instruct, revision)
+    before = StoredModel(base, revision=revision, load=load_base_config)
+    after = StoredModel(instruct, load=load_base_config)
     _new_rows(before, after, keep_tokenizer)
     _cosine(before, after, f"instruct ({after.name})")
 
 
-def _grafted(homes: Mapping[str, str | None], scale: float, before: StoredModel, after: StoredModel) -> Rule:
+def _grafted(homes: Mapping[str, str | None], scale: float) -> Rule:
     """Of what the tensors of a grafted model are made; `homes` names the tensor of base and instruct for each."""
 
     def rule(place: Place) -> Copy | Mix | None:
@@ -141,10 +136,7 @@ def _grafted(homes: Mapping[str, str | None], scale: float, before: StoredModel,
             return Copy(place.key)
 
         def moved(now: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-            delta = new - old
-            if not is_finite(delta):
-                raise InputError(f"Tensor {home!r}: {after.folder} minus {before.folder} is not finite (NaN or inf).")
-            result = now + scale * delta
+            result = now + scale * (new - old)
             # If training left the tensor alone, the sum is `new`, except for its rounding.
             return torch.where(now == old, new, result) if scale == 1 else result
 

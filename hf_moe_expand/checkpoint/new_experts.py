@@ -187,12 +187,11 @@ def _adapters(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
 
 
 def _in_ffn(network: Any, name: str) -> bool:
+    places: list[str] = []
     for ffn in decoder_ffns(network):
         layer = ffn.place.rpartition(".")[0]
-        parts = (f"{layer}.fc1", f"{layer}.fc2") if isinstance(ffn.module, SeparateFFN) else ()
-        if name in parts or name.startswith(f"{ffn.place}."):
-            return True
-    return False
+        places += [f"{layer}.fc1", f"{layer}.fc2"] if isinstance(ffn.module, SeparateFFN) else [ffn.place]
+    return f"{name}.".startswith(tuple(f"{place}." for place in places))
 
 
 def _place_seed(*numbers: int) -> int:

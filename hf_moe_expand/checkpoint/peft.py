@@ -93,7 +93,7 @@ class PeftAdapter:
         }
 
     def entry(self, network: Any) -> dict[str, Any]:
-        """The entry of `languages` in a configuration; `network` is the dense model."""
+        """The entry of `languages` in a configuration; `network` is the dense model, here and below."""
         return adapter_of(network, self.lora, self.name)
 
     def rule(self, own: Mapping[str, Place], network: Any) -> Rule:
@@ -109,7 +109,6 @@ class PeftAdapter:
         return lambda place: found[place.key]
 
     def facts(self) -> dict[str, Any]:
-        """What a history says of it."""
         return {"model": self.name, ADAPTER: without_folders(self.fields)}
 
     def warnings(self, base: str, commit: str | None) -> list[str]:
@@ -192,7 +191,8 @@ class LanguageAdapter:
         for name, update in self.updates.items():
             place, b, a = f"base_model.model.{name}", source[update.lora_B], source[update.lora_A]
             if isinstance(self.network.get_submodule(name), nn.Embedding):
-                made += [_turned(f"{place}.lora_embedding_A", b), _turned(f"{place}.lora_embedding_B", a)]
+                turned = {"A": b.load().T.contiguous(), "B": a.load().T.contiguous()}  # as PEFT has them
+                made += [given_tensor(f"{place}.lora_embedding_{x}", tensor) for x, tensor in turned.items()]
                 continue
             made += [OutputTensor.copy_of(tensor, f"{place}.lora_{x}.weight") for x, tensor in (("A", a), ("B", b))]
             if name in self.biases:
@@ -223,10 +223,6 @@ class LanguageAdapter:
             ensure_weight_tying=len({one.lora_A for one in self.updates.values()}) < len(self.updates),
             modules_to_save=sorted({name.rpartition(".")[0] for name in self.whole}) or None,
         )
-
-
-def _turned(name: str, tensor: StoredTensor) -> OutputTensor:
-    return given_tensor(name, tensor.load().T.contiguous())
 
 
 def _alpha(rank: int, scaling: float, rslora: bool) -> float:

@@ -39,23 +39,18 @@ _CHUNK = 4 << 20
 _PIECE = 1 << 18
 _SAMPLE = 1 << 12
 
-_ALONE = ContextVar("_ALONE", default=False)
+ALONE = ContextVar("ALONE", default=False)  # whether the caller is inside `headers_alone`
 
 
 @contextmanager
 def headers_alone() -> Iterator[None]:
     """Inside, checkpoints are written without their tensors: headers, and files of the whole size that are a hole. Nor
     is a tensor read: those of one type and shape are the same."""
-    before = _ALONE.set(True)
+    before = ALONE.set(True)
     try:
         yield
     finally:
-        _ALONE.reset(before)
-
-
-def are_headers_alone() -> bool:
-    """Whether the caller is inside `headers_alone`."""
-    return _ALONE.get()
+        ALONE.reset(before)
 
 
 class Sized:
@@ -146,7 +141,7 @@ class StoredTensor(Sized):
 
     def _read(self, start: int, stop: int, most: int) -> Iterator[Bytes]:
         """Bytes `start` to `stop`, in pieces of `most` bytes."""
-        if are_headers_alone():
+        if ALONE.get():
             return
         if self.compute is not None:
             whole = tensor_bytes(self.compute())

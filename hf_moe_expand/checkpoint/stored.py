@@ -195,14 +195,15 @@ class LoadedModel(Source):
             self.config.tie_word_embeddings = False  # as `StoredModel` has it
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self._tied = {key: source for key, source in tied.items() if key not in self.untied}
-        self._stored = {key: self._as_stored(key, value) for key, value in values.items() if key not in self._tied}
         self.shapes = {key: tuple(value.shape) for key, value in values.items()}
-
-    def _as_stored(self, key: str, value: torch.Tensor) -> StoredTensor:
-        dtype = DTYPE_NAMES.get(value.dtype, str(value.dtype))
-        return StoredTensor(
-            key, dtype, tuple(value.shape), self.folder / key, compute=lambda: value.detach().cpu(), held=value
-        )
+        self._stored = {
+            key: StoredTensor(
+                key, DTYPE_NAMES.get(value.dtype, str(value.dtype)), self.shapes[key], self.folder / key,
+                compute=value.detach().cpu, held=value,
+            )
+            for key, value in values.items()
+            if key not in self._tied
+        }  # fmt: skip
 
     @property
     def unknown(self) -> list[str]:
@@ -303,7 +304,6 @@ class Place:
         key: its name in the model.
         dense: its name in the dense model, or that of the tensor in whose place an expert or a language has it; None
             for routers, classifiers, gates, updates and added experts.
-        shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers, where a language's number is its `expert`.
         expert: number of its expert; None outside the experts.
         inner: its name inside the layer's block: the FFN, or the adapters; of a gate, inside the layer.
@@ -333,11 +333,9 @@ class Place:
         return None if self.update is None else ".".join(self.key.rsplit(".", 2)[1:])
 
     def beside(self, inner: str) -> str:
-        """The name in the model of another tensor of the same block."""
         return self.key.removesuffix(self.inner) + inner
 
     def of_expert(self, expert: int) -> str:
-        """The name in the model of the same tensor of another expert."""
         return self.beside(f"experts.{expert}.{self.inner.split('.', 2)[2]}")
 
 

@@ -34,7 +34,7 @@ from .gate import Gate
 from .new_experts import Maps, entry_of, layer_of, layer_places
 from .peft import PeftAdapter
 from .promises import check_architecture
-from .reader import are_headers_alone
+from .reader import ALONE
 from .records import ExpansionRecord, History, StageRecord
 from .source import TEMPLATE, differences, holds_adapter, load_base_config, name_and_commit
 from .stored import LoadedModel, Place, Source, StoredModel, network_of, places
@@ -78,7 +78,7 @@ class FineTune:
     def changed(self) -> list[str]:
         """The tensors that differ from the base's, by their names in the dense model; refuses other types, and weights
         that have nothing to do with the base's."""
-        if are_headers_alone():  # all may differ
+        if ALONE.get():  # all may differ
             return list(self.home.base)
         found, changes = [], []
         for dense, key in Bar(self.home.base.items(), desc=f"compare {self.name}", unit="tensor", leave=False):

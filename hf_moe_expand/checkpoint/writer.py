@@ -24,7 +24,7 @@ from ..core.scratch import named, remove_leftovers, sibling
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.part_expansion_only import RECORD
 from .facts import set_part
-from .reader import ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor, are_headers_alone
+from .reader import ALONE, ITEM_BITS, TORCH_DTYPES, Bytes, Sized, StoredTensor
 from .source import ADAPTER, CODE, TOKENIZER_FILES, check_inside
 from .tokenizer import keep_tokenizer
 
@@ -69,7 +69,7 @@ def _write_weights(
             filename_pattern=f"{stem}{{suffix}}.safetensors",
             max_shard_size=max_shard_size,
         )
-    with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None or are_headers_alone()) as bar:
+    with Bar(total=len(tensors), desc=what, unit="tensor", disable=what is None or ALONE.get()) as bar:
         for filename, names in split.filename_to_tensors.items():
             write_tensors(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:
@@ -94,7 +94,7 @@ def write_tensors(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
-        if are_headers_alone():
+        if ALONE.get():
             file.truncate(file.tell() + offset)
             return
         for tensor in ordered:
@@ -135,7 +135,7 @@ def write_checkpoint(
         stem: name of the weight files, without their ending.
     """
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
-    needed = 0 if are_headers_alone() else sum(tensor.nbytes for tensor in ordered)
+    needed = 0 if ALONE.get() else sum(tensor.nbytes for tensor in ordered)
     with new_folder(out, overwrite, needed_bytes=needed) as partial:
         if isinstance(config, ExpandedConfig):
             custom_object_save(model_class(config), partial)

@@ -207,7 +207,7 @@ def grow(
     belongs(given, "tuned", *TunedSettings.model_fields)
     if plan is None:
         raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
-    from ..checkpoint.expand import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.expand import check_growth, grow_checkpoint
     from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
 
@@ -218,7 +218,7 @@ def grow(
     else:
         origin = dict.fromkeys(range(len(plan.experts_per_layer)), _number(copy_from, given))
     grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, **dict(written))
-    print(*classifier_changes(model, plan), f"wrote {out}", sep="\n")
+    print(f"wrote {out}")
 
 
 def _number(copy_from: str, given: Given) -> int:
