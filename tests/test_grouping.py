@@ -129,7 +129,7 @@ def test_wrong_dmoe_settings_are_refused():
         ("tr is in no group", {"groups": [["en", "de"], ["el"]]}),
         ("fr was not measured; known: en, de, el, tr", {"groups": [["en", "de", "el", "tr"], ["fr"]]}),
         ("a group is empty", {"groups": [["en", "de", "el", "tr"], []]}),
-        ("in quotes", {"groups": [["en", False], ["el"]]}),
+        ("not a language code", {"groups": [["en", False], ["el"]]}),
         ("at least 2 experts", {"groups": [["en", "de", "el", "tr"]]}),
         ("so leave out grouping `random`", {"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}),
         ("run `analyze deviation` first", {"groups": 2, "deviation": None}),

@@ -211,7 +211,7 @@ def test_the_command(tmp_path):
         expected |= {f"{model}/{pair}.txt": score["translations"] for pair, score in scores.items()}
     assert files == expected
     again = (base, "--pairs", "en-el", *data, *more, "--out", tmp_path / "again.json")
-    refused(invoke, "evaluate", *again, says=r"source.txt: exists already")
+    refused(invoke, "evaluate", *again, says=r"texts: exists already")
     # Right after expansion the model computes what the base did, greedy continuations included.
     assert written["models"]["el"] == written["models"]["base"]
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -108,13 +108,8 @@ def with_verbs(name: str, group: Group) -> typer.Typer:
 
 def version_line() -> str:
     """The versions that a report of an error needs, in one line."""
-    found = []
-    for package in ("hf-moe-expand", "torch", "transformers", "datasets", "peft", "trl"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package}: not installed")
-    return f"{', '.join(found)}, Python {sys.version.split()[0]}"
+    packages = ("hf-moe-expand", "torch", "transformers", "datasets", "peft", "trl")
+    return f"{', '.join(f'{name} {version(name)}' for name in packages)}, Python {sys.version.split()[0]}"
 
 
 def _show_versions(wanted: bool) -> None:

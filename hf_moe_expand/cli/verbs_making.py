@@ -89,7 +89,7 @@ def expand(
     elif branches:
         from ..baselines.branches import expand_branches
 
-        expand_branches([base, *branches], out, plan, seed=seed, **dict(written))
+        expand_branches([base, *branches], out, plan, seed=seed, **dict(written))  # type: ignore[arg-type]
         print(f"wrote {out}")
     else:
         options = {"revision": revision, "seed": seed, **dict(settings.experts), **dict(written)}
@@ -249,12 +249,7 @@ def _nearest_experts(
     return nearest
 
 
-def join(
-    out: NewFolder,
-    packs: Annotated[list[str], Kind(metavar="PACK...")],
-    *,
-    written: WriteSettings,
-) -> None:
+def join(out: NewFolder, packs: Annotated[list[str], Kind(metavar="PACK...")], *, written: WriteSettings) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
 
     A pack's experts are exclusive. The model has those of all packs, byte for byte, and no gate: fit one with `gates`.
@@ -277,14 +272,7 @@ def join(
     print(f"no gate            text that is told no language gets the last pack, until you run `gates {out} OUT`")
 
 
-def graft(
-    model: Model,
-    out: NewFolder,
-    *,
-    base: Model,
-    settings: GraftSettings,
-    written: WriteSettings,
-) -> None:
+def graft(model: Model, out: NewFolder, *, base: Model, settings: GraftSettings, written: WriteSettings) -> None:
     """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
 
     Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
@@ -314,14 +302,7 @@ merge = Group("Merge checkpoints tensor by tensor.")
 
 
 @merge.verb("delta")
-def merge_delta_(
-    model: Model,
-    out: NewFolder,
-    *,
-    base: Model,
-    settings: GraftSettings,
-    written: WriteSettings,
-) -> None:
+def merge_delta_(model: Model, out: NewFolder, *, base: Model, settings: GraftSettings, written: WriteSettings) -> None:
     """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
 
     Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct

@@ -1,11 +1,10 @@
 """The verb `evaluate`: text, tasks and questions, or translations."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..checkpoint.arguments import Codes, Models, NewCodes, NewFile, OldCodes, Texts, check_file, codes, text_sources
+from ..checkpoint.arguments import Codes, Models, NewCodes, NewFile, OldCodes, Texts, codes, text_sources
 from ..core.errors import InputError, errors_at
 from ..core.languages import check_old_and_new
 from ..core.printing import print_table
@@ -119,23 +118,20 @@ def _ensemble(models: list[str], sources: Any, ensemble: int) -> Any:
     """A function that adds the ensemble's scores to others."""
     if not 1 <= ensemble <= len(models):
         raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
+    from ..baselines.ensemble import evaluate_ensemble
+    from ..checkpoint.source import resolve_checkpoint
+    from ..checkpoint.tokenizer import load_tokenizer
     from ..evaluation.report import check_decoders
 
     check_decoders({name: (name, None) for name in models}, "ensembles")
-    return partial(_score_ensemble, models, sources, ensemble)
 
+    def add_scores(result: Any, settings: EvaluationSettings) -> None:
+        texts = {code: source.load()["text"] for code, source in sources.items()}
+        tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
+        scores = evaluate_ensemble(models, tokenizer, texts, ensemble, **settings.model_dump(exclude={"questions"}))
+        result.models[f"ensemble of {len(models)}, top {ensemble}"] = scores
 
-def _score_ensemble(models: list[str], sources: Any, ensemble: int, result: Any, settings: EvaluationSettings) -> None:
-    from ..baselines.ensemble import evaluate_ensemble
-    from ..checkpoint.source import resolve_checkpoint
-    from ..inference.models import load_tokenizer
-
-    texts = {code: source.load()["text"] for code, source in sources.items()}
-    tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
-    sizes = settings.model_dump(exclude={"questions"})
-    result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
-        models, tokenizer, texts, ensemble, **sizes
-    )
+    return add_scores
 
 
 def _questions(arguments: Sequence[str], models: list[str]) -> dict[str, list[str]]:
@@ -194,8 +190,8 @@ def _evaluate_translations(
     translation.chrf_plus_plus()  # fails now, before any work, if it is not installed
     sentences = translation.load_parallel(sources)
     labels = labels_of(models)
-    for file in [] if texts is None else translation.files_of_texts(texts, list(labels), pairs):
-        check_file(file, overwrite)
+    if texts is not None and texts.exists() and not overwrite:
+        raise InputError(f"{texts}: exists already; choose another folder or pass --overwrite.")
     for name in models:  # before the first one translates
         folder = resolve_checkpoint(name)
         config, tokenizer = load_config(folder), load_tokenizer(folder, name)

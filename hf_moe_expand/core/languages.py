@@ -25,8 +25,6 @@ def is_language_code(code: str) -> bool:
 
 def check_language_code(code: Any) -> str:
     """Returns the code; refuses what is no language code."""
-    if isinstance(code, bool):  # YAML's `no`
-        raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
     if not isinstance(code, str) or not is_language_code(code):
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code

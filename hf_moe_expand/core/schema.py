@@ -217,7 +217,7 @@ def loosened(schema: Any) -> Any:
 
 def _or_null(part: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key that may be null; a tag may not."""
-    about = {word: part[word] for word in ("description", "default") if word in part}
+    about: dict[str, Any] = {word: part[word] for word in ("description", "default") if word in part}
     return part if "const" in part else {**about, "anyOf": [part, {"type": "null"}]}
 
 

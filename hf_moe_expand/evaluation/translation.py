@@ -237,21 +237,15 @@ def evaluate_translation(
     return scores
 
 
-def files_of_texts(folder: Path, models: Sequence[str], pairs: Sequence[Pair]) -> list[Path]:
-    """The files that `write_texts` writes: of each pair the sources, the references, and each model's translations."""
-    names = [pair_name(pair) for pair in pairs]
-    given = [folder / f"{name}.{kind}.txt" for name in names for kind in ("source", "reference")]
-    return [*given, *(folder / model / f"{name}.txt" for model in models for name in names)]
-
-
 def write_texts(
     folder: Path, scores: TranslationScores, texts: Mapping[str, Sequence[str]], pairs: Sequence[Pair]
 ) -> None:
-    """Writes the scored sentences, a line each, as COMET and other metrics read them."""
-    contents: list[Sequence[str]] = []
+    """Writes sources, references and each model's translations, a line each, as COMET and other metrics read them."""
     for pair in pairs:
-        number = next(iter(scores.models.values()))[pair_name(pair)].sentences
-        contents += [texts[code][scores.shots : scores.shots + number] for code in pair]
-    contents += [of[pair_name(pair)].translations for of in scores.models.values() for pair in pairs]
-    for file, lines in zip(files_of_texts(folder, list(scores.models), pairs), contents, strict=True):
-        write_text(file, "".join(f"{line}\n" for line in lines))
+        name = pair_name(pair)
+        number = next(iter(scores.models.values()))[name].sentences
+        source, reference = (texts[code][scores.shots : scores.shots + number] for code in pair)
+        files = {f"{name}.source": source, f"{name}.reference": reference}
+        files |= {f"{model}/{name}": of[name].translations for model, of in scores.models.items()}
+        for file, lines in files.items():
+            write_text(folder / f"{file}.txt", "".join(f"{line}\n" for line in lines))

@@ -152,10 +152,7 @@ def _upload(
     # Weights of an earlier push under other names would be loaded instead of these.
     stale = [RECORD, *(f"*{end}" for end in (*_WEIGHTS, ".bin", ".bin.index.json"))]
     message = message or f"Push with hf-moe-expand {__version__}"
-    with (
-        library_errors_at(repo_id, secrets=_secrets(api)),
-        goes_on(lambda: "with the files that have not arrived"),
-    ):
+    with library_errors_at(repo_id, secrets=_secrets(api)), goes_on(lambda: "with the files that have not arrived"):
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)

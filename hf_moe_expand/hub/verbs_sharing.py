@@ -24,13 +24,7 @@ class CardSettings(Schema):
     expansion_only: bool = Field(False, description="only the added tensors are published; loading fetches the base")
 
 
-def card(
-    model: Expanded,
-    *,
-    settings: CardSettings,
-    repo_id: str | None = None,
-    out: NewFile | None = None,
-) -> None:
+def card(model: Expanded, *, settings: CardSettings, repo_id: str | None = None, out: NewFile | None = None) -> None:
     """Print the model card that `push` writes with the same options; its notes go to the error stream.
 
     Example: hf-moe-expand card qwen-el-2 --repo-id me/qwen-el

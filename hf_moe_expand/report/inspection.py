@@ -116,7 +116,8 @@ def inspect_config(config: Any) -> Inspection:
     for index, ffn in network.expanded_ffns().items():
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size_of(ffn))
         added += _size_of(ffn) - _size_of(ffn.experts[0])
-    added += sum(_size_of(outer) for outer in network.modules() if isinstance(outer, OuterModules)) - _tied(network)
+    outer = [parameter for one in network.modules() if isinstance(one, OuterModules) for parameter in one.parameters()]
+    added += sum({id(parameter): parameter.numel() for parameter in outer}.values())  # two may share one
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
     if facts.exclusive:  # they have no routing to review
         stages = [stage for stage in stages if stage.trains.experts != "none"]
@@ -173,13 +174,6 @@ def _idle_weights(network: Any) -> int:
                     own[number] |= {id(parameter): -parameter.numel() for parameter in replaced.parameters()}
     used = max([0, *(sum(sizes.values()) for sizes in own.values())])
     return _idle_in_ffns(network) + sum(size for sizes in own.values() for size in sizes.values() if size > 0) - used
-
-
-def _tied(network: Any) -> int:
-    """The size of the tensors outside the layers that two modules of a language share."""
-    outer = [module for module in network.modules() if isinstance(module, OuterModules)]
-    sizes = [(id(one), one.numel()) for module in outer for one in module.parameters()]
-    return sum(size for _, size in sizes) - sum(dict(sizes).values())
 
 
 def _idle_in_ffns(network: Any) -> int:
