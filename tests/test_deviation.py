@@ -203,7 +203,7 @@ def test_a_work_folder_of_other_work_is_refused(tmp_path):
 def test_settings_out_of_range_are_refused(tmp_path):
     for changes, said in (
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),
-        ({"last_layers": 4}, "this model has 3 layers"),
+        ({"last_layers": 4}, "this model has layers 0 to 2"),
         ({"at_steps": [3]}, r"at_steps is \[3\]: must be ascending steps below 3, the last one"),
         ({"layers": [0, 3]}, "layers 0 to 2"),
         ({"texts": {}}, "No language was given"),

@@ -145,8 +145,6 @@ def check_sizes(
     longest = longest_block(config) or block_size
     if block_size > longest:
         raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
-    if layers is None and last_layers > num_layers:
-        raise InputError(f"last_layers is {last_layers}; this model has {num_layers} layers.")
     chosen = sorted({*(range(num_layers - last_layers, num_layers) if layers is None else layers)})
     if not chosen or chosen[0] < 0 or chosen[-1] >= num_layers:
         raise InputError(f"layers is {chosen}; this model has layers 0 to {num_layers - 1}: name some of them.")

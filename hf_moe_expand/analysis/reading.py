@@ -15,6 +15,7 @@ from ..checkpoint.facts import Facts
 from ..core.errors import InputError
 from ..core.languages import names_language
 from ..core.progress import Bar
+from ..data.packing import too_few_tokens
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.rows import Pair
 from ..data.tokens import begin_tokens
@@ -155,10 +156,7 @@ def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: in
         blocks += [[*first, *ids[start : start + block_size][len(first) :]] for start in range(0, len(ids), block_size)]
         if left == 0:
             return blocks
-    raise InputError(
-        f"Language {language!r} has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a "
-        "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
-    )
+    raise too_few_tokens(language, tokens - left, tokens)
 
 
 def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBatch]:
@@ -197,10 +195,7 @@ def side_batches(
             if not left:
                 break
         if left:
-            raise InputError(
-                f"Language {language!r} has {tokens - left:,} tokens as a {name}, but {tokens:,} were asked for: give "
-                "more sentence pairs or a smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
-            )
+            raise too_few_tokens(language, tokens - left, tokens, f" as a {name}")
         left = tokens
         for first in range(0, len(inputs), batch_size):
             taken = slice(first, first + batch_size)

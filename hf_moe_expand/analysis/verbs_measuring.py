@@ -88,14 +88,6 @@ def analyze_deviation(
     print("layer  deviation")
     for layer, value in enumerate(result.deviation):
         print(f"{layer:5d}  {value:.6f}")
-    print("language  most similar")
-    for row, language in enumerate(result.languages):
-        others = [column for column in range(len(result.languages)) if column != row]
-        for nearest in sorted(others, key=lambda column: -result.similarity[row][column])[:1]:
-            print(f"{language:8}  {result.languages[nearest]} {result.similarity[row][nearest]:.3f}")
-    for place, step in enumerate(settings.at_steps):
-        alike = [matrix[place][-1] for matrix in result.likeness_of_steps.values()]
-        print(f"step {step}: cosine with the last step's change {min(alike):.3f} to {max(alike):.3f}")
     print(f"wrote {out}")
 
 

@@ -33,8 +33,6 @@ def expand_branches(
     Args:
         branches: dense checkpoints fine-tuned separately from one base, one for each of the plan's groups, in order.
     """
-    if not plan.groups:
-        raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")
     if len(branches) != len(plan.groups):
         raise InputError(f"{len(branches)} branches were given, but the plan has {len(plan.groups)} groups.")
     models = opened(branches, out, overwrite, load_base_config)

@@ -41,10 +41,7 @@ class Curriculum(JsonFile):
                     f"{self.steps - 1}."
                 )
         if 0 not in self.entry.values():
-            first = min(self.entry.values(), default=None)
-            raise InputError(
-                f"curriculum: no language trains from the start (the first enters at step {first}): let one enter at 0."
-            )
+            raise InputError("curriculum: no language trains from the start: let one enter at step 0.")
 
     def check_languages(self, languages: Collection[str]) -> None:
         """Refuses a curriculum that names a language that does not train, or lacks one that does."""

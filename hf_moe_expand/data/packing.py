@@ -126,8 +126,13 @@ def first_tokens(language: str, sizes: Iterable[int], wanted: int | None) -> tup
             return number, total
     if wanted is None:
         return number, total
-    raise InputError(
-        f"Language {language!r} has {total:,} tokens, but {wanted:,} were asked for: give more text or ask for fewer."
+    raise too_few_tokens(language, total, wanted)
+
+
+def too_few_tokens(language: str, found: int, wanted: int, where: str = "") -> InputError:
+    return InputError(
+        f"Language {language!r} has {found:,} tokens{where}, but {wanted:,} were asked for: give more text or ask for "
+        "fewer."
     )
 
 
