@@ -1,6 +1,7 @@
 """Measures the similarity of languages in each layer, at the FFN's input (LayerMoE Eq. 8)."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -18,21 +19,9 @@ from .reading import language_batches, read_inputs, token_bar
 from .settings import AnalysisSettings
 
 
-class MeanDirections:
-    """Running sums of unit vectors, `[layers, h]` float64. The mean of all `Q x Q` cosines of two languages is the dot
-    product of their mean unit vectors, so this is exact."""
-
-    def __init__(self, num_layers: int, hidden_size: int) -> None:
-        self.sums = torch.zeros(num_layers, hidden_size, dtype=torch.float64)
-        self.counts = [0] * num_layers
-
-    def add(self, layer: int, states_Th: torch.Tensor) -> None:
-        # A zero vector, which has no direction, stays zero: its cosine with any vector counts as 0.
-        self.sums[layer] += F.normalize(states_Th.double(), dim=-1).sum(0).cpu()
-        self.counts[layer] += len(states_Th)
-
-    def means(self) -> torch.Tensor:
-        return self.sums / torch.tensor(self.counts, dtype=torch.float64).unsqueeze(-1)
+def _add_directions(sums_Lh: torch.Tensor, layer: int, states_Th: torch.Tensor) -> None:
+    # A zero vector, which has no direction, stays zero: its cosine with any vector counts as 0.
+    sums_Lh[layer] += F.normalize(states_Th.double(), dim=-1).sum(0).cpu()
 
 
 @torch.no_grad()
@@ -63,13 +52,14 @@ def measure_similarity(
     config: Any = model.config
     texts = {code: texts[code] for code in (*old, *new)}
     batches = language_batches(model, tokenizer, texts, tokens, block_size, batch_size)
-    means = {}
+    layers, size = count_layers(config), config.get_text_config(decoder=True).hidden_size
+    # The mean of all `Q x Q` cosines of two languages is the dot product of their mean unit vectors.
+    means_Lh = {code: torch.zeros(layers, size, dtype=torch.float64) for code in batches}
     with token_bar("similarity", batches) as bar:
         for language, of_language in batches.items():
             bar.set_description(f"similarity in {model_name(model)}: {language}")
-            directions = MeanDirections(count_layers(config), config.get_text_config(decoder=True).hidden_size)
-            read_inputs(model, of_language, directions.add, bar)
-            means[language] = directions.means()
+            read_inputs(model, of_language, partial(_add_directions, means_Lh[language]), bar)
+            means_Lh[language] /= tokens
     names = combinations_with_replacement([*new, *old], 2)
-    pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
+    pairs = {f"{a}-{b}": (means_Lh[a] * means_Lh[b]).sum(-1).tolist() for a, b in names}
     return SimilarityResult.from_pairs(pairs, old, new, tokens, Facts(config).encoder_layers)
