@@ -55,25 +55,23 @@ def files_elsewhere(source: str) -> tuple[dict[str, int | None], str]:
     Raises:
         InputError: the place cannot be reached, or has no such file.
     """
-    return _retried(lambda: _listed(source), source)
 
+    def listed() -> tuple[dict[str, int | None], str]:
+        files, path = fsspec.core.url_to_fs(source)
+        files.invalidate_cache()
+        is_pattern = glob.has_magic(source)
+        is_folder = not is_pattern and files.isdir(path)
+        if is_folder or is_pattern:
+            found: dict[str, Any] = (files.find if is_folder else files.glob)(path, detail=True)
+        else:
+            found = {path: files.info(path)}
+        if not found:
+            raise FileNotFoundError
+        named = {files.unstrip_protocol(name): info for name, info in sorted(found.items())}
+        sizes = {name: info.get("size") for name, info in named.items() if info.get("type") != "directory"}
+        return sizes, files.unstrip_protocol(path) if is_folder else ""
 
-def _listed(source: str) -> tuple[dict[str, int | None], str]:
-    files, path = fsspec.core.url_to_fs(source)
-    files.invalidate_cache()
-    is_pattern = glob.has_magic(source)
-    is_folder = not is_pattern and files.isdir(path)
-    if is_folder or is_pattern:
-        found: dict[str, Any] = (files.find if is_folder else files.glob)(path, detail=True)
-    else:
-        found = {path: files.info(path)}
-    if not found:
-        raise FileNotFoundError
-    sizes = {
-        files.unstrip_protocol(name): info.get("size")
-        for name, info in sorted(found.items()) if info.get("type") != "directory"
-    }  # fmt: skip
-    return sizes, files.unstrip_protocol(path) if is_folder else ""
+    return _retried(listed, source)
 
 
 @contextmanager

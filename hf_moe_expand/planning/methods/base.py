@@ -16,7 +16,7 @@ from ...core.errors import InputError
 from ...core.schema import Count, Flag, Schema, Text, Whole, changed, read
 from ..layers import CLASSIFIER_CHOICES, ClassifierChoice, check_layer_ranges
 from ..plan import MOST_EXPERTS
-from ..results import DeviationResult, Result, SimilarityResult
+from ..results import Result
 
 Needs = Literal["similarity", "deviation"]
 
@@ -47,17 +47,8 @@ class Target:
         """Minimum of experts in a layer: 2, expert 0 and a new one; 1, a new one, for an expanded model."""
         return 1 if self.grows_from else 2
 
-    @property
-    def similarity(self) -> SimilarityResult:
-        """The similarity of the languages in each layer; refused if it was not measured, as the deviation is."""
-        return self._measured("similarity")
-
-    @property
-    def deviation(self) -> DeviationResult:
-        """The deviation of each layer."""
-        return self._measured("deviation")
-
-    def _measured(self, name: str) -> Any:
+    def measured(self, name: Needs) -> Any:
+        """The `SimilarityResult` or the `DeviationResult`; refused if it was not measured."""
         if name not in self.analyses:
             raise InputError(f"The plan needs an analysis: run `analyze {name}` first.")
         return self.analyses[name]

@@ -89,17 +89,16 @@ class DMoEPlan(PlanSettings):
     def _groups(self, languages: list[str], alike: list[list[float]], seed: int) -> list[list[str]]:
         """The groups of languages, `alike` by the analysis."""
         by_analysis = self.grouping in ("deviation", "similarity")
-        if isinstance(self.groups, int) and self.grouping == "random":
-            made = random_groups(languages, self.groups, seed)
-        elif isinstance(self.groups, int):
-            made = group_languages(
-                alike if by_analysis else vector_similarity(self.grouping, languages), languages, self.groups
-            )
-        elif by_analysis:
+        if isinstance(self.groups, list):
+            if not by_analysis:
+                name = Path(self.grouping).name
+                raise InputError(f"groups: the groups are given by hand, so leave out grouping `{name}`.")
             made = _given_groups(self.groups, languages)
+        elif self.grouping == "random":
+            made = random_groups(languages, self.groups, seed)
         else:
-            name = Path(self.grouping).name
-            raise InputError(f"groups: the groups are given by hand, so leave out grouping `{name}`.")
+            alike = alike if by_analysis else vector_similarity(self.grouping, languages)
+            made = group_languages(alike, languages, self.groups)
         if len(made) < 2:
             raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
         return made
@@ -123,11 +122,11 @@ def _measured(target: Target, needs: Needs | None) -> tuple[list[str], list[list
     """The languages, how similar they are, how much each layer is their own, and the analysis for the plan's details:
     by their deviation or, with `similarity`, by their hidden states."""
     if needs == "similarity":
-        similarity = target.similarity
+        similarity = target.measured("similarity")
         languages = [*similarity.old, *similarity.new]
         own = [-value for value in similarity.similarity]
         return languages, similarity.between(languages), own, {"similarity": similarity.similarity}
-    deviation = target.deviation
+    deviation = target.measured("deviation")
     return deviation.languages, deviation.similarity, deviation.deviation, {"deviation": deviation.deviation}
 
 

@@ -27,7 +27,7 @@ class LayerMoEPlan(LayerPlan):
     similarity_floor: Positive | None = Field(None, description="Count smaller similarities as this.")
 
     def allocate(self, target: Target) -> Allocation:
-        similarity = target.similarity.similarity
+        similarity = target.measured("similarity").similarity
         counts = allocate_experts(similarity, self.total_experts, self.minimum or target.least, self.similarity_floor)
         return Allocation(counts, {"similarity": similarity})
 
