@@ -28,9 +28,9 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 def main() -> None:
-    """Entry point. Errors are one line, without a traceback (`--debug` or HF_MOE_EXPAND_DEBUG=1 shows it). The exit
-    code is 2 after wrong input, 128 and its number after a signal, 70 after an unexpected error."""
-    debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG")) or "--debug" in sys.argv
+    """Entry point. Errors are one line, without a traceback (`--debug` shows it). The exit code is 2 after wrong input,
+    128 and its number after a signal, 70 after an unexpected error."""
+    debug = "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     with _lines_for_logs(), nullcontext() if debug else _warnings_in_one_line(), orderly_stops() as came:
         try:

@@ -94,7 +94,7 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
 
 def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
     """Lets a public function, a class method, or a class's constructor, refuse an argument of another type than the
-    annotated one, a missing and an unknown one. `keywords` are settings whose keys the function takes, too."""
+    annotated one. `keywords` are settings whose keys the function takes, too."""
     called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     signature = inspect.signature(called)
     if keywords is not None:
@@ -108,13 +108,9 @@ def checked(function: F, keywords: type[BaseModel] | None = None) -> F:
 
     @wraps(called)
     def call(*args: Any, **given_keywords: Any) -> Any:
+        given = signature.bind(*args, **given_keywords).arguments
         owner = args[0].__name__ + "." if "cls" in named else ""
         with errors_at(type(args[0]).__name__ if "self" in named else owner + function.__name__):
-            try:
-                given = signature.bind(*args, **given_keywords).arguments
-            except TypeError as error:  # its message names the argument
-                known = ", ".join(name for name in signature.parameters if name not in ("self", "cls"))
-                raise InputError(f"{error}; the arguments are {known}.") from None
             check_types({name: given[name] for name in named if name in given}, hints())
         return called(*args, **given_keywords)
 

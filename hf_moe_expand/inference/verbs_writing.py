@@ -82,7 +82,7 @@ def _talk(models: "list[ChatModel]", how: Answering, language: str | None) -> No
     talks: list[list[dict[str, str]]] = [[] for _ in models]
     while (line := _read()) is not None:
         command, _, rest = line.partition(" ")
-        if command in ("/exit", "/quit"):
+        if command == "/exit":
             return
         if command == "/new":
             talks = [[] for _ in models]
