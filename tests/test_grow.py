@@ -102,8 +102,8 @@ def test_grow_copies_what_it_is_told(made, text, tmp_path):
 
     grow = ("grow", first, tmp_path / "out", "--plan", plan)
     for said, *arguments in (
-        ("nearest measures text in the plan's new languages: give --data tr=FILE", *nearest),
-        (r"el: not a new language of the plan \(tr\)", *nearest, *data, "--data", f"el={text['el'].source}"),
+        ("nearest measures text in the plan's new languages: give tr alone", *nearest),
+        ("give tr alone", *nearest, *data, "--data", f"el={text['el'].source}"),
         ("--data belongs to --copy-from nearest", *data),
         ("--copy-from: invalid literal for int", "--copy-from", "next"),
         ("layer 2 has no expert 2 to copy; give one of 0..1", "--copy-from", 2),

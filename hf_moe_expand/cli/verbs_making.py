@@ -232,10 +232,8 @@ def _nearest_experts(
     model: str, new: list[str], sources: dict[str, Any], seed: int, settings: AnalysisSettings
 ) -> dict[int, int]:
     """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
-    if unknown := [code for code in sources if code not in new]:
-        raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
-    if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
-        raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
+    if {*sources} != {*new}:
+        raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {', '.join(new)} alone.")
     from ..analysis.routers import nearest_experts
     from ..data.pairs import texts_for
     from ..inference.models import load_for_inference

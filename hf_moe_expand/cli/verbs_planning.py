@@ -2,7 +2,7 @@
 which plans when each language enters training."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +44,7 @@ def _plan(
         raise InputError("Give --deviation (of `analyze deviation`) or --analysis (of `analyze similarity`).")
     if alike is not None and not settings.makes_groups:
         old, new = old or alike.old, new or alike.new
-    counts, known, encoder, exclusive = _of_base(from_, new) if from_ else ([], [], 0, False)
+    counts, known, encoder, exclusive = _of_base(from_) if from_ else ([], [], 0, False)
     encoder = encoder if from_ or alike is None else alike.encoder_layers
     num_layers = len(counts) or len(alike.similarity if alike else moved.deviation if moved else [])
     if layers:
@@ -66,7 +66,7 @@ for _word, _method in METHODS.items():
     plan.add(_plan, _word, _fixed, {"settings": _settings}, help=inspect.getdoc(_method))
 
 
-def _of_base(name: str, new: Sequence[str]) -> tuple[list[int], list[str], int, bool]:
+def _of_base(name: str) -> tuple[list[int], list[str], int, bool]:
     """Of the checkpoint that a plan grows: numbers of experts, languages, encoder's layers, and whether its experts are
     exclusive."""
     expanded(name, {})
@@ -76,10 +76,7 @@ def _of_base(name: str, new: Sequence[str]) -> tuple[list[int], list[str], int, 
     facts = Facts(load_expanded_config(resolve_checkpoint(name, weights=False)))
     if facts.groups:
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
-    known = facts.history.languages
-    if again := [code for code in new if code in known]:
-        raise InputError(f"{', '.join(again)}: already a language of {name}; leave it out of --new.")
-    return facts.counts, known, facts.encoder_layers, facts.exclusive
+    return facts.counts, facts.history.languages, facts.encoder_layers, facts.exclusive
 
 
 def _show(made: Any, settings: PlanSettings, counts: list[int], base: str | None) -> None:
