@@ -294,14 +294,10 @@ def pack_pairs(
     encoder = PairEncoder(tokenizer)
     datasets, tokens, counts, lost = [], {}, {}, {}
     for language, dataset in texts.items():
-        directions = list(zip(dataset["source_language"], dataset["target_language"], strict=True))
-        takes = {direction: encoder.translates(direction) for direction in set(directions)}
-        if not any(takes.values()):
-            raise InputError(
-                f"Language {language!r}: no sentence pair in a direction of the model: {encoder.one_way()}."
-            )
-        if not all(takes.values()):
-            dataset = dataset.select([place for place, direction in enumerate(directions) if takes[direction]])
+        dataset = dataset.filter(lambda *pair: encoder.translates(pair), input_columns=[*SentencePair._fields[2:]])
+        if not len(dataset):
+            words = f"no sentence pair in a direction of the model: {encoder.one_way()}"
+            raise InputError(f"Language {language!r}: {words}.")
         dataset = dataset.shuffle(seed=seed)
         lost[language] = _lost_of_rows(dataset, tokenizer, True, language)
         wanted = len(dataset) if documents is None else min(documents[language], len(dataset))
