@@ -31,8 +31,6 @@ _MAY_DIFFER = (
     "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "expansions", "parts",
     "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
 )  # fmt: skip
-
-
 # Why a checkpoint is no language pack.
 REFUSED = {
     ("dmoe", "joined"): "nothing of a DMoE's base is frozen",

@@ -121,11 +121,8 @@ _DRAWN = (".gate_proj.weight", ".up_proj.weight", ".lora_A.weight")
 
 
 def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
-    """The kind of the new experts of the dense model `network`, with its settings.
-
-    Raises:
-        InputError: a setting belongs to another kind or contradicts the plan, or the model takes no such experts.
-    """
+    """The kind of the new experts of the dense model `network`, with its settings; refuses a setting that belongs to
+    another kind or contradicts the plan, and a model that takes no such experts."""
     name = experts.expert_kind
     for setting, kinds in _READ_BY.items():
         value = getattr(experts, setting)

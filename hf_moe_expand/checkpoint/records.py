@@ -25,7 +25,7 @@ class _Record(Schema):
     model_config = ConfigDict(extra="allow")
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON in config.json, without its own empty fields."""
+        """As JSON in config.json, without its own empty fields."""
         own = type(self).model_fields
         return {name: value for name, value in self if not (value is None and name in own)}
 

@@ -72,8 +72,8 @@ def _check_id(name: str | os.PathLike) -> None:
 
 
 def _refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
-    """Refuses an adapter of PEFT in the place of a model, or beside a model's weights: transformers would load it too,
-    and nothing says whether the weights have it already."""
+    """Refuses an adapter of PEFT in the place of a model or beside its weights: transformers would load it too, and
+    nothing says whether the weights have it already."""
     if (folder / ADAPTER).is_file():
         raise InputError(
             f"{name}: has an adapter of PEFT ({ADAPTER}), which is not read with a model: merge it into its base, or "
@@ -87,7 +87,8 @@ def last_checkpoint(folder: Path) -> Path:
     if (folder / "config.json").is_file() or not file.is_file():
         return folder
     steps = [step for step in read_json(file, "the record of a run").values() if isinstance(step, dict)]
-    for checkpoint in (folder / str(step.get("output")) for step in reversed(steps)):
+    for step in reversed(steps):
+        checkpoint = folder / str(step.get("output"))
         if (checkpoint / "config.json").is_file():
             say_once(f"{folder} is the folder of a run: its last finished checkpoint is taken, {checkpoint}")
             return checkpoint

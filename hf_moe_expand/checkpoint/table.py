@@ -17,7 +17,6 @@ from ..core.errors import InputError
 from ..modeling import ExpandedConfig, auto_class
 from .reader import TORCH_DTYPES, Bytes, StoredTensor, is_finite, tensor_bytes
 from .records import History, StageRecord, add_stage
-from .source import TOKENIZER_FILES
 from .stored import LoadedModel, Place, StoredModel, load_any_config, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, check_output, name_code, write_checkpoint
 
@@ -47,7 +46,6 @@ class Mix:
     to the type of the first.
 
     Attributes:
-        of: the tensors.
         how: the function of a piece of each; or the weight of each in their mean, in which equal values stay as they
             are, bit for bit.
         rest: a tensor whose further elements are taken where the new tensor has more than the first.
@@ -145,8 +143,8 @@ def rewrite(
     name_code(config, "stem" not in written)
     if sources and isinstance(sources[0], LoadedModel):
         return _loaded(sources[0], config, tensors)
-    copied = [(sources[companions].folder, TOKENIZER_FILES)] if sources else []
-    return write_checkpoint(out, config, tensors, copied, title, max_shard_size, overwrite, **written)  # type: ignore[arg-type]
+    folder = sources[companions].folder if sources else None
+    return write_checkpoint(out, config, tensors, folder, title, max_shard_size, overwrite, **written)  # type: ignore[arg-type]
 
 
 def _tensors(

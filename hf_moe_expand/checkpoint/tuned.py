@@ -322,9 +322,9 @@ def _warnings(home: Any, adapters: Sequence[PeftAdapter], first: ExpansionRecord
 def _old_languages(home: Source, rounds: Sequence[Sequence[str]], given: Sequence[str]) -> list[str]:
     """The base's own languages, after checking those that the fine-tunes add."""
     history = History.of(home.config)
-    known = history.first.old_languages if len(history) else list(given)
     if len(history) and given:
-        raise InputError(f"old_languages: {home.name} says its own already ({', '.join(known) or 'none'}).")
+        raise InputError(f"old_languages: {home.name} says its own already.")
+    known = history.first.old_languages if len(history) else list(given)
     check_old_and_new([*dict.fromkeys([*known, *history.languages])], [code for codes in rounds for code in codes])
     return known
 

@@ -119,7 +119,7 @@ def write_checkpoint(
     out: str | os.PathLike,
     config: Any,
     tensors: Iterable[OutputTensor],
-    companions: Sequence[tuple[Path, Sequence[str]]],
+    companions: Path | None,
     what: str | None,
     max_shard_size: str | int,
     overwrite: bool,
@@ -129,7 +129,7 @@ def write_checkpoint(
     """Writes a checkpoint folder, whole or not at all; with code, if the model is an expanded one.
 
     Args:
-        companions: folders and the file patterns to copy from each.
+        companions: folder whose tokenizer, templates and generation config are copied.
         what: name of the progress bar; None shows none.
         files: further files to write: content by name.
         stem: name of the weight files, without their ending.
@@ -140,10 +140,9 @@ def write_checkpoint(
         if isinstance(config, ExpandedConfig):
             custom_object_save(model_class(config), partial)
         config.save_pretrained(partial)
-        for folder, patterns in companions:
-            copy_companions(folder, partial, patterns)
-            if "tokenizer_config.json" in patterns:
-                keep_tokenizer(folder, partial)
+        if companions is not None:
+            copy_companions(companions, partial, TOKENIZER_FILES)
+            keep_tokenizer(companions, partial)
         for name, content in (files or {}).items():
             (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
