@@ -169,9 +169,7 @@ class ExpandedFFN(ExpandedLayer):
         """The expert that runs alone for every token, as far as the host knows; None if several may run."""
         if (forced := request.expert) is not None:
             if forced >= len(self.experts):
-                raise ValueError(
-                    f"Layer {self.layer_index} has no expert {forced}; give one of 0..{len(self.experts) - 1}."
-                )
+                raise ValueError(f"Layer {self.layer_index} has no expert {forced}.")
             return forced
         if request.expansion == 0 and not self.training:
             return 0

@@ -138,7 +138,7 @@ class Choosing:
         if request.expert is not None:
             experts = [request.expert]
             if request.expert >= len(self.experts):
-                raise ValueError(f"There is no expert {request.expert}; give one of 0..{len(self.experts) - 1}.")
+                raise ValueError(f"There is no expert {request.expert}.")
         if experts is not None and not self.training:
             if not any(name in self.own[expert] for expert in experts):
                 return module

@@ -90,19 +90,13 @@ class BasePart:
 
 
 def read_parts(parts: dict[str, Any], settings: dict[str, Any] | None, fields: dict[str, Any], config: Any) -> dict:
-    """A configuration's parts: those that it names, and those of an earlier version's fields, which are taken out.
-
-    Raises:
-        ValueError: this code does not have a part, no part makes such experts, or a field contradicts a part.
-    """
+    """A configuration's parts: those that it names, and those of an earlier version's fields, which are taken out;
+    raises ValueError where this code does not have a part, or a field contradicts one."""
     now = {part.was: name for name, part in parts.items()}
     found = {now.get(name, name): own for name, own in (settings or {}).items() if own is not None and own is not False}
     kinds = ["ffn", *(part.kind for part in parts.values() if part.kind)]
     if missing := [str(name) for name in found if name not in parts]:
-        raise ValueError(
-            f"parts: {', '.join(missing)}: this code does not have it: load the checkpoint by an Auto class with "
-            "trust_remote_code=True, or by a version of hf-moe-expand that does."
-        )
+        raise ValueError(f"parts: {', '.join(missing)}: this code does not have it; the checkpoint's own does.")
     if (fields.get("expert_kind") or "ffn") not in kinds:
         raise ValueError(f"expert_kind is {fields['expert_kind']!r}; known: {', '.join(kinds)}.")
     for name, part in parts.items():

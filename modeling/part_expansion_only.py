@@ -27,22 +27,15 @@ RECORD = "expansion_base.json"
 
 def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any]) -> Any:
     """Calls `load(None, ...)`, `from_pretrained` of the backbone's class, with the joint state dict of the expansion at
-    `path` and its base. `base_model` among the arguments, a folder or hub id, replaces the recorded base.
-
-    Raises:
-        ValueError: the base is not known, or differs from the one that was expanded (the message names the first
-            tensor).
-    """
+    `path` and its base. `base_model` among the arguments, a folder or hub id, replaces the recorded base; raises
+    ValueError where that is not known, or is not the one that was expanded."""
     override = arguments.pop("base_model", None)
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if arguments.get(name) is not None}
     recorded = config.parts["expansion_only"]
     base, revision = (recorded["base_model"], recorded["revision"]) if override is None else (override, None)
     if base is None:
         name = config.expansions[0]["base_model"]
-        raise ValueError(
-            f"{path} holds only the tensors added to {name}, which was a local folder: pass base_model=FOLDER to "
-            "from_pretrained."
-        )
+        raise ValueError(f"{path} holds only what was added to {name}, a local folder: give base_model=FOLDER.")
     base_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder", "force_download")}
     base_tensors = _tensors(base, "model", {**base_hub, "revision": revision})
     record_file: Any = cached_file(path, RECORD, **hub)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -31,16 +32,8 @@ class _ReadError(Exception):
     """Ends a pass at the gate."""
 
 
-@dataclass
-class Reading:
-    """A pass that judges: the evidence `[T, E]` that it finds, and whether it ends at the gate."""
-
-    ends: bool
-    evidence: Any = None
-
-
 def catch(control: RoutingControl, gate: LanguageGate, ffn: Any, args: tuple) -> None:
-    """Before the FFN of the gate's layer: in a pass that judges, the evidence of its tokens."""
+    """Before the FFN of the gate's layer: in a pass that judges, the evidence `[T, E]` of its tokens."""
     reading = control.request.reading
     if reading is not None:
         reading.evidence = gate(args[0].reshape(-1, args[0].shape[-1]))
@@ -67,7 +60,7 @@ def sums_of(
     first, column_L = int(begin is not None), torch.arange(rows.shape[1], device=rows.device)
     mask_ML = (column_L < lengths_M.unsqueeze(-1) + first) | (column_L == 0)
     given: dict[str, Any] = {"inputs_embeds" if rows.ndim == 3 else "input_ids": rows, "attention_mask": mask_ML.long()}
-    reading = Reading(ends=not is_shared(model))
+    reading = SimpleNamespace(ends=not is_shared(model), evidence=None)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         given["logits_to_keep"] = 1
     alone = control.asking(**vars(RoutingRequest(expert=0, reading=reading)))

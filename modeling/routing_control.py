@@ -204,10 +204,8 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     known |= recorded
     for code in codes:
         if code not in known:
-            raise ValueError(
-                f"languages: the checkpoint does not know {code!r}; it knows {', '.join(recorded) or 'no language'}. "
-                "Text in another language is judged by the model itself: name no language for it (None in a list)."
-            )
+            listed = ", ".join(recorded) or "no language"
+            raise ValueError(f"languages: the checkpoint does not know {code!r}; it knows {listed}.")
     return [known[code] for code in codes]
 
 
@@ -224,10 +222,7 @@ def check_count(control: RoutingControl, inputs: Any, arguments: dict[str, Any])
     given = inputs_of(inputs, arguments)
     sequences = 1 if given is None else len(given)
     if count != sequences:
-        raise ValueError(
-            f"languages has {count} codes, but the batch has {sequences} sequences: give one code for each, "
-            "or a single text for all."
-        )
+        raise ValueError(f"languages has {count} codes, but the batch has {sequences} sequences: give one for each.")
 
 
 def with_languages(forward: Callable) -> Callable:

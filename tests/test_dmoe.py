@@ -81,7 +81,7 @@ def test_the_sampler_gives_whole_batches_of_one_group_in_an_order_of_the_seed():
     assert rows == list(GroupedSampler(groups, 2, seed=1))
     sampler.set_epoch(1)
     assert rows != list(sampler)
-    said = "Language group 2 has 2 blocks, less than one batch of 3"
+    said = "Language group 2 has 2 blocks, less than a batch of 3"
     refused(GroupedSampler, groups, 3, seed=1, says=said, raises=ValueError)
 
 

@@ -167,7 +167,7 @@ def test_a_joined_model_is_told_each_rows_language(base, el, tmp_path):
     untold = MoESFTTrainer(
         load(tmp_path / "joined"), arguments, train_dataset=rows, processing_class=byte_tokenizer(), router_losses=[]
     )
-    refused(untold.train, says="joins packs, and a row's language says whose experts it takes: give text")
+    refused(untold.train, says="joins packs, and a row's language says whose experts it takes: give a column")
     packed, stage = Dataset.from_dict({"input_ids": IDS.tolist()}), PostPretrainConfig(str(tmp_path), **given)
     refused(PostPretrainTrainer(load(tmp_path / "joined"), stage, train_dataset=packed).train, says="joins packs")
 

@@ -239,7 +239,7 @@ def test_a_base_whose_stored_names_are_not_the_model_s(tmp_path):
 
 def test_a_base_that_is_unknown_or_another_model_is_refused(folder):
     """One that differs, with its first such tensor."""
-    said = "added to base, which was a local folder: pass base_model=FOLDER"
+    said = "added to base, a local folder: give base_model=FOLDER"
     refused(AutoModelForCausalLM.from_pretrained, folder / "added", says=said, raises=ValueError)
     refused(CheckpointReader, folder / "added", says="base_model=FOLDER")
     said = "was expanded from base, a local folder: give `base`"

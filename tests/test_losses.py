@@ -381,8 +381,8 @@ def test_the_published_coefficients_are_the_defaults():
         (lambda: BalanceLoss(0.01, "top1"), r"balance_counts is .*: must be 'top-k' or 'top-1'"),
         (lambda: GateBudgetLoss(0.1, gate_budget=80), "budget is 80: must be at least 0 and at most 1"),
         (lambda: LocalizedBalanceLoss(0.1, delta=1), "delta is 1: must be at least 0 and less than 1"),
-        (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1, .*\): must be a list"),
-        (lambda: trainer_with([BalanceLoss]), "which is not a RouterLoss: pass objects"),
+        (lambda: trainer_with(BalanceLoss(0.1)), "router_losses is BalanceLoss"),
+        (lambda: trainer_with([BalanceLoss]), "which is not a RouterLoss"),
         (lambda: trainer_with([BalanceLoss(0.1), BalanceLoss(0.2)]), "two losses that log balance_loss: leave one"),
     ],
 )

@@ -157,7 +157,7 @@ def test_settings_are_checked_with_the_model_whatever_the_form(tmp_path, kind, p
 
 @pytest.mark.parametrize("plan", [OWN, ROUTED])
 def test_a_class_that_the_model_does_not_have_is_refused(tmp_path, plan):
-    said, rows = "has the class {}, but the model has 0 to 1: g is the class of the languages of", as_rows("en", "el")
+    said, rows = "has the class {}, but the model has 0 to 1", as_rows("en", "el")
     chat = (chat_trainer, tmp_path, expand_model(tiny_dense("qwen2"), plan))
     more = {"router_losses": [BalanceLoss(0.1)] if plan is ROUTED else []}
     refused(*chat, tagged("en", "el"), **more, language_classes={"en": -1, "el": 1}, says=said.format(-1))
@@ -354,5 +354,5 @@ def test_labels_that_no_loss_takes_are_refused(tmp_path):
 def test_a_class_is_a_group_where_a_loss_is_of_groups(tmp_path):
     given = (tmp_path, expand_model(tiny_dense("qwen2"), ROUTED), as_rows("en", "el"))
     chat_trainer(*given, language_classes=[0, 2], router_losses=[GroupLoss(0.1)])
-    said = r"has the class 3, but the model has 0 to 2: .* of language group g"
+    said = r"has the class 3, but the model has 0 to 2"
     refused(chat_trainer, *given, language_classes=[0, 3], router_losses=[GroupLoss(0.1)], says=said)

@@ -291,7 +291,7 @@ def test_configurations_without_the_fields_get_none(base):
 
 def test_a_coefficient_that_is_asked_for_is_refused_beside_router_losses(tmp_path, saved):
     arguments = settings(tmp_path, SFTConfig, router_aux_loss_coef=0.01)
-    given, said = {"train_dataset": Dataset.from_list(TEXT)}, r"router_aux_loss_coef is 0\.01: it weighs"
+    given, said = {"train_dataset": Dataset.from_list(TEXT)}, "router_aux_loss_coef weighs"
     refused(moe.MoESFTTrainer, str(saved), arguments, **given, says=said, raises=ValueError)
 
 

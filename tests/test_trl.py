@@ -207,12 +207,12 @@ def test_languages_are_those_that_the_checkpoint_records(tmp_path, expanded):
 
 
 REFUSED = [
-    (LETTERS, {}, "records no languages: pass the class of each code, such as"),
+    (LETTERS, {}, "records no languages: pass language_classes"),
     (LETTERS, {"language_classes": {"en": 0, "el": 1}}, r"language 'tr'; known: en, el\. Pass language_classes"),
     ([{"text": "abc"}], {"language_classes": LANGUAGES}, "train data set has no column `language` .*nor"),
     (LETTERS, {"language_classes": [0, 1, 1]}, "list of language_classes is for a column `language_ids`: pass"),
     (LETTERS, {"packing": True, "max_length": None, "language_classes": LANGUAGES}, "packing=True needs max_length"),
-    ([{"text": "abc", "language_ids": [0, 0, 0]}], {"language_classes": [0]}, "no input_ids: tokenise its text"),
+    ([{"text": "abc", "language_ids": [0, 0, 0]}], {"language_classes": [0]}, "0 input_ids with 3 language_ids"),
     ([{"input_ids": [1, 2, 3], "language_ids": [0, 0]}], {"language_classes": [0]}, "3 input_ids with 2 language_ids"),
     ([{"input_ids": [1], "language_ids": [2]}], {"language_classes": [0, 1]}, r"language id 2, .* of the ids 0\.\.1"),
     ([{"input_ids": [1, 2], "language_ids": [0, 1]}], {}, "need language_classes"),

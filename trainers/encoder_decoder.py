@@ -20,13 +20,9 @@ _IGNORED = -100
 def target_loss(
     outputs: Any, labels_BT: torch.Tensor, num_items_in_batch: Any = None, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The mean negative log-likelihood of the target's tokens, in nats: over the whole optimizer step, not the mean of
-    its micro-batches' means, which the library's translation models give.
-
-    Args:
-        num_items_in_batch: number of target tokens in the step; those of the batch by default.
-        label_smoothing: share of the probability that is spread over the vocabulary.
-    """
+    """The mean negative log-likelihood of the target's tokens, in nats: over the whole optimizer step (by default over
+    the batch), not the mean of its micro-batches' means, which the library's translation models give.
+    `label_smoothing` is the share of the probability that is spread over the vocabulary."""
     logits_NV = outputs["logits"].flatten(0, 1).float()
     nats = F.cross_entropy(
         logits_NV, labels_BT.flatten(), ignore_index=_IGNORED, reduction="sum", label_smoothing=label_smoothing

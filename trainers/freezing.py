@@ -4,7 +4,6 @@ trains evaluate for a while."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, Literal
 
 from torch import nn
@@ -20,20 +19,14 @@ TrainerBase: Any = object
 
 @dataclass(frozen=True)
 class Trained:
-    """The parts of an expanded model that a stage trains.
+    """The parts of an expanded model that a stage trains. The language gate, which is fitted, never trains."""
 
-    Attributes:
-        everything: all parameters but the language gate's.
-        experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
-        routers: routers and, with conditional routing, what learns the shared expert's share.
-        classifiers: routing classifiers. The language gate, which is fitted, never trains.
-        last_router_row: only the last expert's row of each router (`kept_rows`); the shared expert's share stays, too.
-    """
-
-    everything: bool = False
+    everything: bool = False  # all parameters
+    # `new`: those of the last expansion, or of all packs of a joined model; `last`: the last alone.
     experts: Literal["none", "new", "last"] = "none"
-    routers: bool = True
-    classifiers: bool = False
+    routers: bool = True  # and, with conditional routing, what learns the shared expert's share
+    classifiers: bool = False  # routing classifiers
+    # Only the last expert's row of each router (`kept_rows`); the shared expert's share stays, too.
     last_router_row: bool = False
 
 
@@ -45,11 +38,7 @@ def check_is_expanded(model: Any) -> None:
     if getattr(model, "expanded_ffns", dict)():
         return
     if not isinstance(model, nn.Module):
-        name = repr(str(model)) if isinstance(model, str | PathLike) else "FOLDER"
-        raise InputError(
-            f"model is {shown_value(model)}: give a loaded expanded model, such as "
-            f"AutoModelForCausalLM.from_pretrained({name})."
-        )
+        raise InputError(f"model is {shown_value(model)}: give a loaded expanded model.")
     raise InputError(
         f"No layer of the model is expanded (a {type(model).__name__}), so that no expert or router can train: expand "
         "the model first, with expand_model(model, plan)."
@@ -75,11 +64,8 @@ class FreezeReport:
 
 
 def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> FreezeReport:
-    """Sets `requires_grad` of every parameter of an expanded model.
-
-    Args:
-        trained: the parts that train.
-        stage: the name of the training in the report.
+    """Sets `requires_grad` of every parameter of an expanded model, so that these parts train; the report calls the
+    training `stage`.
 
     Raises:
         InputError: the model is not expanded, or has an adapter, whose own configuration determines the trained and
@@ -87,8 +73,8 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     """
     if getattr(model, "peft_config", None):
         raise InputError(
-            "The model has a PEFT adapter, which sets the trained parameters and saves only these: use MoESFTTrainer "
-            "or `class MyTrainer(RouterLossMixin, Trainer)`, which do not freeze, or merge the adapter first."
+            "The model has a PEFT adapter, which sets the trained parameters and saves only these: merge it first, or "
+            "use MoESFTTrainer or RouterLossMixin, which do not freeze."
         )
     check_is_expanded(model)
     model.requires_grad_(trained.everything)

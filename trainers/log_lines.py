@@ -16,12 +16,7 @@ _NOT_SHOWN = ("epoch", "total_flos", "num_input_tokens_seen")
 
 class LogLines(ProgressCallback):
     """The library's bars, which are lines where there is no terminal, and above them a line for each log, with the step
-    and the time that is left.
-
-    Args:
-        shows: False where another callback shows it, such as a notebook's.
-        clock: seconds.
-    """
+    and the time that is left. `shows` is False where another callback shows it, such as a notebook's."""
 
     not_shown: tuple[str, ...] = _NOT_SHOWN
     training_bar: Any

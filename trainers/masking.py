@@ -56,22 +56,16 @@ class Masking(Schema):
 
 
 def check_masking(masking: Masking | None, config: Any, where: str = "masking") -> None:
-    """Refuses to mask what a model has not; the message calls the settings `where`.
-
-    Args:
-        config: the model's configuration, or what is known of it.
-    """
+    """Refuses to mask what a model has not, by its configuration or what is known of it; the message calls the settings
+    `where`."""
     if masking is None:
         return
     if masking.lora_dropout and getattr(config, "expert_kind", "lora") != "lora":
-        raise InputError(
-            f"{where}.lora_dropout is for LoRA experts, but the checkpoint has none: expand with --expert-kind lora "
-            "(`expand: {expert_kind: lora}` in a recipe)."
-        )
+        raise InputError(f"{where}.lora_dropout is for LoRA experts, but the checkpoint has none.")
     if masking.conditional_routing and not getattr(config, "conditional_routing", False):
         raise InputError(
             f"{where}.conditional_routing masks the routed experts beside a shared one, but the checkpoint shares "
-            "none: expand with --conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
+            "none: expand with --conditional-routing."
         )
 
 
@@ -148,11 +142,9 @@ class _MaskedChoice:
 def mask_outputs(
     weights_TK: torch.Tensor, index_TK: torch.Tensor, none: int, expert_output: float, final_output: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elbayad et al.'s expert output masking and final output masking.
-
-    Each assignment's output is zero with probability `expert_output`, each token's whole output with probability
-    `final_output`. The other weights do not change. Index `none` means "no expert": masked experts do not run.
-    """
+    """Elbayad et al.'s masking: each assignment's output is zero with probability `expert_output`, each token's whole
+    output with probability `final_output`. The other weights do not change. Index `none` means "no expert": masked
+    experts do not run."""
     for probability, drawn in ((expert_output, weights_TK), (final_output, weights_TK[:, :1])):
         if probability:
             masked = torch.rand(drawn.shape, device=drawn.device) < probability

@@ -2,6 +2,7 @@
 pickle with this machine's paths."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -38,19 +39,11 @@ class PublishingMixin(TrainerBase):
             super().init_hf_repo(*args, **kwargs)
 
     def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **card: Any,
-    ) -> Any:
-        """Saves the model in `output_dir`, and publishes it: weights, code, tokenizer and card.
-
-        Args:
-            commit_message, blocking, token, revision, private: as in the library.
-            card: `license`; the card states what config.json does, and nothing else of these arguments.
+        self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, private: bool | None = None, **card: Any,
+    ) -> Any:  # fmt: skip
+        """Saves the model in `output_dir`, and publishes it: weights, code, tokenizer and card. Of the library's
+        arguments for the card it takes `license`: the card states what config.json does.
 
         Returns:
             The `Push`; its future if it is not `blocking`; None on other ranks than the first.
@@ -67,15 +60,12 @@ class PublishingMixin(TrainerBase):
             return None
         if left := [name for name in card if name != "license"]:
             print(f"push_to_hub: the card is made of config.json, without {', '.join(left)}")
-        options: dict[str, Any] = {
-            "token": token,
-            "revision": revision,
-            "private": private,
-            "license": card.get("license"),
-        }
+        work = partial(
+            self._publish, self.args.output_dir, commit_message, token, revision, private, card.get("license")
+        )
         if blocking:
-            return self._publish(self.args.output_dir, commit_message, **options)
-        future = HfApi().run_as_future(self._publish, self.args.output_dir, commit_message, **options)
+            return work()
+        future = HfApi().run_as_future(work)
         self.push_in_progress = PushInProgress([future])  # type: ignore[arg-type]  # a list, as the library gives it
         return future
 

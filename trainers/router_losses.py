@@ -42,15 +42,15 @@ from .losses import (
 )
 from .publishing import PublishingMixin
 from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
-from .watching import WatchingMixin, check_full_evaluation
+from .watching import WatchingMixin
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in TrainingArguments.__dataclass_fields__)
 NOT_REENTRANT = (
-    "reentrant gradient checkpointing silently drops the gradient of the router losses; set use_reentrant to false, "
-    "which is the default."
+    "reentrant gradient checkpointing silently drops the gradient of the router losses: use_reentrant=False."
 )
+FULL_EVALUATION = "it rounds the weights of the model that is then saved, those of the base too"
 
 
 def classes_matter(config: Any) -> bool:
@@ -60,14 +60,13 @@ def classes_matter(config: Any) -> bool:
 
 def check_arguments(args: Any, is_encoder_decoder: bool) -> None:
     """Refuses training arguments that would drop a gradient, or move or round weights without a word."""
-    check_full_evaluation(args)
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise InputError(f"{name}: {FULL_EVALUATION}. Leave it out; `bf16: true` evaluates under autocast.")
     if (getattr(args, f"{CHECKPOINTING}_kwargs") or {}).get("use_reentrant"):
         raise InputError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
     if args.label_smoothing_factor and not is_encoder_decoder:
-        raise InputError(
-            "label_smoothing_factor is not supported for decoders: Trainer smooths the unshifted labels of models that "
-            "it does not know by name. Set it to 0."
-        )
+        raise InputError("label_smoothing_factor: Trainer smooths the unshifted labels of a decoder. Set it to 0.")
 
 
 class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
@@ -87,11 +86,8 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         language_classes: the class of each language id: 0, old; 1, new; with the group loss, its language group.
 
     Raises:
-        InputError: `router_losses` is not a list of losses, or two losses log the same metric; reentrant gradient
-            checkpointing, label smoothing, evaluation with 16-bit weights or TRL's `router_aux_loss_coef` is on; a loss
-            needs `language_classes`, but they are missing, or hold a class that the model does not have; tied
-            embeddings would train under transformers' own FSDP; or no trained parameter has a gradient in the first 20
-            steps.
+        InputError: the losses, the arguments or the classes are wrong, or would not do what they say; or no trained
+            parameter has a gradient in the first 20 steps.
     """
 
     compute_loss_func: Any
@@ -99,7 +95,11 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
 
     @checked
     def __init__(
-        self, *args: Any, router_losses: Any = None, language_classes: Sequence[int] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        router_losses: Any = None,
+        language_classes: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         # Set first, because a Trainer may prepare its data set in its constructor.
         self.router_losses = LOGGED if router_losses is None else checked_losses(router_losses)
@@ -107,10 +107,10 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
-        freeze_fitted(self.accelerator.unwrap_model(self.model))
+        freeze_fitted(self._expanded)
         self._shown = self.shown(took_away_usual(self))
         self.add_callback(self._shown)
-        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        config = getattr(self._expanded, "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         if self._is_encoder_decoder and self.compute_loss_func is None:
             self.compute_loss_func = partial(target_loss, label_smoothing=self.args.label_smoothing_factor)
@@ -130,38 +130,36 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
             _fetch_experts_together(self.model)
 
     def _check_arguments(self) -> None:
-        training = self.args
-        check_arguments(training, self._is_encoder_decoder)
+        check_arguments(self.args, self._is_encoder_decoder)
         wrong = [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
         if wrong and self._is_encoder_decoder:
+            raise InputError(f"The {wrong[0].name} loss is for decoders, and the model is an encoder-decoder.")
+        if getattr(self.args, "router_aux_loss_coef", None):
             raise InputError(
-                f"The {wrong[0].name} loss is for decoders, but the model is an encoder-decoder: leave it out."
-            )
-        if getattr(training, "router_aux_loss_coef", None):
-            raise InputError(
-                f"router_aux_loss_coef is {training.router_aux_loss_coef}: it weighs the auxiliary loss of a mixture's "
-                "own routers, which is off in an expanded model. Leave it out; router_losses are for the new routers."
+                "router_aux_loss_coef weighs the auxiliary loss of a mixture's own routers, which is off in an "
+                "expanded model. Leave it out; router_losses are for the new routers."
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()
         self._check_classes([] if self._language_classes is None else self._language_classes.tolist())
         if self.router_losses:
-            check_is_expanded(self.accelerator.unwrap_model(self.model))
-        _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
+            check_is_expanded(self._expanded)
+        _check_tied_embeddings(self._expanded)
+
+    @property
+    def _expanded(self) -> Any:
+        """The model itself, without its wrappers for training."""
+        return self.accelerator.unwrap_model(self.model)
 
     def _check_classes(self, classes: Iterable[int]) -> None:
         """Refuses a class of languages that the model does not have: its tokens would take no expert."""
-        config = self.accelerator.unwrap_model(self.model).config
+        config = self._expanded.config
         if not (counts := getattr(config, "num_experts_per_layer", None)):
             return  # no expanded model
         has_groups = hasattr(config, "language_groups") or any(loss.needs_groups for loss in self._active_losses())
         last = max(counts) - 1 if has_groups else 1 + len(config.earlier_experts_per_layer or ())
-        of = "language group g" if has_groups else "expansion g"
         if wrong := [one for one in classes if not 0 <= one <= last]:
-            raise InputError(
-                f"language_classes has the class {wrong[-1]}, but the model has 0 to {last}: g is the class of the "
-                f"languages of {of}{'' if has_groups else ', 0 that of the base model'}."
-            )
+            raise InputError(f"language_classes has the class {wrong[-1]}, but the model has 0 to {last}.")
 
     @property
     def _needs_languages(self) -> bool:
@@ -178,8 +176,8 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
     def _without_languages(self) -> InputError:
         columns = " and ".join(LANGUAGE_COLUMNS[: 1 + self._is_encoder_decoder])
         return InputError(
-            "The losses need language_classes (for each language id its class: 0 = old and 1 = new, or its language "
-            f"group) and batches with {columns}, the language id of each token. " + self._who_needs_languages()
+            f"The losses need language_classes (for each language id its class) and batches with {columns}, the "
+            f"language id of each token. {self._who_needs_languages()}"
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -322,15 +320,15 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
     def _token_classes(self, inputs: Mapping[str, Any]) -> TokenClasses | None:
         """For exclusive experts, the class of each token by its row's language, and those that occur; None if no token
         of the batch has a known language: the newest expansion's experts run then."""
-        config = self.accelerator.unwrap_model(self.model).config
+        config = self._expanded.config
         if not classes_matter(config):
             return None
         tokens = None if self._language_classes is None else self._tokens(inputs)[0]
         is_known = tokens is not None and bool(tokens.tagged_T.any())
         if not is_known and joins_packs(config) and (self.model.training or not config.declares("judges")):
             raise InputError(
-                "The model joins packs, and a row's language says whose experts it takes: give text with a column "
-                "`language` to MoESFTTrainer or a stage's Trainer, or language_classes and batches with `language_ids`."
+                "The model joins packs, and a row's language says whose experts it takes: give a column `language`, or "
+                "language_classes and batches with `language_ids`."
             )
         if tokens is None:
             return None
@@ -360,14 +358,7 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         ids = ids.flatten().long()
         tagged = counted & (ids >= 0)
         self._language_classes = self._language_classes.to(ids.device)  # once: a copy lets the host wait
-        try:
-            classes = self._language_classes[ids.clamp(min=0)]
-        except IndexError:  # on a CPU; a GPU stops at it, too
-            count = len(self._language_classes)
-            raise InputError(
-                f"A batch has the language id {ids.max()}, but language_classes holds {count} classes, of the ids "
-                f"0..{count - 1}."
-            ) from None
+        classes = self._language_classes[ids.clamp(min=0)]
         return TokenMasks(counted, tagged & (classes == OLD), tagged, classes)
 
     def _check_outputs(self, model: Any, outputs: Any) -> None:
@@ -385,12 +376,8 @@ class RouterLossMixin(WatchingMixin, EvaluationMixin, PublishingMixin):
         if not (model.training and torch.is_grad_enabled()):
             return
         # PEFT wraps a router that it trains: the parameter's name then has another ending, in the same module.
-        routers_train = any(
-            parameter.requires_grad
-            for ffn in expanded.expanded_ffns().values()
-            if ffn.router is not None
-            for parameter in ffn.router.parameters()
-        )
+        routers = [ffn.router for ffn in expanded.expanded_ffns().values() if ffn.router is not None]
+        routers_train = any(parameter.requires_grad for router in routers for parameter in router.parameters())
         if routers_train and not any(layer.router_logits.requires_grad for layer in routing):
             raise InputError(f"The router logits carry no gradient although the routers train: {NOT_REENTRANT}")
 
@@ -494,7 +481,6 @@ def _check_tied_embeddings(model: Any) -> None:
     replicas = getattr(split, "dp_size", split.fsdp_size)  # `dp_size` came with transformers 5.23
     if replicas > 1 and tied_and_trained:
         raise InputError(
-            "The embeddings train and are tied to the head, which under transformers' own FSDP "
-            "(DistributedConfig(fsdp_size=...)) keeps their old values after the first step. Let accelerate split the "
-            "model (fsdp2.yaml), or freeze the embeddings."
+            "The embeddings train and are tied to the head, which under transformers' own FSDP keeps their old values "
+            "after the first step. Let accelerate split the model (fsdp2.yaml), or freeze the embeddings."
         )

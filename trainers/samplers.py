@@ -13,19 +13,13 @@ from ..core.errors import InputError
 
 @dataclass(frozen=True)
 class LanguageMix:
-    """The languages of a data set whose rows are sorted by language, in this order.
+    """The languages of a data set whose rows are sorted by language, in this order."""
 
-    Attributes:
-        rows: number of rows of each language.
-        temperature: T; languages that train at the same time are drawn in proportion to `rows ** (1 / T)`.
-        entry: the optimizer step at which each language enters; the start by default.
-        groups: the language group of each language, if a batch must hold only one group.
-    """
-
-    rows: Sequence[int]
+    rows: Sequence[int]  # of each language
+    # T; languages that train at the same time are drawn in proportion to `rows ** (1 / T)`.
     temperature: float = 1.0
-    entry: Sequence[int] | None = None
-    groups: Sequence[int] | None = None
+    entry: Sequence[int] | None = None  # the optimizer step at which each language enters; the start by default
+    groups: Sequence[int] | None = None  # of each language, if a batch must hold only one group
 
 
 class CurriculumSampler(Sampler[int]):
@@ -42,7 +36,6 @@ class CurriculumSampler(Sampler[int]):
     Args:
         steps: optimizer steps of the training.
         rows_per_step: rows of a step over all ranks and micro-batches.
-        seed: random seed of the order.
         batch_size: rows in a batch of one process.
 
     Raises:
@@ -95,13 +88,8 @@ class CurriculumSampler(Sampler[int]):
 class GroupedSampler(Sampler[int]):
     """Row numbers in an order in which each run of `batch_size` rows belongs to one group.
 
-    Rows are shuffled within their group and cut into full batches (remaining rows are dropped for this epoch), and the
-    batches of all groups are shuffled. Every epoch has its own order, which the seed determines.
-
-    Args:
-        groups: the group of each row.
-        batch_size: rows in a batch of one process.
-        seed: random seed of the order.
+    Rows are shuffled within their group and cut into full batches of one process (remaining rows are dropped for this
+    epoch), and the batches of all groups are shuffled. Every epoch has its own order, which the seed determines.
 
     Raises:
         InputError: a group has fewer rows than a batch.
@@ -113,10 +101,7 @@ class GroupedSampler(Sampler[int]):
         self.rows = [[row for row, g in enumerate(groups) if g == group] for group in names]
         for group, rows in zip(names, self.rows, strict=True):
             if len(rows) < batch_size:
-                raise InputError(
-                    f"Language group {group} has {len(rows)} blocks, less than one batch of {batch_size}: give more "
-                    "text, smaller blocks or smaller batches."
-                )
+                raise InputError(f"Language group {group} has {len(rows)} blocks, less than a batch of {batch_size}.")
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the data loader at the start of each epoch."""

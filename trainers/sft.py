@@ -10,17 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset, IterableDataset
-from peft import PeftConfig
+from datasets import Dataset
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
-    BitsAndBytesConfig,
     PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer, pack_dataset
@@ -89,26 +82,9 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
 
     @checked
     def __init__(
-        self,
-        model: str | nn.Module,
-        args: TrainingArguments | None = None,
-        data_collator: Callable | None = None,
-        train_dataset: Dataset | IterableDataset = None,  # type: ignore[assignment]  # without one TRL refuses
-        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_loss_func: Callable | None = None,
-        compute_metrics: Callable | None = None,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
-        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
-        formatting_func: Callable | None = None,
-        *,
-        router_losses: Any = None,
-        language_classes: Mapping[str, int] | Sequence[int] | None = None,
-    ) -> None:
+        self, model: str | nn.Module, args: TrainingArguments | None = None, *more: Any, router_losses: Any = None,
+        language_classes: Mapping[str, int] | Sequence[int] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         # TRL makes an SFTConfig of plain arguments; those of a stage are another trainer's.
         if not isinstance(args, SFTConfig | None) and type(args) is not TrainingArguments:
             raise InputError(f"args is {shown_value(args)}: must be SFTConfig or None.")
@@ -125,22 +101,13 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         class_of_id: Any = language_classes if self._ids_given else None
         self._class_of_code = {**class_of_code, None: UNKNOWN}
         self._classes_matter = classes_matter(config)
-        super().__init__(
-            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func,
-            compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
-            quantization_config, peft_config, formatting_func, router_losses=router_losses,
-            language_classes=class_of_id,
-        )  # fmt: skip
+        super().__init__(model, args, *more, router_losses=router_losses, language_classes=class_of_id, **options)
         if self.args.bf16 and not has_bfloat16():
             warnings.warn(f"{NO_BFLOAT16}give SFTConfig bf16=False, since TRL's default is True.", stacklevel=2)
         self._check_classes(language_classes.values() if isinstance(language_classes, Mapping) else [])
-        ffns = self.accelerator.unwrap_model(self.model).expanded_ffns().values() if self._active_losses() else ()
         of_layers = [loss.name for loss in self._active_losses() if isinstance(loss, LayerLoss)]
-        if of_layers and all(ffn.router is None and ffn.classifier is None for ffn in ffns):
-            raise InputError(
-                f"The {of_layers[0]} loss is of routers or classifiers, and no layer of the model has one: leave it "
-                "out."
-            )
+        if of_layers and not any(ffn.router or ffn.classifier for ffn in self._expanded.expanded_ffns().values()):
+            raise InputError(f"The {of_layers[0]} loss is of routers or classifiers, and the model has none.")
         kind = getattr(self.args, "loss_type", "nll")
         if self._reads_logits and kind != "nll":
             raise InputError(f"loss_type is {kind!r}: a loss that reads logits goes with 'nll' alone.")
@@ -151,7 +118,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         """Trains, and adds the training to the history in the model's configuration. Weights that were loaded by name
         then have their stored type again."""
         result = super().train(*args, **kwargs)
-        model = self.accelerator.unwrap_model(self.model)
+        model = self._expanded
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self._stored_dtype is not None and not split and not getattr(model, "peft_config", None):
             model.to(self._stored_dtype)
@@ -191,11 +158,6 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         columns = get_dataset_column_names(dataset)
-        if formatting_func is None and not {*_COLUMNS, args.dataset_text_field} & {*columns}:
-            raise InputError(
-                f"The {dataset_name} data set has the columns {', '.join(columns)}, but none that TRL reads: give "
-                f"`{args.dataset_text_field}`, `messages`, or `prompt` and `completion`."
-            )
         if formatting_func is None:
             check_columns(columns, (*_COLUMNS, *_READ_BESIDE, args.dataset_text_field), f"The {dataset_name} data set")
         given = self._codes_given or self._ids_given
@@ -204,8 +166,8 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         if "language_ids" in columns:
             if self._codes_given or (self._language_classes is None and self._classes_matter):
                 raise InputError(
-                    f"The {dataset_name} data set has a column `language_ids`, an id for each token: pass the class of "
-                    "each id, such as language_classes=[0, 1]."
+                    f"The {dataset_name} data set has a column `language_ids`: pass the class of each id, such as "
+                    "language_classes=[0, 1]."
                 )
             classes = None if self._language_classes is None else len(self._language_classes)
             dataset = _map(dataset, args, _check_ids, classes=classes, name=dataset_name)
@@ -214,17 +176,16 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
             self._use_codes(dataset_name)
             step, options = _ids_of_code, {"class_of": self._class_of_code, "name": dataset_name}
         elif self._needs_languages or (given and self._classes_matter):
-            who = self._who_needs_languages() if self._needs_languages else "language_classes gives their classes."
             raise InputError(
                 f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "
-                f"id for each token of tokenised text): one of these is needed. {who}"
+                f"id for each token of tokenised text). {self._who_needs_languages()}"
             )
         else:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = args
+        if packing and args.max_length is None:
+            raise InputError("packing=True needs max_length, the length of a packed row.")
         if packing:  # TRL's packing would drop language ids: it prepares whole rows, which are packed here
-            if args.max_length is None:
-                raise InputError("packing=True needs max_length, the length of a packed row: set it in SFTConfig.")
             whole = copy.copy(args)
             whole.max_length = None
         dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
@@ -238,19 +199,11 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
     def _use_codes(self, name: str) -> None:
         example = 'language_classes={"en": 0, "el": 1}'
         if self._ids_given:
-            raise InputError(
-                f"The {name} data set has a column `language`, but a list of language_classes is for a column "
-                f"`language_ids`: pass the class of each code, such as {example}."
-            )
+            raise InputError(f"{name}: a list of language_classes is for a column `language_ids`: pass {example}.")
         if not self._codes_given and (needs := [loss.name for loss in self._active_losses() if loss.needs_groups]):
-            raise InputError(
-                f"The {needs[0]} loss needs the group of each code of the column `language`: pass {example}."
-            )
+            raise InputError(f"The {needs[0]} loss needs the group of each code of `language`: pass {example}.")
         if len(self._class_of_code) == 1:
-            raise InputError(
-                f"The {name} data set has a column `language`, but the model's config.json records no languages: pass "
-                f"the class of each code, such as {example}."
-            )
+            raise InputError(f"The model's config.json records no languages: pass {example}.")
         self._language_classes = torch.arange(max(self._class_of_code.values()) + 1)  # a code's id is its class
 
 
@@ -285,16 +238,11 @@ def _map(dataset: Any, args: Any, step: Callable[..., dict], **options: Any) -> 
 
 
 def _check_ids(row: dict, classes: int | None, name: str) -> dict:
-    ids = row["language_ids"]
-    if "input_ids" not in row:
+    ids, tokens = row["language_ids"], row.get("input_ids")
+    if tokens is None or len(ids) != len(tokens):
         raise InputError(
-            f"The {name} data set has language_ids, an id for each token, but no input_ids: tokenise its text, or give "
-            "a column `language` with a code for each row."
-        )
-    if len(ids) != len(row["input_ids"]):
-        raise InputError(
-            f"The {name} data set has a row of {len(row['input_ids'])} input_ids with {len(ids)} language_ids: each "
-            "token needs one (-1 where its language is not known)."
+            f"The {name} data set has a row of {len(tokens or [])} input_ids with {len(ids)} language_ids: each token "
+            "needs one (-1 where its language is not known)."
         )
     if classes is not None and max(ids, default=0) >= classes:
         raise InputError(

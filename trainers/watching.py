@@ -20,14 +20,6 @@ _CHANGE_THE_LOSS = (
     "completion_mask", "assistant_masks",
 )  # fmt: skip
 _STATES = ("optimizer*", "global_step*")  # of an optimizer; DeepSpeed's
-FULL_EVALUATION = "it rounds the weights of the model that is then saved, those of the base too"
-
-
-def check_full_evaluation(args: Any) -> None:
-    """Refuses `bf16_full_eval` and `fp16_full_eval`."""
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name, False):
-            raise InputError(f"{name}: {FULL_EVALUATION}. Leave it out; `bf16: true` evaluates under autocast.")
 
 
 def check_columns(columns: Iterable[str], read: Collection[str], name: str) -> None:

@@ -5,7 +5,7 @@ Shape suffixes: T tokens, N experts of a layer, K active experts of a token.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -25,21 +25,16 @@ def expert_selections(router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.
 
 
 def load_balance_loss(
-    router_logits_TN: torch.Tensor,
-    top_k: int,
-    mask_T: torch.Tensor | None = None,
-    selections_N: torch.Tensor | None = None,
-    tokens: float | torch.Tensor | None = None,
-    own_TN: torch.Tensor | None = None,
-    tokens_N: torch.Tensor | None = None,
-) -> torch.Tensor:
+    router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.Tensor | None = None,
+    selections_N: torch.Tensor | None = None, tokens: float | torch.Tensor | None = None,
+    own_TN: torch.Tensor | None = None, tokens_N: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`L_balance = sum_i f_i P_i` (MoE-LPR Eq. 5-7, LayerMoE Eq. 14-16), exactly 1 under even routing.
 
     `f_i = N / (K T) * #{tokens that select i}`, `P_i = mean_t G_i(t)`; K is at most N. With exclusive experts each
     class has a loss of its own experts and tokens; the result is their mean, weighted by tokens.
 
     Args:
-        router_logits_TN: router logits, float32.
         top_k: K; 1 counts each token's first expert alone, as GShard does.
         mask_T: bool, the counted tokens (without padding); all by default.
         selections_N, tokens: the counts and T over all ranks of a distributed run. The result is then this rank's
@@ -71,15 +66,7 @@ def tokens_of_experts(own_TN: torch.Tensor, mask_T: torch.Tensor | None = None) 
 @checked
 @dataclass(frozen=True)
 class BalanceLoss(LayerLoss):
-    """`load_balance_loss` of each micro-batch (alpha of MoE-LPR and LayerMoE; lambda_MoE of Elbayad et al.).
-
-    Args:
-        balance_counts: the choices of a token that count: `top-k`, all K experts, or `top-1`, the first one alone (the
-            loss of GShard, which Elbayad et al. use).
-
-    Raises:
-        InputError: `balance_counts` is another word.
-    """
+    """`load_balance_loss` of each micro-batch (alpha of MoE-LPR and LayerMoE; lambda_MoE of Elbayad et al.)."""
 
     name = "balance"
     metrics = ("balance_loss",)
@@ -87,12 +74,9 @@ class BalanceLoss(LayerLoss):
     of_choice = True
 
     coef: float = 0.01
+    # The choices of a token that count: all K experts, or the first one alone (the loss of GShard, which Elbayad et al.
+    # use).
     balance_counts: BalanceCounts = "top-k"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.balance_counts not in get_args(BalanceCounts):
-            raise InputError(f"BalanceLoss: balance_counts is {self.balance_counts!r}: must be top-k or top-1.")
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
         routing, counted_T = batch.routing[layer], batch.tokens.counted_T
@@ -112,13 +96,9 @@ def language_importance(router_logits_TN: torch.Tensor, old_T: torch.Tensor, new
 
 
 def localized_balance_loss(
-    router_logits_TN: torch.Tensor,
-    old_T: torch.Tensor,
-    new_T: torch.Tensor,
-    delta: float = 0.1,
-    importance_2N: torch.Tensor | None = None,
-    tokens_2: torch.Tensor | None = None,
-) -> torch.Tensor:
+    router_logits_TN: torch.Tensor, old_T: torch.Tensor, new_T: torch.Tensor, delta: float = 0.1,
+    importance_2N: torch.Tensor | None = None, tokens_2: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`L_lbc = variance(Z) / mean(Z)`, `Z = I * Q`: LoRAMoE's localized balancing constraint (Dou et al. 2024).
 
     The first `N // 2` experts are the old languages' half (expert 0 is one of them), the others the new ones'.
@@ -153,14 +133,7 @@ def localized_balance_loss(
 @checked
 @dataclass(frozen=True)
 class LocalizedBalanceLoss(LayerLoss):
-    """`localized_balance_loss` of each micro-batch.
-
-    Args:
-        delta: imbalance of the halves, at least 0 and less than 1.
-
-    Raises:
-        InputError: delta is outside its range.
-    """
+    """`localized_balance_loss` of each micro-batch; raises InputError where delta is outside its range."""
 
     name = "localized_balance"
     metrics = ("localized_balance_loss",)

@@ -19,10 +19,10 @@ def gate_budget_loss(
     mask_T: torch.Tensor | None = None,
     count: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`L_budget = mean_t |g(x_t) - b|` of conditional routing (Elbayad et al. Eq. 7).
+    """`L_budget = mean_t |g(x_t) - b|` of conditional routing (Elbayad et al. Eq. 7), of a layer that shares expert 0,
+    whose score is `1 - g`.
 
     Args:
-        router_logits_TN: router logits of a layer that shares expert 0, whose score is `1 - g`.
         budget: b, the share of the routed experts.
         mask_T: bool, the counted tokens; all by default.
         count: divisor of the sum; the number of counted tokens by default.
@@ -38,14 +38,8 @@ def gate_budget_loss(
 @checked
 @dataclass(frozen=True)
 class GateBudgetLoss(LayerLoss):
-    """`gate_budget_loss` over the tokens of the step, in the layers with a shared expert (lambda_CMR).
-
-    Args:
-        gate_budget: b, the share of the routed experts, from 0 to 1.
-
-    Raises:
-        InputError: the budget is not from 0 to 1.
-    """
+    """`gate_budget_loss` over the step's tokens, in layers with a shared expert (lambda_CMR); raises InputError where
+    the budget is not from 0 to 1."""
 
     name = "budget"
     metrics = ("budget_loss",)

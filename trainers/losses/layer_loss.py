@@ -38,19 +38,12 @@ class TokenCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Masks of a micro-batch's tokens, in the order of the flattened batch.
+    """Masks of a micro-batch's tokens, in the order of the flattened batch."""
 
-    Attributes:
-        counted_T: bool, every token but padding.
-        old_T: bool, counted tokens of old languages (class 0).
-        tagged_T: bool, counted tokens whose language is known.
-        class_T: int64, the class of each token's language; arbitrary if the language is not known.
-    """
-
-    counted_T: torch.Tensor
-    old_T: torch.Tensor
-    tagged_T: torch.Tensor
-    class_T: torch.Tensor
+    counted_T: torch.Tensor  # bool, every token but padding
+    old_T: torch.Tensor  # bool, counted tokens of old languages (class 0)
+    tagged_T: torch.Tensor  # bool, counted tokens whose language is known
+    class_T: torch.Tensor  # int64, the class of each token's language; arbitrary if the language is not known
 
     @property
     def new_T(self) -> torch.Tensor:
@@ -67,35 +60,26 @@ class LossBatch:
     """One micro-batch after its forward pass, the argument of each loss.
 
     In evaluation `micro_batch` and `step` are the counts of this rank's batch, and `sum_over_ranks` does nothing.
-
-    Attributes:
-        routing: routing of each expanded layer, without virtual tokens of prompt tuning.
-        tokens: masks of the tokens.
-        local: counts of this rank's micro-batch.
-        micro_batch: counts of the micro-batch over all ranks, at least 1.
-        step: counts of the optimizer step over all its micro-batches and ranks, at least 1.
-        selections: for each layer `[N]`, number of the micro-batch's tokens, over all ranks, that select each expert.
-        sum_over_ranks: sums a tensor over the ranks. Every rank must call it equally often, with equal shapes.
-        record: `record(name, numerator, denominator)` adds to a metric, which is logged as the ratio of the sums over
-            micro-batches and ranks, unless the denominator is 0. Every rank must record the same names.
-        model: the expanded model itself, without its wrappers for training.
-        inputs: the inputs of the trainer's own loss, such as `input_ids` and `labels`.
-        outputs: the model's outputs (`outputs.logits`), if a loss has `needs_outputs`; else None.
-        others: of an encoder-decoder, whose losses are computed for its encoder and for its decoder, the routing of the
-            other one's layers, on other tokens: a mean over layers counts them.
     """
 
-    routing: Sequence[LayerRouting]
+    routing: Sequence[LayerRouting]  # of each expanded layer, without virtual tokens of prompt tuning
     tokens: TokenMasks
-    local: TokenCounts
-    micro_batch: TokenCounts
-    step: TokenCounts
-    selections: Sequence[torch.Tensor]
+    local: TokenCounts  # of this rank's micro-batch
+    micro_batch: TokenCounts  # of the micro-batch over all ranks, at least 1
+    step: TokenCounts  # of the optimizer step over all its micro-batches and ranks, at least 1
+    selections: Sequence[
+        torch.Tensor
+    ]  # of each layer [N], the micro-batch's tokens, over all ranks, that select each expert
+    # Sums a tensor over the ranks. Every rank must call it equally often, with equal shapes.
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    # `record(name, numerator, denominator)` adds to a metric, which is logged as the ratio of the sums over
+    # micro-batches and ranks, unless the denominator is 0. Every rank must record the same names.
     record: Callable[[str, torch.Tensor, torch.Tensor], None]
-    model: Any = None
-    inputs: Mapping[str, Any] | None = None
-    outputs: Any = None
+    model: Any = None  # the expanded model itself, without its wrappers for training
+    inputs: Mapping[str, Any] | None = None  # of the trainer's own loss, such as `input_ids` and `labels`
+    outputs: Any = None  # the model's (`outputs.logits`), if a loss has `needs_outputs`
+    # Of an encoder-decoder, whose losses are computed for its encoder and for its decoder, the routing of the other
+    # one's layers, on other tokens: a mean over layers counts them.
     others: Sequence[LayerRouting] = ()
 
     @property
@@ -106,25 +90,8 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class RouterLoss(ABC):
-    """A loss that `RouterLossMixin` adds to a trainer's own loss, `coef` times.
-
-    With `coef=0` it is only logged, even if languages are not known: all masks but `counted_T` may be empty then.
-
-    Args:
-        coef: its coefficient, at least 0.
-
-    Attributes:
-        name: its name in messages.
-        metrics: the names that it records.
-        needs_languages: whether it trains on tokens of known language, so that the trainer needs languages.
-        needs_groups: whether the classes of languages are language groups, of which group g has expert g.
-        needs_outputs: whether it reads `LossBatch.outputs`.
-        in_pieces: whether it does without `outputs.logits`, which a large batch then never has at once: it reads
-            `outputs.in_pieces` and `outputs.hidden_of_head` (`trainers/pieces.py`) where they are set.
-        logged_at_zero: whether a stage computes it, for the log, where its coefficient is 0.
-        for_encoder_decoders: whether it is defined for encoder-decoders; a trainer then computes it twice, for the
-            source's tokens in the encoder's layers and for the target's in the decoder's, and adds both up.
-        over: the tokens over which the loss is a mean, a field of `TokenCounts`.
+    """A loss that `RouterLossMixin` adds to a trainer's own loss, `coef` times. At 0 it is only logged, even if the
+    languages are not known: all masks but `counted_T` may be empty then.
 
     Raises:
         InputError: the coefficient is negative or not a number.
@@ -132,15 +99,19 @@ class RouterLoss(ABC):
 
     coef: float
 
-    name: ClassVar[str]
-    metrics: ClassVar[tuple[str, ...]]
-    needs_languages: ClassVar[bool] = False
-    needs_groups: ClassVar[bool] = False
-    needs_outputs: ClassVar[bool] = False
+    name: ClassVar[str]  # in messages
+    metrics: ClassVar[tuple[str, ...]]  # the names that it records
+    needs_languages: ClassVar[bool] = False  # whether it trains on tokens of known language
+    needs_groups: ClassVar[bool] = False  # whether the classes are language groups, of which group g has expert g
+    needs_outputs: ClassVar[bool] = False  # whether it reads `LossBatch.outputs`
+    # Whether it does without `outputs.logits`, which a large batch then never has at once: it reads `outputs.in_pieces`
+    # and `outputs.hidden_of_head` (`trainers/pieces.py`) where they are set.
     in_pieces: ClassVar[bool] = False
-    logged_at_zero: ClassVar[bool] = True
+    logged_at_zero: ClassVar[bool] = True  # whether a stage computes it, for the log, where its coefficient is 0
+    # A trainer computes it twice for an encoder-decoder, for the source's tokens in the encoder's layers and for the
+    # target's in the decoder's, and adds both up.
     for_encoder_decoders: ClassVar[bool] = True
-    over: ClassVar[Literal["counted", "old", "tagged"]] = "counted"
+    over: ClassVar[Literal["counted", "old", "tagged"]] = "counted"  # the tokens over which it is a mean
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coef) and self.coef >= 0):
@@ -160,16 +131,12 @@ class RouterLoss(ABC):
 
 
 class LayerLoss(RouterLoss):
-    """The mean of `layer_loss` over the layers to which the loss applies; 0 without such a layer. Logs `{name}_loss`.
+    """The mean of `layer_loss` over the layers to which the loss applies; 0 without any. Logs `{name}_loss`."""
 
-    Attributes:
-        per_micro_batch: whether the loss is computed for each micro-batch (over all ranks), since it is not linear in
-            the tokens. An optimizer step is then the mean of its micro-batches, weighted by tokens.
-        of_choice: whether it is constant, and then not logged, where a token takes all experts of its layer.
-    """
-
+    # Whether the loss is computed for each micro-batch (over all ranks), since it is not linear in the tokens. An
+    # optimizer step is then the mean of its micro-batches, weighted by tokens.
     per_micro_batch: ClassVar[bool] = False
-    of_choice: ClassVar[bool] = False
+    of_choice: ClassVar[bool] = False  # whether it is constant, and not logged, where a token takes all experts
 
     @abstractmethod
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
@@ -211,13 +178,9 @@ def checked_losses(losses: Iterable[RouterLoss]) -> tuple[RouterLoss, ...]:
     if not isinstance(losses, Iterable):
         raise InputError(f"router_losses is {losses!r}: must be a list of losses, such as [BalanceLoss(0.01)].")
     checked = tuple(losses)
-    for loss in checked:
-        if not isinstance(loss, RouterLoss):
-            raise InputError(
-                f"router_losses holds {loss!r}, which is not a RouterLoss: pass objects such as BalanceLoss(0.01)."
-            )
+    if wrong := [loss for loss in checked if not isinstance(loss, RouterLoss)]:
+        raise InputError(f"router_losses holds {wrong[0]!r}, which is not a RouterLoss.")
     counts = Counter(metric for loss in checked for metric in loss.metrics)
-    twice = [metric for metric, count in counts.items() if count > 1]
-    if twice:
+    if twice := [metric for metric, count in counts.items() if count > 1]:
         raise InputError(f"router_losses holds two losses that log {', '.join(twice)}: leave one of them out.")
     return checked
