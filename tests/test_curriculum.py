@@ -223,7 +223,7 @@ def test_bad_settings(root, tmp_path):
     path = str(tmp_path / "curriculum.json")
     Curriculum(7, {"el": 0, "tr": 3}).save(path)
     refused(stage, root, "refused", curriculum=path, says="the step at which hu enters is missing")
-    said = "is for 7 steps, but the configuration sets another length"
+    said = "is for 7 steps: leave other lengths out"
     for length in ({"max_steps": 5}, {"num_train_epochs": 2}):
         given = {"curriculum": str(root / "curriculum.json"), "training": {**TRAINING, **length}}
         refused(stage, root, "refused", says=said, **given)

@@ -151,6 +151,6 @@ def test_an_interrupted_training_is_refused_and_left_as_it_is(tmp_path, monkeypa
     before = sorted(file.name for file in (tmp_path / "trained.training").rglob("*"))
     refused(
         train_stage, "moe_lpr", "trained", {"el": LanguageText("el", "el.jsonl")}, config,
-        says="holds an interrupted training of another version of this package: finish it with that version",
+        says="holds an interrupted training of another version: finish it with that one",
     )  # fmt: skip
     assert sorted(file.name for file in (tmp_path / "trained.training").rglob("*")) == before

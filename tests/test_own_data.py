@@ -139,7 +139,7 @@ def test_columns_that_a_batch_would_lose_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "plan", "args", "said"),
     [
-        (PostPretrainTrainer, ROUTED, {"language_prior_coef": 0.5}, "needs old-language text"),
+        (PostPretrainTrainer, ROUTED, {"language_prior_coef": 0.5}, "needs text of the old languages"),
         (ReviewTrainer, ROUTED, {"classifier_layers": 1}, "the model has classifiers already"),
         (JointTrainer, OWN, {"masking": Masking(expert_output=0.5)}, "there is no choice to mask"),
         (ReviewTrainer, OWN, {}, "no router is left to review"),

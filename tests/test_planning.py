@@ -257,7 +257,7 @@ def test_review_places_and_trains_them(root, data, tmp_path, choice, nearest, ca
 
 def test_what_cannot_have_them_is_refused_before_anything_runs(root, data, tmp_path):
     config = ReviewConfig(str(tmp_path / "run"), classifier_layers=1, **QUICK)
-    said = r"classifiers already, in layers 2, which its plan placed: leave classifier_layers out"
+    said = "classifiers already, in layers 2: leave it out"
     refused(train_stage, root / "classified", tmp_path / "out", data, config, says=said)
     said = "`train_stage`, from folder to folder, measures the model and places"
     refused(ReviewTrainer, load(root / "plain"), config, says=said)

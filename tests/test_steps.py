@@ -214,7 +214,7 @@ def test_a_card_of_the_users_own_is_pushed_as_it_stands(tmp_path):
 def test_outputs_that_the_record_does_not_know_and_runs_of_other_kinds_stay(recipe, tmp_path):
     run, short = tmp_path / "run", changed(recipe, review=None, test={})
     (run / "review").mkdir(parents=True)
-    says = "run: holds review, which this run would overwrite, but steps.json does no"
+    says = "run: holds review, which is not of this run: give another `output`"
     refused(run_recipe, recipe, says=says)
     run_recipe(short)
     refused(run_recipe, recipe, says=says)
@@ -230,7 +230,7 @@ def test_outputs_that_the_record_does_not_know_and_runs_of_other_kinds_stay(reci
         del made_from["form"]  # as the first versions wrote it
     (run / "steps.json").write_text(json.dumps(steps))
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    refused(run_recipe, short, says="steps.json: was written by another version of this package: give another `outp")
+    refused(run_recipe, short, says="steps.json: is of another version: finish it with that one, or give another")
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
     assert not [*(run / "review").iterdir()]
 

@@ -538,6 +538,6 @@ def test_the_amount_of_a_data_set_of_the_hub_is_asked_for(root, tmp_path):
     write_texts(tmp_path / "data.jsonl", texts_of("el", 40))
     data = {"el": LanguageText("el", f"hub:{tmp_path}"), "tr": LanguageText("tr", str(root / "tr"))}
     given = (root / "expanded", tmp_path / "out", data)
-    refused(moe.train_stage, *given, moe.PostPretrainConfig(**QUICK), says="how much text it has is not known")
+    refused(moe.train_stage, *given, moe.PostPretrainConfig(**QUICK), says="its size is not known: set")
     record = moe.train_stage(*given, moe.PostPretrainConfig(**QUICK, tokens=640))
     assert set(record.tokens_seen_by_language) == {"el", "tr"}

@@ -170,7 +170,7 @@ def in_form(how):
     return packed if how == "packed" else Dataset.from_list([*packed.dataset])
 
 
-PACKED = "train_dataset is packed already, but {} says what to pack: pass text"
+PACKED = "train_dataset is packed already, but {} says what to pack: leave it out"
 
 
 @pytest.mark.parametrize(

@@ -183,10 +183,7 @@ class Recipe(Expansion):
         check_named_once([*known, *(code for code in self.test if code not in known)])
         check_named_once(list(self.anchors))
         if self.old and self.all_expansions[0].family == "dmoe":
-            raise InputError(
-                "old: DMoE trains the base too, so no language stays as it is: name all languages to train on under "
-                "`new`."
-            )
+            raise InputError("old: DMoE trains the base too, so that no language stays: name all under `new`.")
         return self
 
     def _check_join(self) -> None:
@@ -196,10 +193,7 @@ class Recipe(Expansion):
             raise InputError("tuned: a recipe with `join` takes no fine-tunes: join the model that another one makes.")
         for key in _NEW_EXPERTS:
             if key in self.model_fields_set and getattr(self, key) is not None:
-                raise InputError(
-                    f"{key}: a recipe with `{how}` makes and trains no new experts: leave {key} out, and make each "
-                    "pack by a recipe of its own."
-                )
+                raise InputError(f"{key}: a recipe with `{how}` makes and trains no new experts: leave {key} out.")
         check_old_and_new(list(self.old), list(self.new))
 
     @property
@@ -222,26 +216,17 @@ class Recipe(Expansion):
                 of = "DMoE, whose plan has `method: dmoe`" if "dmoe" in stage.families else "models other than DMoE"
                 raise InputError(f"{stage.key}: a stage of {of}: it would not run. Leave it out.")
         if expansion.family == "dmoe" and len(self.all_expansions) > 1:
-            raise InputError(
-                f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
-                "expansion."
-            )
+            raise InputError(f"expansion {number}: a DMoE model grows by `train adapt`: make it the only expansion.")
         plan = expansion.plan
         if expansion.has("gates") and isinstance(plan, LayerPlan) and (plan.classifier_layers or plan.classifiers_in):
-            raise InputError(
-                f"expansion {number}: the gate takes the place of classifiers, but the plan has some: leave them out, "
-                "or `gates`."
-            )
+            raise InputError(f"expansion {number}: the gate takes the place of the plan's classifiers: leave one out.")
         copied = expansion.expand.copy_from
         if number > 1:
             self._check_further(number, expansion)
         elif copied not in (0, "nearest"):
             raise InputError(f"expand.copy_from is {copied}: the first expansion can copy only expert 0; leave it out.")
         if expansion.graft is not None and number < len(self.all_expansions):
-            raise InputError(
-                f"expansion {number}: graft: the delta is added once, in the last expansion, since later expansions "
-                f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.all_expansions)}."
-            )
+            raise InputError(f"expansion {number}: graft: is for the last expansion, after all training.")
 
     def _check_further(self, number: int, expansion: Expansion) -> None:
         """Refuses settings of further experts that are other than the first ones'."""

@@ -84,10 +84,7 @@ class RunRecord:
             return []
         before, now = earlier.made_from, self.inputs_of[step.name]
         if before.get("form") != now["form"]:
-            raise InputError(
-                f"{self.path}: was written by another version of this package: give another `output`, or finish the "
-                "run with that version."
-            )
+            raise InputError(f"{self.path}: is of another version: finish it with that one, or give another `output`.")
         return [key for key in {**now, **before} if before.get(key) != now.get(key)]
 
     def _is_begun(self, step: "Step") -> bool:
@@ -102,10 +99,7 @@ class RunRecord:
         known = {*self.done, *([] if self.begun is None else [self.begun.step])}
         written += [step.output for step in self.steps if step.name not in known and (is_new or not step.repeatable)]
         if there := [path for path in written if path.exists()]:
-            raise InputError(
-                f"{self.root}: holds {there[0].name}, which this run would overwrite, but {self.path.name} does not "
-                "record: give another `output`, or move it away."
-            )
+            raise InputError(f"{self.root}: holds {there[0].name}, which is not of this run: give another `output`.")
         for step in self.steps:
             if step.name.removeprefix("expansion 1: ") in {*self.done} - {step.name}:
                 raise InputError(

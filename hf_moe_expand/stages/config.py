@@ -214,13 +214,8 @@ class StageConfig(CheckedArguments, Stage):
         if model_config.model_type in cls.families:
             return
         if "dmoe" in cls.families:
-            raise InputError(
-                f"The checkpoint has no language groups (model_type {model_config.model_type!r}): `train {cls.name}` "
-                "is for DMoE; expand the base with a dmoe plan."
-            )
-        raise InputError(
-            f"This is a DMoE checkpoint, which {_NOT_FROZEN}: use `train group`, `train joint` or `train adapt`."
-        )
+            raise InputError(f"The checkpoint has no language groups: `train {cls.name}` is for those of a dmoe plan.")
+        raise InputError(f"This is a DMoE checkpoint, which {_NOT_FROZEN}: use `train group`, `joint` or `adapt`.")
 
     @classmethod
     def load_config(cls, folder: Path) -> Any:

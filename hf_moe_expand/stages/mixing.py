@@ -43,8 +43,7 @@ class MixedConfig(StageConfig):
         super().__post_init__()
         if is_mixed(self) and (self.ignore_data_skip or self.accelerator_config.split_batches):  # type: ignore
             raise InputError(
-                "ignore_data_skip and split_batches cannot be used with a curriculum or a temperature, whose batches "
-                "have an order; leave them out."
+                "ignore_data_skip, split_batches: a curriculum and a temperature have an order: leave them out."
             )
 
     def order(self, languages: Sequence[str]) -> Curriculum | None:
@@ -55,10 +54,7 @@ class MixedConfig(StageConfig):
         with errors_at(self.curriculum):
             curriculum.check_languages(languages)
         if self.num_train_epochs != 1 or self.max_steps not in (-1, curriculum.steps):
-            raise InputError(
-                f"{self.curriculum} is for {curriculum.steps} steps, but the configuration sets another length: leave "
-                "max_steps and num_train_epochs out, or make the curriculum again with --steps."
-            )
+            raise InputError(f"{self.curriculum} is for {curriculum.steps} steps: leave other lengths out.")
         return curriculum
 
     def check_exclusive(self, model: Any, *losses: str) -> None:
@@ -77,8 +73,7 @@ class MixedConfig(StageConfig):
         if len(languages) != len(packed.blocks):
             each = ", ".join(f'["{code}"]' for code in languages)
             raise InputError(
-                "A temperature or a curriculum draws each language on its own, but languages share blocks of the "
-                f"packed text: pass groups=[{each}] to `pack_texts`."
+                f"Languages share blocks, but are drawn on their own: pass groups=[{each}] to `pack_texts`."
             )
         curriculum = self.order(languages)
         entry = None if curriculum is None else [curriculum.entry[code] for code in languages]

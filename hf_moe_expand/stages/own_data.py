@@ -76,10 +76,7 @@ def _check_rows(data: Any, name: str, config: Any, languages: int | None, own_co
         if found is not None and found != lengths:
             raise InputError(f"{name} has rows whose `{column}` are not as many as their `input_ids`.")
     if len(sizes := [packed] if packed else sorted({*lengths})) > 1:
-        raise InputError(
-            f"{name} has rows of {sizes[0]} to {sizes[-1]} tokens, but blocks have one length: give text, which is "
-            "packed, or a data_collator that pads."
-        )
+        raise InputError(f"{name} has rows of {sizes[0]} to {sizes[-1]} tokens: give text, or a collator that pads.")
     if (longest := longest_block(config)) is not None and sizes[-1] > longest:
         raise InputError(f"{name} has rows of {sizes[-1]} tokens, but the model takes {longest} positions: cut them.")
 
@@ -110,9 +107,8 @@ def _check_ids(
     for one in (found["min"] or 0, found["max"] or 0):
         if not least <= one < (math.inf if end is None else end):
             other = "" if ignored is None else f", or {ignored} for a token that does not count"
-            raise InputError(
-                f"{name}: the column `{column}` holds {one}: must be below {end}, and at least {least}{other}."
-            )
+            wanted = f"below {end}" if one > 0 else f"at least {least}{other}"
+            raise InputError(f"{name}: the column `{column}` holds {one}: must be {wanted}.")
     return pc.list_value_length(ids).to_pylist()
 
 
@@ -131,10 +127,7 @@ def _by_language(
         codes = numpy.array(_codes_of_rows(data, known, name))
         texts = {code: data.select(numpy.flatnonzero(codes == code)) for code in known}
     elif language is None and len(new) != 1:
-        raise InputError(
-            f"{name} has no column `language`, but this expansion adds {', '.join(new) or 'no language'}: give each "
-            "row its language's code."
-        )
+        raise InputError(f"{name} has no column `language`, but new languages are {', '.join(new) or 'none'}.")
     else:
         texts = {language or new[0]: data}
     return {
@@ -197,10 +190,7 @@ class OwnDataMixin:
             if classes is None:
                 classes = self.stage.language_classes(model, self.packed.languages)
         elif is_mixed(config):
-            raise InputError(
-                "train_dataset is packed already, but a temperature or a curriculum draws each language on its own: "
-                "pass text, or what `pack_texts` returned."
-            )
+            raise InputError("train_dataset is packed already, but a temperature or a curriculum draws: give text.")
         elif classes is None and "language_ids" in _columns_of(data, name, self._own_collator):
             classes = self.stage.language_classes(model, self._languages_of_model())
         self._check_data(data, name, classes)
@@ -215,16 +205,12 @@ class OwnDataMixin:
         """Refuses settings that contradict the model or text that was packed before."""
         config: Any = self.args
         if chosen := [name for name in _PACKING if getattr(config, name, None)]:
-            raise InputError(
-                f"train_dataset is packed already, but {chosen[0]} says what to pack: pass text, or leave "
-                f"{chosen[0]} out."
-            )
+            raise InputError(f"train_dataset is packed already, but {chosen[0]} says what to pack: leave it out.")
         blocks = data.dataset if isinstance(data, PackedText) else data
         size = blocks.block_size if isinstance(blocks, Blocks) else config.block_size
         if size != config.block_size != type(config).block_size:
             raise InputError(
-                f"train_dataset is packed into blocks of {size} tokens, but block_size is {config.block_size}: leave "
-                "it out."
+                f"train_dataset has blocks of {size} tokens, but block_size is {config.block_size}: leave it out."
             )
         texts = None
         if self.packed is not None:
@@ -266,10 +252,7 @@ class OwnDataMixin:
     def _texts(self: Any, data: Dataset, name: str, language: str | None = None) -> Mapping[str, Any]:
         """A data set's text by language."""
         if self.processing_class is None:
-            raise InputError(
-                f"{name} holds text: pass {self.stage.__name__}(...) as args, which sets the packing, and the "
-                "tokenizer as processing_class."
-            )
+            raise InputError(f"{name} holds text: pass {self.stage.__name__}(...) and the tokenizer, processing_class.")
         old, new = Facts(self.model_config).languages
         language = language if language in (*old, *new) else None
         return _by_language(data, name, old, new, self.model_config.is_encoder_decoder, language)
@@ -298,10 +281,7 @@ class OwnDataMixin:
         _check_rows(data, name, self.model_config, None if classes is None else len(classes), self._own_collator)
         needed = self.needs_languages or any(loss.needs_languages and loss.coef for loss in self.router_losses)
         if needed and not self._own_collator and "language_ids" not in _columns_of(data, name, False):
-            raise InputError(
-                f"{name} has no column `language_ids`, the language of each token, which this stage needs: give text "
-                "(columns `text` and `language`), or what `pack_texts` returned."
-            )
+            raise InputError(f"{name} has no column `language_ids`, which this stage needs: give text, or packed text.")
 
     def _asked(self: Any, data: Any, name: str) -> Any:
         """A data set of a call; a text is a key of the constructor's `eval_dataset`."""

@@ -41,15 +41,9 @@ class TrainingFolder:
         here = self.path.resolve()
         for path in inputs:
             if here == path.resolve() or here in path.resolve().parents:
-                raise InputError(
-                    f"{path}: lies in {self.path}, the folder for this training's checkpoints, which is removed at the "
-                    "end: move it, or give another output."
-                )
+                raise InputError(f"{path}: lies in {self.path}, which is removed at the end: move it.")
         if os.path.lexists(self.path) and not is_work_folder(self.path):
-            raise InputError(
-                f"{self.path}: is not the folder of an interrupted training of {out.name}, but would be removed at the "
-                "end: move it, or give another output."
-            )
+            raise InputError(f"{self.path}: is not the folder of an interrupted training of {out.name}: move it away.")
 
     def resume(self) -> str | None:
         """The last complete training checkpoint of an interrupted run; None without one. Refuses a run that had other
@@ -61,10 +55,7 @@ class TrainingFolder:
             return None
         before = read_json(record, "the record of a training run")
         if before.get("form") != FORM:
-            raise InputError(
-                f"{self.path}: holds an interrupted training of another version of this package: finish it with that "
-                "version, or delete the folder to start from the beginning."
-            )
+            raise InputError(f"{self.path}: holds an interrupted training of another version: finish it with that one.")
         before, now = ({**record.pop("settings", {}), **record} for record in (before, dict(self.started_with)))
         if changed := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
             raise InputError(

@@ -180,10 +180,7 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
     """Refuses weights that are not finite, before they are written; the DivergedError names the first one."""
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.isfinite(weight).all():
-            raise DivergedError(
-                f"{stage}: {name} is not finite after training, which diverged: no checkpoint is written. Lower the "
-                "learning rate, or add warmup steps."
-            )
+            raise DivergedError(f"{stage}: {name} is not finite after training: lower the learning rate, or warm up.")
 
 
 def check_frozen(before: str | os.PathLike, after: str | os.PathLike, config: StageConfig) -> int:

@@ -85,10 +85,7 @@ def streamed(
     known = [count for count in at_hand.values() if count is not None]
     is_said = config.tokens or config.max_steps > 0 or getattr(config, "tokens_per_language", None)
     if unknown := [texts[code].source for code, count in at_hand.items() if count is None and not is_said]:
-        raise InputError(
-            f"{unknown[0]}: how much text it has is not known before it is read: set `tokens`, `tokens_per_language` "
-            "or `max_steps`."
-        )
+        raise InputError(f"{unknown[0]}: its size is not known: set `tokens`, `tokens_per_language` or `max_steps`.")
     usual = sum(known) // len(known) if known else config.block_size  # of a text of unknown size
     amounts = {code: usual if count is None else count or 1 for code, count in at_hand.items()}
     tokens = amounts_of(amounts, **config.amounts(texts, model_config))
@@ -203,9 +200,6 @@ class StreamMixin:
         paths = sorted(folder.glob("stream-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
         self._saved = states = [read_json(path, "the places of a stream") for path in paths]
         if not states or len(states) != states[0]["ranks"]:
-            raise InputError(
-                f"{folder}: has the places of {len(states)} ranks in its text, not of all: it cannot be resumed; start "
-                "anew, or from another checkpoint."
-            )
+            raise InputError(f"{folder}: has the places of {len(states)} ranks in its text, not of all: start anew.")
         if self._counts_steps and (rows := self.get_total_train_batch_size(self.args)) != states[0]["rows"]:
             raise InputError(f"{folder}: its steps are of {states[0]['rows']} blocks, not of {rows}: give as many.")

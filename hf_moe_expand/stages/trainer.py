@@ -261,10 +261,7 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         kept = {id(router.weight) for router, _ in self._kept_rows()}
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             if group.get("weight_decay") and any(id(parameter) in kept for parameter in group["params"]):
-                raise InputError(
-                    "optimizers: weight decay would move rows of routers that stay as they are: put the routers into a "
-                    "group with weight_decay=0, or leave the optimizer out."
-                )
+                raise InputError("optimizers: weight decay would move rows of routers that stay: give them none.")
         return super().create_optimizer(*args, **kwargs)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:

@@ -8,7 +8,8 @@ from ...analysis.deviation import check_sizes, measure_deviation
 from ...analysis.gating import fit_base_gate
 from ...analysis.reading import token_blocks
 from ...analysis.similarity import measure_similarity
-from ...core.errors import errors_at
+from ...core.errors import InputError, errors_at
+from ...data.sources import LanguageText
 from ...inference.models import load_for_inference
 from ...modeling import count_layers
 from ...stages.kind import StepResult, Trial
@@ -46,6 +47,8 @@ def deviation_step(run: ExpansionRun) -> Step:
     def check(trial: Trial) -> list[str]:
         with errors_at("deviation"):
             check_sizes(trial.config, count_layers(trial.config), settings.block_size, settings.last_layers)
+        for code in run.new if not trial.offline else ():
+            _check_bytes(run.sources[code], settings.steps * settings.batch_size * settings.block_size)
         return []
 
     def work() -> StepResult:
@@ -109,6 +112,17 @@ def check_tokens(run: ExpansionRun, trial: Trial) -> list[str]:
             token_blocks(code, source.documents(), trial.tokenizer, settings.tokens, settings.block_size)
             enough.append(code)
     return [f"analysis: {' '.join(enough)} have enough text"] if enough else []
+
+
+def _check_bytes(source: LanguageText, tokens: int) -> None:
+    """Refuses local text with fewer bytes than the analysis reads tokens, since a token has at least one byte."""
+    size = 0
+    for text in source.documents() if source.files() else ():  # text on the hub is taken to be enough
+        size += len(text.encode()) + 1
+        if size >= tokens:
+            return
+    if size:
+        raise InputError(f"{source.language}: {size:,} bytes of text are too few for {tokens:,} tokens of `deviation`.")
 
 
 def _range(values: Sequence[float], digits: str = ".3f") -> str:

@@ -78,10 +78,7 @@ def _check_texts(recipe: Recipe, trial: Trial) -> list[str]:
     a base without a chat template."""
     pairs, tokenizer, most = trial.config.is_encoder_decoder, trial.tokenizer, recipe.evaluation.max_tokens
     if recipe.evaluation.questions and (pairs or (tokenizer is not None and not tokenizer.chat_template)):
-        raise InputError(
-            "evaluation.questions: they are asked in the base's chat template, and "
-            f"{'an encoder-decoder' if pairs else 'this base'} has none: leave them out."
-        )
+        raise InputError("evaluation.questions: the base has no chat template, in which to ask them: leave them out.")
     sources = {key: text for key, text in recipe.keyed_sources() if not unset_variable(text.source)}
     tests = {key: text for key, text in sources.items() if key.startswith("test.")}
     lines = check_held_out(tests, {key: text for key, text in sources.items() if key not in tests}, pairs)

@@ -126,10 +126,7 @@ def _certain(run: ExpansionRun) -> int:
         further = [plan for plan in plans[1:] if not getattr(plan, "only_layers", None)]  # else others do not grow
         least = (getattr(plans[0], "minimum", None) or 2) + sum(getattr(p, "minimum", None) or 1 for p in further)
     if int(copied) >= least:
-        raise InputError(
-            f"expansion {number}: copy_from is {copied}, but a layer may have only experts 0..{least - 1}: give one of "
-            "these."
-        )
+        raise InputError(f"expansion {number}: copy_from is {copied}: a layer may have only 0..{least - 1}.")
     return int(copied)
 
 

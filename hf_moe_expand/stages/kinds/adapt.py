@@ -114,9 +114,7 @@ def adapt_language(
     groups, language = Facts(expanded).groups, check_language_code(source.language)
     for number, group in enumerate(groups):
         if any(same_language(language, own) for own in group):
-            raise InputError(
-                f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
-            )
+            raise InputError(f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}).")
     state = launched()
     perplexities = expert_perplexities(folder, source, config, seed) if state.is_main_process else []
     perplexities, place = broadcast_object_list([perplexities, sibling(out, "grown")])

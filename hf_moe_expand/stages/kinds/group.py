@@ -88,10 +88,7 @@ class GroupTrainer(StageTrainer):
         classes = self._classes()
         groups = sorted({classes[i] for i in inputs["language_ids"].unique().tolist() if i >= 0})
         if len(groups) != 1:
-            raise InputError(
-                f"A batch holds languages of {len(groups)} groups ({groups}): in this stage each batch belongs to one "
-                "group. Pack documents group by group."
-            )
+            raise InputError(f"A batch holds {len(groups)} groups of languages ({groups}): pack them group by group.")
         with super().asking(inputs, as_in_training), self.accelerator.unwrap_model(self.model).use_expert(groups[0]):
             yield
 

@@ -61,9 +61,7 @@ class PostPretrainConfig(MixedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.language_prior_coef and not self.replay:
-            raise InputError(
-                "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
-            )
+            raise InputError("language_prior_coef: needs text of the old languages: set `replay: true` and give it.")
         if self.replay_share is not None and not self.replay:
             raise InputError("replay_share: needs text of the old languages: set `replay: true` and give it.")
         if self.replay_share is not None and self.temperature != 1:
@@ -81,10 +79,7 @@ class PostPretrainConfig(MixedConfig):
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
         old_with_text = [code for code in old if code in texts]
         if old_with_text and not self.replay:
-            raise InputError(
-                f"{', '.join(old_with_text)}: post-pretraining reads only new languages; set `replay: true` to train "
-                "on old ones too."
-            )
+            raise InputError(f"{', '.join(old_with_text)}: old languages train with `replay: true` alone: set it.")
         if self.replay and not old_with_text:
             raise InputError("replay: there is no text of the old languages: give some, or leave replay out.")
         if self.replay_share is not None and model.is_encoder_decoder:

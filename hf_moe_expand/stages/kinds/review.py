@@ -103,32 +103,20 @@ class ReviewConfig(StageConfig):
     def check_texts(self, model: Any, texts: Mapping[str, Any]) -> list[str]:
         old, new = Facts(model).languages
         if missing := [code for code in (*old, *new) if code not in texts]:
-            raise InputError(
-                f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
-            )
+            raise InputError(f"{', '.join(missing)}: no text was given; review needs that of every language.")
         if not old:
-            raise InputError(
-                "No old language was given: review needs text of the base's languages, which the base can write itself "
-                "(`hf-moe-expand sample`)."
-            )
+            raise InputError("No old language was given: review needs text of some (`hf-moe-expand sample` writes it).")
         return self._fewer_documents(texts, old, new)
 
     def _check_classifiers(self, model: Any) -> None:
         if layers := getattr(model, "classifier_layers", None):
             names = ", ".join(layer_names(model)[layer] for layer in layers)
-            raise InputError(
-                f"classifier_layers: the model has classifiers already, in layers {names}, which its plan placed: "
-                "leave classifier_layers out, here or in the plan."
-            )
+            raise InputError(f"classifier_layers: the model has classifiers already, in layers {names}: leave it out.")
         if getattr(model, "language_gate", None):
-            raise InputError(
-                "classifier_layers: the model has a language gate, which takes the place of classifiers: leave it out."
-            )
+            raise InputError("classifier_layers: the model has a gate in the place of classifiers: leave it out.")
         expanded = len(Facts(model).grown)
         if self.classifier_choice not in ("all", "none") and (self.classifier_layers or 0) > expanded:
-            raise InputError(
-                f"classifier_layers is {self.classifier_layers}, but {expanded} layers of the model have a router."
-            )
+            raise InputError(f"classifier_layers is {self.classifier_layers}, but {expanded} layers have a router.")
 
     def place_classifiers(
         self, folder: Path, model_config: Any, texts: Mapping[str, LanguageText], resume: str | None
@@ -192,15 +180,9 @@ def _check_distillation(model: Any) -> None:
         raise InputError(f"distillation_coef: {reason}: leave distillation_coef out.")
     history = Facts(model).history
     if not history.first.old_languages:
-        raise InputError(
-            "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
-            "none: leave distillation_coef out, or expand with a plan that has old languages."
-        )
+        raise InputError("distillation_coef: the first plan names no old language, whose predictions it would keep.")
     if stage := history.trained_base:
-        raise InputError(
-            f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "
-            "leave distillation_coef out."
-        )
+        raise InputError(f"distillation_coef: expert 0 is not the base any more: `{stage}` trained it.")
 
 
 class ReviewTrainer(StageTrainer):
@@ -214,7 +196,6 @@ class ReviewTrainer(StageTrainer):
     def _freeze(self, model: Any) -> FreezeReport | None:
         if self.args.classifier_layers and not Facts(model.config).classifiers:  # type: ignore[attr-defined]
             raise InputError(
-                "classifier_layers: a Trainer trains the classifiers that a model has. `train_stage`, from folder to "
-                "folder, measures the model and places them."
+                "classifier_layers: a Trainer places no classifiers: `train_stage` measures and places them."
             )
         return super()._freeze(model)
