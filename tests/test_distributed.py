@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import accelerates_environment, byte_tokenizer, fork_ranks, save_dense, write_texts
+from conftest import accelerates_environment, byte_tokenizer, fork_ranks, refused, save_dense, write_texts
 from gated_models import GREEDY, MAPS, gated_model, tokens
 from one_step import train
 from ranks import STEPS, adapt, dense, model_of, options, post_pretraining, stage
@@ -181,19 +181,16 @@ def test_dense_training_under_the_packaged_configurations(under_accelerate, root
     assert compare_checkpoints(root / "base", alone).changed
 
 
-def test_an_interruption_of_a_stream_on_two_ranks_changes_nothing(found, root, capsys):
+def test_an_interruption_of_a_stream_on_two_ranks_changes_nothing(found, root):
     def record(name):
         return json.loads((root / name / "config.json").read_text())["expansions"][-1]["stages"][-1]
 
     assert compare_checkpoints(root / "streamed", root / "streamed again").changed == []
     assert record("streamed") == record("streamed again")
     assert record("streamed")["tokens"] == {"el": 4 * 2 * 2 * 16}
-    # It goes on with fewer ranks, too.
-    stage(root, "streamed left", post_pretraining(2, stream=True, save_steps=2))
-    out = capsys.readouterr().out
-    assert "by 2 x 2 readers (ranks x workers) before the interruption, and is by 1 x 2 now" in out
-    assert "resumes at step 2 of 4" in out
-    assert record("streamed left")["tokens"] == {"el": 2 * 2 * 2 * 16 + 2 * 2 * 16}
+    # It does not go on with fewer ranks.
+    said = r"(was read by 2 ranks with 2 workers each .* by 1 with 2 now|its steps are of 4 blocks, not of 2)"
+    refused(stage, root, "streamed left", post_pretraining(2, stream=True, save_steps=2), says=said)
 
 
 def test_two_ranks_adapt_a_model_to_a_language(found, root):
