@@ -259,7 +259,7 @@ def test_what_cannot_have_them_is_refused_before_anything_runs(root, data, tmp_p
     config = ReviewConfig(str(tmp_path / "run"), classifier_layers=1, **QUICK)
     said = "classifiers already, in layers 2: leave it out"
     refused(train_stage, root / "classified", tmp_path / "out", data, config, says=said)
-    said = "`train_stage`, from folder to folder, measures the model and places"
+    said = "`train_stage` measures and places"
     refused(ReviewTrainer, load(root / "plain"), config, says=said)
     assert not list(tmp_path.iterdir())
 

@@ -125,7 +125,7 @@ def test_a_growth_in_some_layers_leaves_out_others(root):
     rounds[0]["plan"] = {"method": "moe-lpr", "experts": 2}
     rounds[2]["expand"] = {"copy_from": 2}
     text = f"base: {root}/base\noutput: {root}/run\nold: {{en: {root}/en.jsonl}}\n{some}expansions: {rounds}\n"
-    refused(validate_recipe, Recipe.of_text(text, "r"), says="copy_from is 2, but a layer may have only experts 0")
+    refused(validate_recipe, Recipe.of_text(text, "r"), says="copy_from is 2: a layer may have only 0")
     assert validate_recipe(Recipe.of_text(text.replace("'copy_from': 2", "'copy_from': 1"), "r"))
 
 

@@ -180,7 +180,7 @@ PACKED = "train_dataset is packed already, but {} says what to pack: leave it ou
         (("packed", "rows"), {"replay": True, "replay_share": 0.5}, PACKED.format("replay_share")),
         (("packed", "rows"), {"stream": True}, PACKED.format("stream")),
         (("text", "packed"), {"tokens": 64, "max_steps": 3}, "tokens and max_steps both say how long the training is"),
-        (("text", "packed"), {"temperature": 2.0, "ignore_data_skip": True}, "ignore_data_skip and split_batches can"),
+        (("text", "packed"), {"temperature": 2.0, "ignore_data_skip": True}, "ignore_data_skip, split_batches:"),
     ],
 )
 def test_settings_are_checked_however_the_text_came(tmp_path, forms, options, said):
