@@ -27,6 +27,7 @@ from lm_eval.models.huggingface import HFLM
 
 from hf_moe_expand.evaluation.benchmarks import benchmark_means, task_list
 from hf_moe_expand.evaluation.harness import HarnessTasks, Metric, TaskScore
+from hf_moe_expand.evaluation.scoring_settings import HarnessSettings
 
 QUESTIONS = {
     "el": [("Η γάτα πίνει", ["γάλα", "ουρανό"], 0), ("Ο ήλιος είναι", ["κρύος", "ζεστός", "βιβλίο"], 1)] * 3,
@@ -92,7 +93,7 @@ def test_accuracy_is_that_of_likelihoods_one_by_one(root, monkeypatch):
     asked, score_all = [], HFLM.loglikelihood
     score = lambda self, requests: (asked.extend(requests), score_all(self, requests))[1]  # noqa: E731
     monkeypatch.setattr(HFLM, "loglikelihood", score)
-    tasks = HarnessTasks(["pick_el@2", "pick_hu"], num_fewshot=0, include_path=root / "tasks")
+    tasks = HarnessTasks(["pick_el@2", "pick_hu"], HarnessSettings(num_fewshot=0, include_path=root / "tasks"))
     found = tasks.evaluate(model, tokenizer, batch_size=4)
     assert list(found) == ["pick_el", "pick_hu"]
     prompts = [examples(code, count) + question + f"| {choice}" for code, count in (("el", 2), ("hu", 0))
@@ -142,7 +143,7 @@ def test_the_choices_of_a_question_take_the_model_of_its_context(root):
 
 def test_a_group_and_its_parts(root):
     model, tokenizer = models.load_for_inference(root / "moe")
-    found = HarnessTasks(["pick"], limit=3, include_path=root / "tasks").evaluate(model, tokenizer)
+    found = HarnessTasks(["pick"], HarnessSettings(limit=3, include_path=root / "tasks")).evaluate(model, tokenizer)
     assert {name: (score.group, score.samples, score.total) for name, score in found.items()} == {
         "pick": (None, 6, 10), "pick_el": ("pick", 3, 6), "pick_hu": ("pick", 3, 4)
     }  # fmt: skip
@@ -245,12 +246,13 @@ def test_bad_input(root, tmp_path, monkeypatch):
         (["pick_el@few"], here, "'pick_el@few' is not TASK@EXAMPLES"),
         (["pick_el"], {"include_path": tmp_path / "none"}, "none: no such folder"),
     ]:
-        refused(HarnessTasks, arguments, says=message, **options)
+        refused(HarnessTasks, arguments, HarnessSettings(**options), says=message)
     lost = yaml.safe_load((root / "tasks" / "el.yaml").read_text()) | {
         "task": "lost", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "lost.jsonl")}}
     }  # fmt: skip
     (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
-    refused(HarnessTasks, ["lost"], says="lost: its data cannot be loaded", include_path=tmp_path)
+    here = HarnessSettings(include_path=tmp_path)
+    refused(HarnessTasks, ["lost"], here, says="lost: its data cannot be loaded")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.yaml").write_text("arc: {xyzzy: arc_x}")
     monkeypatch.setattr(report, "load_for_inference", lambda *name: pytest.fail("loaded"))

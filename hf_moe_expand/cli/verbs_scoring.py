@@ -111,7 +111,7 @@ def _tasks(
         benchmarks, missing = in_languages(benchmarks, [*named, *unnamed])
         print("\n".join(missing), end="\n" * bool(missing))
     names = [] if benchmarks else codes(tasks)
-    return groups, HarnessTasks(names, **dict(harness), benchmarks=benchmarks, unnamed=unnamed)
+    return groups, HarnessTasks(names, harness, benchmarks, unnamed)
 
 
 def _ensemble(models: list[str], sources: Any, ensemble: int) -> Any:

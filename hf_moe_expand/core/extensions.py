@@ -62,7 +62,6 @@ def extensions(kind: str) -> dict[str, Any]:
     """What was registered, and what entry points name; an InputError says which of them cannot be imported."""
     found = {}
     for name, point in extension_points(kind).items():
-        package = point.dist.name if point.dist is not None else point.module
-        with library_errors_at(f"{package}: adds {name!r} to hf-moe-expand, but cannot be imported"):
+        with library_errors_at(f"{point.module}: adds {name!r} to hf-moe-expand, but cannot be imported"):
             found[name] = point.load()
     return found | _REGISTERED[kind]

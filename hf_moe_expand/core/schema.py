@@ -217,20 +217,13 @@ def _or_null(part: dict[str, Any]) -> dict[str, Any]:
     return part if "const" in part else {**about, "anyOf": [part, {"type": "null"}]}
 
 
-def unknown_key(key: str, known: Iterable[str], shown: int | None = None, others: str = "") -> str:
-    """`unknown key ...`, with the nearest known one, or the first `shown` of them and what the `others` are."""
-    known = list(known)
-    near = difflib.get_close_matches(key, known[:shown], 1) or difflib.get_close_matches(key, known, 1)
-    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[:shown])}{others}."
-    return f"unknown key `{key}`; {hint}"
-
-
 def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], shown: int | None = None, others: str = "") -> None:
-    """Refuses a key that is not known (`unknown_key`)."""
+    """Refuses an unknown key, with the nearest known one, or the first `shown` of them and what the `others` are."""
     known = list(known)
-    for key in mapping:
-        if key not in known:
-            raise InputError(unknown_key(str(key), known, shown, others))
+    for key in (str(key) for key in mapping if key not in known):
+        near = difflib.get_close_matches(key, known[:shown], 1) or difflib.get_close_matches(key, known, 1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known[:shown])}{others}."
+        raise InputError(f"unknown key `{key}`; {hint}")
 
 
 @cache

@@ -7,10 +7,8 @@ from ..core.errors import InputError, errors_at
 from ..core.languages import LanguageCode
 from ..core.schema import Schema, Text, read
 from ..core.yamlfile import read_yaml
-from .harness import Metric, TaskScore
+from .harness import Benchmarks, Metric, TaskScore
 
-# By benchmark, the task in each language.
-Benchmarks = dict[str, dict[str, str]]
 _PACKAGED = Path(__file__).with_name("benchmarks.yaml")
 
 
@@ -30,11 +28,7 @@ def task_list(argument: str) -> Benchmarks | None:
 
 
 def in_languages(benchmarks: Benchmarks, languages: Sequence[str]) -> tuple[Benchmarks, list[str]]:
-    """The tasks in these languages, and a line for each language that lacks some.
-
-    Raises:
-        InputError: there is no task in any of them.
-    """
+    """The tasks in these languages, of which there must be one, and a line for each language that lacks some."""
     found = {name: {code: of[code] for code in languages if code in of} for name, of in benchmarks.items()}
     if not any(found.values()):
         known = ", ".join(sorted({code for of in benchmarks.values() for code in of}))

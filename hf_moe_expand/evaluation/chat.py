@@ -1,6 +1,5 @@
-"""What models write: answers of a base and of the model made of it to short questions in an old language, in the base's
-chat template, since bits per byte can stay where they were while a chat breaks; and samples of text.
-"""
+"""What models write: answers of a base and of the model made of it in the base's chat template, which may break while
+bits per byte stay where they were; and samples of text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress

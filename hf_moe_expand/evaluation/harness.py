@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
@@ -15,8 +14,11 @@ from ..core.errors import InputError, library_errors_at
 from ..core.extra import import_extra
 from ..data.tokens import without_end
 from ..modeling.language_gate import GateRule
+from .scoring_settings import HarnessSettings
 
 _JUDGED_AT_ONCE = 16  # questions
+# By benchmark, the task in each language.
+Benchmarks = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,6 @@ class HarnessTasks:
 
     Args:
         tasks: names of tasks, groups or tags, or patterns (`belebele_*`), or with a number of examples (`arc_hu@25`).
-        num_fewshot: examples in a prompt, for tasks without a number; by default the task's own.
-        limit: maximum of documents for each task.
-        include_path: folder with your own tasks, as YAML files of the harness.
         benchmarks: by benchmark, the task in each language, as in `tasks`; means are of these.
         unnamed: languages among them that are neither old nor new.
 
@@ -67,26 +66,24 @@ class HarnessTasks:
     def __init__(
         self,
         tasks: Iterable[str],
-        num_fewshot: int | None = None,
-        limit: int | None = None,
-        include_path: str | Path | None = None,
-        benchmarks: Mapping[str, Mapping[str, str]] | None = None,
+        settings: HarnessSettings,
+        benchmarks: Benchmarks | None = None,
         unnamed: Sequence[str] = (),
     ) -> None:
-        benchmarks = benchmarks or {}
+        benchmarks, include_path = benchmarks or {}, settings.include_path
         listed = [task for of in benchmarks.values() for task in of.values()]
         self.benchmarks = {
             name: {code: _parse(task, None)[0] for code, task in of.items()} for name, of in benchmarks.items()
         }
         self.unnamed = list(unnamed)
         self.harness = import_extra("lm_eval").__version__
-        if include_path is not None and not Path(include_path).is_dir():
+        if include_path is not None and not include_path.is_dir():
             raise InputError(f"{include_path}: no such folder (tasks for lm_eval).")
-        self.limit = limit
+        self.limit = settings.limit
         self.manager = import_extra("lm_eval.tasks").TaskManager(include_path=include_path and str(include_path))
         self.by_shots: dict[int | None, list[Any]] = {}
         for argument in (*tasks, *listed):
-            name, shots = _parse(argument, num_fewshot)
+            name, shots = _parse(argument, settings.num_fewshot)
             self.by_shots.setdefault(shots, []).extend(self._load(name))
         leaves = Counter(
             task.task_name

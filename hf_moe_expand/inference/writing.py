@@ -9,11 +9,7 @@ from ..core.schema import Coefficient, Count, Positive, Schema, Share, Text, Who
 
 
 class Answering(Schema):
-    """How models answer.
-
-    Raises:
-        InputError: a value is out of range, or says how to draw where nothing is drawn.
-    """
+    """How models answer."""
 
     max_new_tokens: Count = Field(256, description="most tokens of an answer")
     temperature: Coefficient = Field(
@@ -29,11 +25,7 @@ class Answering(Schema):
 
 
 class SampleSettings(Schema):
-    """How a model writes text of its own.
-
-    Raises:
-        InputError: a number is out of range, or a prompt is empty.
-    """
+    """How a model writes text of its own."""
 
     documents: Count = Field(1000, description="documents to write")
     tokens: Count = Field(256, description="most tokens of a document, the prompt's left out")

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InputError, errors_at
+from ..core.errors import errors_at
 from ..core.extensions import extension_points
-from ..core.schema import unknown_key
+from ..core.schema import check_keys
 from ..planning.methods import read_plan_settings
 from .recipes import WholeRecipe
 
@@ -25,7 +25,7 @@ def check_keys_of(recipe: str | Path) -> None:
     known = json.loads(KEYS.read_text("utf-8"))
 
     def check(mapping: Mapping[str, Any], keys: Iterable[str], where: str, glue: str) -> None:
-        _refuse(mapping, keys, f"{where}: ")
+        _refuse(mapping, keys, where)
         for key, inner in mapping.items():
             if key == "plan" and isinstance(inner, Mapping):
                 with errors_at(f"{where}{glue}{key}"):
@@ -33,7 +33,7 @@ def check_keys_of(recipe: str | Path) -> None:
             if isinstance(inner, Mapping) and (fields := known["inside"].get(key)) is not None:
                 library = _library() if key in known["train"] else ()
                 is_known = [*fields, *library, *(name for name in inner if "checkpointing" in str(name))]
-                _refuse(inner, is_known, f"{where}{glue}{key}: ", len(fields) if library else None)
+                _refuse(inner, is_known, f"{where}{glue}{key}", len(fields) if library else None)
 
     whole = WholeRecipe.load(recipe, lambda _: True)
     check(whole.mapping, [*known["expansion"], *known["recipe"]], whole.where, ": ")
@@ -44,10 +44,8 @@ def check_keys_of(recipe: str | Path) -> None:
 
 
 def _refuse(mapping: Mapping[str, Any], known: Iterable[str], where: str, shown: int | None = None) -> None:
-    names = [*known]
-    if unknown := [str(key) for key in mapping if key not in names]:
-        others = " and those of transformers.TrainingArguments" if shown else ""
-        raise InputError(where + unknown_key(unknown[0], names, shown, others))
+    with errors_at(where):
+        check_keys(mapping, known, shown, " and those of transformers.TrainingArguments" if shown else "")
 
 
 def _library() -> Collection[str]:
