@@ -40,7 +40,7 @@ from ..core.errors import InputError
 from ..core.progress import Bar
 from ..modeling.language_gate import TEMPLATE, UNIT, classes_of_sums, last_sums, token_evidence
 from .gate_text import Example
-from .reading import grouped, padded_batches, read_inputs, token_bar
+from .reading import padded_batches, read_inputs, token_bar
 from .settings import GateSettings
 
 PENALTY = 0.003  # of the squared weights of standardised features
@@ -420,8 +420,7 @@ def _read(model: Any, examples: Sequence[Example], begin: int | None, layers: Se
     # Texts of like lengths together, so that there is little padding.
     order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
     rows = [[*before, *examples[number].ids] for number in order]
-    groups = grouped(rows, lambda group, row: (len(group) + 1) * len(row) <= _BATCH)
-    batches = [batch for group in groups for batch in padded_batches(group, len(group))]
+    batches = padded_batches(rows, lambda group, row: (len(group) + 1) * len(row) <= _BATCH)
     base = model.use_expert(0) if hasattr(model, "use_expert") else nullcontext()
     with base, token_bar("read text for the gate", {"": batches}) as bar:
         read_inputs(model, batches, receive, bar, layers[-1])

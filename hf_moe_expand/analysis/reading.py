@@ -121,18 +121,23 @@ def language_batches(
         is_bounded = most is None or (len(rows) + 1) * len(rows[0]) <= most
         return len(rows) < batch_size and is_bounded and 2 * len(block) >= len(rows[0])
 
-    groups = {name: grouped(sorted(of, key=len, reverse=True), fits) for name, of in blocks.items()}
-    return {name: [batch for rows in of for batch in padded_batches(rows, batch_size)] for name, of in groups.items()}
+    return {name: padded_batches(sorted(of, key=len, reverse=True), fits) for name, of in blocks.items()}
 
 
-def grouped(rows: Iterable[list[int]], fits: Callable[[list[list[int]], list[int]], bool]) -> list[list[list[int]]]:
-    """Rows one after the other in groups: each joins the last group where it `fits(group, row)`."""
+def padded_batches(rows: Iterable[list[int]], fits: Callable[[list[list[int]], list[int]], bool]) -> list[TextBatch]:
+    """Batches of rows one after the other, each of which joins the last batch where it `fits(batch, row)`, padded; all
+    tokens but padding are measured, and all but a row's first are targets."""
     groups: list[list[list[int]]] = []
     for row in rows:
         if not groups or not fits(groups[-1], row):
             groups.append([])
         groups[-1].append(row)
-    return groups
+    batches = []
+    for group in groups:
+        ids, mask = padded(group, 0), padded([[1] * len(row) for row in group], 0)
+        targets = ids.masked_fill(mask == 0, IGNORED)[:, 1:]
+        batches.append(TextBatch({"input_ids": ids, "attention_mask": mask}, (mask.bool(),), targets))
+    return batches
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Any, most: int) -> int:
@@ -157,17 +162,6 @@ def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: in
         if left == 0:
             return blocks
     raise too_few_tokens(language, tokens - left, tokens)
-
-
-def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBatch]:
-    """Batches of blocks, padded; all tokens but padding are measured, and all but a block's first are targets."""
-    batches = []
-    for start in range(0, len(blocks), batch_size):
-        rows = blocks[start : start + batch_size]
-        ids, mask = padded(rows, 0), padded([[1] * len(row) for row in rows], 0)
-        targets = ids.masked_fill(mask == 0, IGNORED)[:, 1:]
-        batches.append(TextBatch({"input_ids": ids, "attention_mask": mask}, (mask.bool(),), targets))
-    return batches
 
 
 def side_batches(
