@@ -236,16 +236,15 @@ def fit_gate(
     for layer in Bar(layers, desc="fit the gate", unit="layer"):
         gate = _fitted(layer, begin, codes, shown, states.pop(layer), anchors)
         tried.append((gate, report_of(gate, classes, settings)))
-    best = max(tried, key=lambda of: (of[1].holds, of[1].passing, of[1].margin))
-    if not best[1].holds:
-        report = best[1]
+    gate, report = max(tried, key=lambda of: (of[1].holds, of[1].passing, of[1].margin))
+    if not report.holds:
         raise InputError(
             f"gates: none of the layers {', '.join(map(str, layers))} keeps unseen_share {settings.unseen_share:g} and "
             f"lets new text pass: in the best, layer {report.layer}, {100 * report.passing:.1f} % of a new language's "
             f"texts reach new experts, and {len(report.named)} of {len(report.unseen)} unseen languages go astray. "
             "Raise unseen_share, or read more text of the new languages (tokens)."
         )
-    return best
+    return gate, report
 
 
 def most_named(anchors: Collection[str]) -> int:
@@ -276,16 +275,15 @@ def _fitted(
         rows, row_K = row_T[kept_T].unique(return_inverse=True)
         start = weight_Rh[rows], bias_R[rows]
         logits_TR[out_T, rows] = F.linear(x_Th[out_T[:, 0]], *softmax_regression(x_Th[kept_T], row_K, len(rows), start))
-    taken_T = F.linear(x_Th, weight_Rh, bias_R).argmax(-1).cpu()
+    taken_T = F.linear(x_Th, weight_Rh, bias_R).argmax(-1)
     doubts, scored = {}, {}
-    of_texts = list(zip(shown, logits_TR.cpu().split(lengths), taken_T.split(lengths), strict=True))
-    for code in codes[codes[0] == TEMPLATE :]:
-        of_code = [(example, logits, taken) for (of, example), logits, taken in of_texts if of == code]
-        texts = torch.tensor([[len(example.ids), example.has_template] for example, _, _ in of_code])
-        scored[code] = Scored(torch.cat([logits for _, logits, _ in of_code]), texts)
-        most = torch.cat([taken[example.start : example.end] for example, _, taken in of_code]).mode().values
-        if codes[int(most)] != code:
-            doubts[code] = codes[int(most)]
+    texts = {code: [example for of, example in shown if of == code] for code in codes[codes[0] == TEMPLATE :]}
+    of_codes = logits_TR.cpu().split([sum(len(example.ids) for example in of) for of in texts.values()])
+    for (code, of), logits in zip(texts.items(), of_codes, strict=True):
+        scored[code] = Scored(logits, torch.tensor([[len(example.ids), example.has_template] for example in of]))
+        most = codes[int(taken_T[row_T == codes.index(code)].mode().values)]
+        if most != code:
+            doubts[code] = most
     weight_Rh = weight_Rh / scale_h
     bias_R = bias_R - weight_Rh @ mean_h
     return FittedGate(layer, begin, codes, list(anchors), weight_Rh.cpu(), bias_R.cpu(), scored, doubts)
