@@ -146,8 +146,8 @@ def test_layers_that_the_model_has_not_are_refused():
 def test_the_wrong_auto_class_is_named(folder, tmp_path):
     expand_checkpoint(save_dense(tmp_path / "decoder"), tmp_path / "qwen", Plan("own", [2, 1, 2], new=["el"]))
     for auto, model, said in (
-        (LayerMoEForCausalLM, folder / "expanded", "is an encoder-decoder: load it with AutoModelForSeq2SeqLM"),
-        (LayerMoEForSeq2SeqLM, tmp_path / "qwen", "qwen2, is a decoder: load it with AutoModelForCausalLM"),
+        (LayerMoEForCausalLM, folder / "expanded", "m2m_100 backbone: load it with AutoModelForSeq2SeqLM"),
+        (LayerMoEForSeq2SeqLM, tmp_path / "qwen", "qwen2 backbone: load it with AutoModelForCausalLM"),
     ):
         refused(auto.from_pretrained, model, says=said, raises=ValueError)
 

@@ -297,7 +297,7 @@ def test_what_validation_refuses(home, tmp_path):
         ("join.packs: .*a qwen2 checkpoint, not an expanded one", {"join": {"packs": [el, str(wide)]}}),
         ("join.packs: el: qwen-el and copy both add it", {"join": {"packs": [el, str(copied)]}}),
         ("qwen-el: is no expansion of `base`, .*wide: tensor .* differs", {"base": str(wide)}),
-        ("new: tr: the packs do not have it as a new language", {"new": texts}),
+        ("new: tr: the packs have el, hu", {"new": texts}),
         ("gates: no text in hu, which the gate shall recognise", {"new": {"el": texts["el"]}}),
         ("output: .*lies in the input folder", {"output": f"{el}/run"}),
     ):

@@ -78,6 +78,7 @@ def raised_messages() -> set[str]:
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
     calls = [node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
     named = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls += [call for call in named if call.func.id == "InputError"]  # which a caller raises
     libraries = {f"{text(call.args[0])}: …." for call in named if call.func.id == "library_errors_at"}
     return {text(call.args[0]) for call in calls if call.args} | libraries
 
