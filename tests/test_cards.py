@@ -148,6 +148,15 @@ def test_training_is_told_without_folders(checkpoint):
     assert "## Results" in str(make_card(checkpoint)).split("```yaml")[1].split("```")[0]  # no setting ends its block
 
 
+def test_settings_are_those_of_what_the_model_has(saved, tmp_path):
+    stage = {**STAGE, "settings": {"balance_coef": 0.01, "classifier_coef": 0.1, "gate_budget": 0.3, "block_size": 32}}
+    for name, shown in (("layer-moe", {"balance_coef", "classifier_coef"}), ("gated", {"balance_coef"})):
+        folder = Path(shutil.copytree(saved / name, tmp_path / name))
+        edit(folder, stages=[stage])
+        text = str(make_card(folder)).split("```yaml")[1].split("```")[0]
+        assert yaml.safe_load(text).keys() == {"block_size", *shown}
+
+
 def test_what_training_saw_stands_beside_what_was_at_hand(checkpoint):
     seen = {"blocks_seen": 48, "tokens_seen": 12_288}
     edit(checkpoint, stages=[{**STAGE, **seen, "tokens_seen_by_language": {"el": 12_288}}, {**STAGE, **seen}])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..checkpoint.source import (
     resolve_checkpoint,
     text_config,
 )
-from ..checkpoint.stored import BASE_FIELDS, StoredModel, field_of
+from ..checkpoint.stored import BASE_FIELDS, StoredModel, field_of, network_of
 from ..core.disk import readable_size
 from ..core.errors import InputError, errors_at, library_errors_at
 from ..core.jsonfile import read_json
@@ -41,6 +42,12 @@ from ..planning.methods import METHODS, PlanSettings
 from ..report.inspection import inspect_checkpoint
 from .published import CARD
 
+# Settings that say nothing of a model without routers, classifiers or conditional routing.
+_ABOUT = {
+    "routers": "balance_coef balance_counts language_prior_coef localized_balance_coef masking group_coef",
+    "classifiers": "classifier_coef classifier_layers classifier_choice classifier_tokens",
+    "conditional": "budget_coef gate_budget",
+}
 _MEASURES = ("bits_per_byte", "perplexity")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MARKDOWN = str.maketrans({
@@ -208,7 +215,7 @@ def _render(template: str, **facts: Any) -> str:
         loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
     )
     filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _HUB_ID.fullmatch, "table": _table}
-    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name}
+    environment.filters |= {**filters, "settings": partial(_settings, facts["config"]), "layer_name": layer_name}
     facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
     return environment.get_template(f"{template}.md").render(facts) + "\n"
 
@@ -272,13 +279,20 @@ def _is_regularised(settings: dict[str, Any]) -> bool:
     return bool(settings.get("curriculum")) or any(v for name, v in masking.items() if name != "lora_dropout")
 
 
-def _settings(stage: StageRecord) -> Markup:
-    """A stage's settings as YAML, of which none ends the block of code that it stands in; empty without any."""
+def _settings(config: Any, stage: StageRecord) -> Markup:
+    """A stage's settings of what the model has, as YAML of which none ends the block of code that it stands in; empty
+    without any."""
 
     def known(value: Any) -> Any:
         return {key: known(item) for key, item in value.items() if item is not None} if type(value) is dict else value
 
+    has = {
+        "routers": any(ffn.router is not None for ffn in network_of(config).expanded_ffns().values()),
+        "classifiers": Facts(config).classifiers, "conditional": config.conditional_routing,
+    }  # fmt: skip
+    lacked = {name for what, names in _ABOUT.items() if not has[what] for name in names.split()}
     settings = known(without_folders(stage.settings or {}))
+    settings = {name: value for name, value in settings.items() if name not in lacked}
     return Markup(to_yaml(settings).strip().replace("```", "'''") if settings else "")
 
 
