@@ -302,11 +302,8 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
 
 
 def test_refusals(loaded, monkeypatch):
-    for options, said in (
-        ({"tokens": 64}, "tokens is 64, and a prompt has up to 1, but the model takes 64 positions: lower tokens"),
-        ({"prompts": ["  "]}, "prompts: a prompt is empty"),
-    ):
-        refused(texts, loaded, **options, says=said)
+    said = "tokens is 64, and a prompt has up to 1, but the model takes 64 positions: lower tokens"
+    refused(texts, loaded, tokens=64, says=said)
     ends = lambda input_ids, **_: torch.cat([input_ids, torch.full_like(input_ids[:, :1], 256)], 1)  # noqa: E731
     monkeypatch.setattr(loaded[0], "generate", ends)
     refused(texts, loaded, says="The model writes nothing but ends of text")

@@ -44,8 +44,5 @@ def folder_bytes(folder: Path) -> int:
 def check_room(path: Path, needed: int, training: str = "") -> None:
     """Refuses work that would fill the disk; `training` says what a training needs the bytes for."""
     if needed > (free := free_bytes(path)):
-        fewer = ', or keep fewer training checkpoints (`save_total_limit: 1`, or `save_strategy: "no"`)'
-        raise InputError(
-            f"{path}: needs {readable_size(needed)}{training and f' for {training}'}, {readable_size(needed - free)} "
-            f"more than the disk has free: choose another disk{training and fewer}."
-        )
+        what, missing = training and f" for {training}", readable_size(needed - free)
+        raise InputError(f"{path}: needs {readable_size(needed)}{what}, {missing} more than the disk has free.")

@@ -91,17 +91,6 @@ def is_full_disk(error: BaseException) -> bool:
     return any(f"(os error {number})" in str(error) for number in numbers)  # as libraries written in Rust say it
 
 
-@contextmanager
-def full_disk_as(refusal: InputError) -> Iterator[None]:
-    """Inside, the error of a full disk becomes `refusal`."""
-    try:
-        yield
-    except Exception as error:
-        if not is_full_disk(error):
-            raise
-        raise refusal from error
-
-
 def in_one_line(error: BaseException, *secrets: str | None) -> str:
     """A library's error and those behind it in one line, without access tokens and passwords."""
     from huggingface_hub import get_token  # slow to import, and seldom needed

@@ -34,7 +34,3 @@ class SampleSettings(Schema):
     batch_size: Count = Field(16, description="documents written at once")
     prompts: list[Text] = Field([])
     seed: Whole = Field(0, ge=0, lt=2**32, description="random seed")
-
-    def model_post_init(self, _: Any) -> None:
-        if not all(prompt.strip() for prompt in self.prompts):
-            raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")

@@ -17,8 +17,8 @@ from ..checkpoint.records import StageRecord, add_stage
 from ..checkpoint.source import TOKENIZER_FILES, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
-from ..core.disk import check_room, folder_bytes, readable_size
-from ..core.errors import DivergedError, InputError, full_disk_as, goes_on
+from ..core.disk import check_room, folder_bytes
+from ..core.errors import DivergedError, InputError, goes_on
 from ..core.languages import same_language
 from ..core.schema import changed, check_seed, checked
 from ..core.scratch import last_step
@@ -109,10 +109,8 @@ def _train_stage(
         trainer = config.make_trainer(network, packed, callbacks)
         trainer.settings = {**settings, "stream": True} if trainer.stream is not None else settings
         check_deepspeed(trainer, before)
-        full = f"the disk is full; up to {readable_size(needed)} are needed. Make room, and run the same command again."
-        with full_disk_as(InputError(f"{work.path}: {full}")):
-            trainer.train(resume_from_checkpoint=resume)
-            weights: Mapping[str, torch.Tensor] = whole_weights(trainer, before, folder, work.path / "whole")
+        trainer.train(resume_from_checkpoint=resume)
+        weights: Mapping[str, torch.Tensor] = whole_weights(trainer, before, folder, work.path / "whole")
         if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
             trainer.record = changed(trainer.record, written_by=writers)
         add_stage(before, trainer.record)
