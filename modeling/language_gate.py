@@ -38,11 +38,7 @@ TEMPLATE = "zxx"  # of no language: the first row, where a chat template's own w
 
 @dataclass(frozen=True)
 class GateRule:
-    """The settings of a model's gate.
-
-    Raises:
-        ValueError: a value is out of range, or a language stands twice.
-    """
+    """The settings of a model's gate; raises ValueError where one is out of range, or a language stands twice."""
 
     layer: int  # the layer that has the gate
     languages: list[list[str]]  # the languages that the gate tells apart, by class; class 0 stays home
@@ -63,9 +59,7 @@ class GateRule:
             )
         codes = [code for of_class in self.languages for code in of_class]
         if len(self.languages) < 2 or not all(self.languages) or len(set(codes)) < len(codes) or not all(codes):
-            raise ValueError(
-                f"language_gate: languages is {self.languages}: must name each class's, each language once."
-            )
+            raise ValueError(f"language_gate: languages is {self.languages}: each class needs some, each language once.")
 
     @classmethod
     def of(cls, config: Any) -> "GateRule | None":

@@ -111,10 +111,8 @@ def _judge_call(control: RoutingControl, rule: GateRule, decoder: Any, args: tup
     inputs = arguments.get("input_ids")
     inputs = (arguments["inputs_embeds"] if inputs is None else inputs).detach()
     if is_filled(arguments.get("past_key_values")) or is_traced(inputs):
-        raise ValueError(
-            f"language_gate: {'a graph' if is_traced(inputs) else 'a pass on a filled cache'} judges no text: tell its "
-            "language (languages=), or run it in `with model.judged(input_ids):`, which judges whole texts first."
-        )
+        what = "a graph" if is_traced(inputs) else "a pass on a filled cache"
+        raise ValueError(f"language_gate: {what} judges no text: give languages=, or `with model.judged(input_ids):`.")
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if positions is not None:
         positions = (positions[0] if positions.ndim == 3 else positions)[:, -inputs.shape[1] :]
@@ -293,19 +291,16 @@ class GatedModel:
         self, inputs: Any = None, generation_config: Any = None, *args: Any, languages: Any = None,
         judge: bool | torch.Tensor = True, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """As the backbone's `generate`. Each prompt is judged and then told, and the answer's own tokens are judged
-        when there are 16, 32, 64 and every 64 more of them.
-
-        With drafts (an assistant, prompt lookup), and where processes generate in step (`synced_gpus`), the prompt's
-        class holds to the end.
+        """As the backbone's `generate`. Each prompt is judged unless its language is told (see `use_languages`), and so
+        are the answer's own tokens when there are 16, 32, 64 and every 64 more of them. With drafts (an assistant,
+        prompt lookup), and where processes generate in step (`synced_gpus`), the prompt's class holds to the end.
 
         Args:
-            languages: the language of each sequence, which holds to the end; see `use_languages`.
             judge: False leaves sequences home whose language is not told. A tensor `[B, S]` of ids is judged in place
                 of the prompts (a chat's newest message alone).
 
         Raises:
-            ValueError: see `use_languages`; or nobody tells the language of texts of which a cache holds a part.
+            ValueError: nobody tells the language of texts of which a cache holds a part.
         """
         if languages is not None:
             with self.use_languages(languages):  # type: ignore[attr-defined]
@@ -410,10 +405,11 @@ class Part(BasePart):
         layers, classes = len(self.config.num_experts_per_layer), len(self.config.counts_of_expansions) + 1
         if self.config.classifier_layers:
             raise ValueError("language_gate decides for all layers: leave classifier_layers out.")
-        if rule.layer >= layers or len(rule.languages) != classes:
+        if rule.layer >= layers:
+            raise ValueError(f"language_gate: layer is {rule.layer}, but the layers are 0 to {layers - 1}.")
+        if len(rule.languages) != classes:  # the base's, and each expansion's
             raise ValueError(
-                f"language_gate: layer is {rule.layer}, and languages has {len(rule.languages)} classes, but the "
-                f"layers are 0 to {layers - 1}, and the model has {classes} classes: the base's, and each expansion's."
+                f"language_gate: languages has {len(rule.languages)} classes, but the model has {classes}."
             )
 
     def classes(self) -> dict[str, int]:

@@ -91,7 +91,7 @@ def test_a_filled_cache_needs_a_told_language_or_a_judged_one(make):
     model = gated_model(**KINDS["exclusive"])
     texts = clear_texts(model, 2, 9)
     ids, cache = torch.tensor(texts), make(config=model.config)
-    said = r"a pass on a filled cache judges no text: tell its language \(languages=\), or run it in"
+    said = "a pass on a filled cache judges no text: give languages=, or"
     model(ids, past_key_values=cache)
     for told in ({}, {"languages": ["en", *[None] * 5]}):
         refused(model, ids[:, :1], **told, past_key_values=cache, says=said, raises=ValueError)
@@ -283,7 +283,7 @@ def test_what_reads_parts_of_texts_is_refused(monkeypatch):
     model, said = gated_model(), "and continuous batching reads parts of several.*transformers' generate"
     refused(model.generate_batch, [[1, 2, 3]], says=said, raises=ValueError)
     refused(model.generate, tokens(1, 3), cache_implementation="paged", **GREEDY, says=said, raises=ValueError)
-    with pytest.raises(Exception, match="a graph judges no text: tell its language"):
+    with pytest.raises(Exception, match="a graph judges no text: give languages="):
         torch.export.export(model, (tokens(2, 8),), strict=False)
     for server in ("vllm", "sglang"):
         monkeypatch.setitem(AttentionInterface._global_mapping, server, None)  # as the server registers its own

@@ -138,7 +138,7 @@ def test_a_wrong_rule_is_refused():
         ("bound inf", {"bound": math.inf}),
         ("begin '<s>'.*begin an id", {"begin": "<s>"}),
         ("home 1 and .*home at most 0", {"home": 1}),
-        ("must name each class's", {"languages": [["en"]]}),
+        ("each class needs some", {"languages": [["en"]]}),
         ("each language once", {"languages": [["en"], ["el", "en"]]}),
         ("has 3 classes, .*and the model has 2", {"languages": [["en"], ["el"], ["hu"]]}),
         ("leave classifier_layers out", {}, {"classifier_layers": [1]}),
