@@ -208,7 +208,8 @@ def grow(
     if plan is None:
         raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
     from ..checkpoint.expand import check_growth, grow_checkpoint
-    from ..checkpoint.source import resolve_checkpoint
+    from ..checkpoint.facts import Facts
+    from ..checkpoint.source import load_expanded_config, resolve_checkpoint
     from ..checkpoint.writer import check_output
 
     if copy_from == "nearest":
@@ -218,6 +219,8 @@ def grow(
     else:
         origin = dict.fromkeys(range(len(plan.experts_per_layer)), _number(copy_from, given))
     grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, **dict(written))
+    if Facts(load_expanded_config(resolve_checkpoint(model))).gate is not None:
+        print("the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)")
     print(f"wrote {out}")
 
 
