@@ -59,7 +59,7 @@ class GateRule:
             )
         codes = [code for of_class in self.languages for code in of_class]
         if len(self.languages) < 2 or not all(self.languages) or len(set(codes)) < len(codes) or not all(codes):
-            raise ValueError(f"language_gate: languages is {self.languages}: each class needs some, each language once.")
+            raise ValueError(f"language_gate: languages is {self.languages}: each class has some, each language once.")
 
     @classmethod
     def of(cls, config: Any) -> "GateRule | None":

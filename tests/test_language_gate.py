@@ -138,9 +138,9 @@ def test_a_wrong_rule_is_refused():
         ("bound inf", {"bound": math.inf}),
         ("begin '<s>'.*begin an id", {"begin": "<s>"}),
         ("home 1 and .*home at most 0", {"home": 1}),
-        ("each class needs some", {"languages": [["en"]]}),
+        ("each class has some", {"languages": [["en"]]}),
         ("each language once", {"languages": [["en"], ["el", "en"]]}),
-        ("has 3 classes, .*and the model has 2", {"languages": [["en"], ["el"], ["hu"]]}),
+        ("has 3 classes, but the model has 2", {"languages": [["en"], ["el"], ["hu"]]}),
         ("leave classifier_layers out", {}, {"classifier_layers": [1]}),
         ("a DMoE keeps no language of its base", {}, {"language_groups": [["en"], ["el"]]}),
     ):
