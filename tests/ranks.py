@@ -6,7 +6,6 @@ import sys
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -24,7 +23,6 @@ from transformers.utils.logging import disable_progress_bar
 from uneven_rows import scores
 
 import hf_moe_expand as moe
-from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.stages import run
 from hf_moe_expand.stages.distributed import leave_ranks
 from hf_moe_expand.trainers import pieces
@@ -246,8 +244,6 @@ def on_this_machine():
     """Makes accelerate treat this machine's CPU as it treats GPUs, but for the backend."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda self, *rest: ("gloo", DistributedType.MULTI_GPU)
-    # Without an accelerator a stage sets `use_cpu`, and accelerate then shards nothing.
-    stage_config.torch = SimpleNamespace(accelerator=SimpleNamespace(is_available=lambda: True), device=torch.device)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 

@@ -56,13 +56,20 @@ def _train(
         classifier_layers: place classifiers in so many layers, by the languages' similarity in this model.
         test: LANGUAGE=FILE to score before and after; repeat.
     """
+    from ..core.schema import read
     from ..core.yamlfile import read_yaml
 
     mapping = {} if config is None else read_yaml(config)
     if key != "dense":
         expanded(model, {})
+    from ..stages import all_stages
+    from ..stages.config import StageConfig
+
+    stage = all_stages().get(key)
+    if stage is None or not issubclass(stage, StageConfig):
+        raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
     given = {} if classifier_layers is None else {"classifier_layers": classifier_layers}
-    settings = _settings(key, {**mapping, **given}, str(config or ""))
+    settings: Any = read(stage, {**mapping, **given}, str(config or ""))
     if key == "adapt":
         _adapt(model, out, data, settings, seed, overwrite, allow_lost_text, test or {})
         return
@@ -98,18 +105,6 @@ def _adapt(
         new = [code for code in test if code == source.language]
         old = [code for code in test if code not in new]
         evaluate_models(labels_of([model, str(out)]), test, [old, new], EvaluationSettings())
-
-
-def _settings(key: str, mapping: dict[str, Any], where: str) -> Any:
-    """The configuration of a stage from its file's values."""
-    from ..core.schema import read
-    from ..stages import all_stages
-    from ..stages.config import StageConfig
-
-    stage = all_stages().get(key)
-    if stage is None or not issubclass(stage, StageConfig):
-        raise InputError(f"{key}: a stage that does not train an expanded model; it runs in a recipe alone.")
-    return read(stage, mapping, where)
 
 
 def _synopsis_of(module: str) -> str:

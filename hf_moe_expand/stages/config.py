@@ -8,14 +8,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
 from datasets import Dataset
 from pydantic import Field, PlainValidator
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import SaveStrategy, SchedulerType
+from transformers.utils import is_liger_kernel_available
 
 from ..checkpoint.facts import Facts
 from ..checkpoint.source import load_expanded_config
-from ..core.errors import InputError, errors_at
+from ..core.errors import InputError, errors_at, library_errors_at
 from ..core.extensions import extensions
 from ..core.recipe_paths import Located, unset_variable
 from ..core.schema import MOST, Coefficient, Count, Flag, Number, Positive, Schema, Text, Whole
@@ -31,9 +34,8 @@ from ..trainers.losses import RouterLoss
 from ..trainers.masking import check_masking
 from ..trainers.router_losses import check_arguments
 from ..trainers.samplers import LanguageMix
-from .keywords import CheckedArguments, known_losses, mapping, own_fields, setting
+from .keywords import CheckedArguments, known_losses, mapping, own_fields, plain, setting
 from .kind import Stage
-from .libraries import check_libraries
 from .streaming import STREAMED, is_streamed
 
 BlockSize = Annotated[Whole, Field(ge=2)]
@@ -43,6 +45,7 @@ REPLAY_SHARE = "share of all tokens that the old languages have, each the same; 
 _NOT_FROZEN = "has no frozen expert for old languages to return to"
 REFUSED = {("dmoe", stage): _NOT_FROZEN for stage in ("review", "distillation")}
 _FEW_STEPS = 100  # that are done again without much loss
+_CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")  # optimizers, of the modules of the model
 
 
 class ValidationSettings(Schema):
@@ -62,20 +65,15 @@ Validation = Annotated[ValidationSettings | str | None, mapping(ValidationSettin
 class StageConfig(CheckedArguments, Stage):
     """A stage that trains: its settings are fields, and its losses stand in their types.
 
-    Every argument of `TrainingArguments` works. Besides those that are declared here, six have other defaults:
-    `logging_steps` 10, `save_total_limit` 1, `report_to` none, `seed` 0, `use_cpu` where there is no accelerator, and
-    `dataloader_num_workers` None, which is 2 for a stream and else 0.
-
-    Attributes:
-        trains: the parts of the model that it trains.
-        trainer_class: its Trainer, set where the Trainer is defined.
+    Every argument of `TrainingArguments` works. `use_cpu` is true where there is no accelerator, and
+    `dataloader_num_workers` 2 for a stream and else 0.
 
     Raises:
         InputError: a field has another type, is out of range, or contradicts another field.
     """
 
-    trains: ClassVar[Trained]
-    trainer_class: ClassVar[Any] = None
+    trains: ClassVar[Trained]  # the parts of the model that it trains
+    trainer_class: ClassVar[Any] = None  # set where the Trainer is defined
 
     logging_steps: float = 10
     save_total_limit: int | None = 1
@@ -151,7 +149,7 @@ class StageConfig(CheckedArguments, Stage):
                     f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
                     f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
                 )
-        check_libraries(self)
+        _check_libraries(self)
         check_arguments(self, model.is_encoder_decoder)
         if self.tokens is not None and model.is_encoder_decoder:
             raise InputError("tokens: counts the tokens of blocks, but an encoder-decoder reads pairs: give max_steps.")
@@ -317,3 +315,30 @@ class StageConfig(CheckedArguments, Stage):
                     losses.append(loss(coef, **{other: getattr(self, other) for other in others}))
         named: Any = self.losses or {}
         return losses + [extensions("losses")[name](coef) for name, coef in named.items()]
+
+
+def _check_libraries(config: StageConfig) -> None:
+    """Refuses reporters, kernels, an optimizer and a schedule that are not installed, or do not take their arguments:
+    makes those of a single weight, as the Trainer will."""
+    with library_errors_at("report_to"):
+        for integration in get_reporting_integration_callbacks(config.report_to):
+            integration()  # raises if its library is not installed
+    if config.use_liger_kernel and not is_liger_kernel_available():
+        raise InputError("use_liger_kernel: the package liger-kernel is not installed (pip install liger-kernel).")
+    if plain(config.optim).startswith(_CHOOSE_MODULES):
+        try:
+            with library_errors_at("optim", ImportError):
+                Trainer.get_optimizer_cls_and_kwargs(config)
+        except InputError:
+            raise
+        except Exception:  # it asks for the model
+            pass
+        return
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with library_errors_at("optim"):
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(config)
+        optimizer = kind([{"params": [weight], "weight_decay": config.weight_decay}], **options)
+    with library_errors_at("lr_scheduler_type"):
+        get_scheduler(
+            config.lr_scheduler_type, optimizer, config.get_warmup_steps(1000), 1000, config.lr_scheduler_kwargs
+        )

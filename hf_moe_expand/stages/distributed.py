@@ -28,11 +28,8 @@ _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def launched() -> PartialState:
-    """The state of the launch that this process belongs to, created if no training has created it yet.
-
-    Other ranks wait for hours while the first does work for one process. Without `cpu`, accelerate takes each rank of
-    a machine without an accelerator for a separate run.
-    """
+    """The state of the launch that this process belongs to. Ranks wait for hours while the first works alone; without
+    `cpu`, accelerate takes each rank of a machine without an accelerator for a separate run."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
 

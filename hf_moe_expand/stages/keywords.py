@@ -90,10 +90,8 @@ class Help(str):
 
 
 def setting(default: Any, help: str) -> Any:
-    """A field of a stage: its default, and its description for documentation and `--help`.
-
-    A stage trains on the losses that the types of its fields name: `Annotated[Coefficient, BalanceLoss]`.
-    """
+    """A field of a stage: its default, and its description for documentation and `--help`. A stage trains on the losses
+    that the types of its fields name: `Annotated[Coefficient, BalanceLoss]`."""
     kind = "default_factory" if isinstance(default, type) else "default"
     return field(**{kind: default}, metadata={"help": Help(help)})
 
@@ -165,11 +163,7 @@ def flat(keywords: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 @dataclass
 class CheckedArguments(TrainingArguments):
-    """`TrainingArguments` whose values are checked, in Python and in YAML, with fields of a subclass's own.
-
-    Raises:
-        InputError: a field has another type, is out of range, or contradicts another field.
-    """
+    """`TrainingArguments` whose values are checked, in Python and in YAML, with fields of a subclass's own."""
 
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, SHARDING)  # type: ignore[assignment]
 
@@ -224,11 +218,7 @@ class CheckedArguments(TrainingArguments):
         return [name for name in changed if name.startswith(starts)]
 
     def begun(self, **changes: Any) -> Self:
-        """A copy, with these changes, that is set up for this machine: its devices, its types and DeepSpeed.
-
-        Raises:
-            InputError: the machine cannot do what the configuration asks for.
-        """
+        """A copy, with these changes, that is set up for this machine: its devices, its types and DeepSpeed."""
         made = copy.copy(self)
         vars(made).update(changes)
         made.accelerator_config = copy.copy(self.accelerator_config)  # the library takes fields out of it

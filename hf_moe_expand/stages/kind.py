@@ -13,21 +13,14 @@ from ..inference.models import load_tokenizer
 
 @dataclass
 class Trial:
-    """A recipe that is tried, on checkpoints without their tensors, before anything runs.
+    """A recipe that is tried, on checkpoints without their tensors, before anything runs."""
 
-    Attributes:
-        base, revision: folder or hub id of the dense base.
-        config: its configuration; None if it is not on this machine.
-        offline: download nothing; skip checks that need an absent file, with a line that says so.
-        here: refuse what this machine cannot do; else another one may be the one that trains.
-        beside: by a step's name, the most bytes of the files beside its output that it removes at its end.
-    """
-
-    base: str
+    base: str  # folder or hub id of the dense base
     revision: str | None
-    config: Any
-    offline: bool
-    here: bool = True
+    config: Any  # the base's configuration; None if it is not on this machine
+    offline: bool  # download nothing; skip checks that need an absent file, with a line that says so
+    here: bool = True  # refuse what this machine cannot do; else another one may be the one that trains
+    # By a step's name, the most bytes of the files beside its output that it removes at its end.
     beside: dict[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -45,31 +38,18 @@ class StepResult:
 
 
 class Stage:
-    """A step of a recipe on an expanded model; a class with its settings.
+    """A step of a recipe on an expanded model; a class with its settings."""
 
-    Attributes:
-        key: its key in a recipe, and its folder in a run.
-        name: its verb under `train`, and its name in a history.
-        title: its heading on a run's page.
-        result_name: the name in an evaluation of the model after the stage.
-        place: where it stands in a recipe, whose stages run from the lowest to the highest; 0 for a command alone.
-        families: model types for which it exists.
-        is_default: whether it runs, with default settings, if a recipe does not name it.
-        optional: whether a recipe may turn it off with `null`.
-        settings: the class of its settings in YAML; a stage that trains is its own.
-        by_key: the stages that are imported.
-    """
-
-    key: ClassVar[str]
-    name: ClassVar[str]
-    title: ClassVar[str]
-    result_name: ClassVar[str]
-    place: ClassVar[int] = 0
-    families: ClassVar[tuple[str, ...]] = ("layer_moe",)
-    is_default: ClassVar[bool] = True
-    optional: ClassVar[bool] = False
-    settings: ClassVar[Any]
-    by_key: ClassVar[dict[str, type["Stage"]]] = {}
+    key: ClassVar[str]  # in a recipe; its folder in a run
+    name: ClassVar[str]  # its verb under `train`, and in a history
+    title: ClassVar[str]  # its heading on a run's page
+    result_name: ClassVar[str]  # of the model after the stage, in an evaluation
+    place: ClassVar[int] = 0  # in a recipe, whose stages run from the lowest to the highest; 0 for a command alone
+    families: ClassVar[tuple[str, ...]] = ("layer_moe",)  # model types for which it exists
+    is_default: ClassVar[bool] = True  # whether it runs, with default settings, if a recipe does not name it
+    optional: ClassVar[bool] = False  # whether a recipe may turn it off with `null`
+    settings: ClassVar[Any]  # the class of its settings in YAML; a stage that trains is its own
+    by_key: ClassVar[dict[str, type["Stage"]]] = {}  # the stages that are imported
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

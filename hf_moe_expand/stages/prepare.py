@@ -21,13 +21,8 @@ _TOO_FEW_STEPS, _MOST_PASSES = 50, 4
 def packed_text(
     config: StageConfig, model: Any, texts: Mapping[str, Any], tokenizer: Any, allow_lost_text: bool = False
 ) -> PackedText:
-    """The text, read and in blocks, or as a stream of them; refused if the tokenizer loses much of it, unless that is
-    allowed.
-
-    Args:
-        model: configuration of the model that trains.
-        texts: text of each language: a `LanguageText`, or a data set.
-    """
+    """The text of each language, a `LanguageText` or a data set, in blocks or as a stream of them; refused if the
+    tokenizer loses much of it, unless that is allowed."""
     if is_streamed(config, texts, model):
         return replace(streamed(config, texts, tokenizer, model, allow_lost_text), is_of_stage=True)
     pairs = model.is_encoder_decoder

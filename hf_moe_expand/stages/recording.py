@@ -48,15 +48,12 @@ class Progress(LogLines):
 
 
 class SeenText(TrainerCallback, ExportableState):
-    """The blocks and tokens that passed through training, over all ranks, kept in the Trainer's state.
-
-    Attributes:
-        tokens: tokens seen, padding excluded: first those of no known language, then those of each language id. None if
-            the training was resumed from a checkpoint that did not count.
-    """
+    """The blocks and tokens that passed through training, over all ranks, kept in the Trainer's state."""
 
     def __init__(self) -> None:
         self.blocks = 0
+        # Padding excluded: those of no known language, then those of each language id. None where the training was
+        # resumed from a checkpoint that did not count.
         self.tokens: list[int] | None = [0]
         self._since: torch.Tensor | None = None  # since the numbers were last read
 

@@ -19,12 +19,7 @@ _MAY_CHANGE = ("dataloader_num_workers", "dataset_num_proc")  # without it the s
 
 
 class TrainingFolder:
-    """`OUT.training`: made by `begun`, removed by `remove`. Refuses a folder that is not ours, or with an input in it.
-
-    Args:
-        model: folder of the checkpoint to train.
-        settings: the stage's settings, JSON.
-    """
+    """`OUT.training`: made by `begun`, removed by `remove`. Refuses a folder that is not ours or has an input in it."""
 
     def __init__(
         self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int

@@ -61,8 +61,7 @@ def train_stage(
         The record that the stage adds to the checkpoint's history.
 
     Raises:
-        InputError: the data does not fit the languages, the tokenizer loses some of it, a setting is wrong, or the disk
-            has too little room.
+        InputError: data or settings do not fit, the tokenizer loses text, or the disk has too little room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
         KeyboardInterrupt: Ctrl-C; its note says the step from which the same call goes on.
     """

@@ -29,11 +29,7 @@ BY_DOCUMENTS = ("old_documents", "new_per_old", "fewer_documents")
 
 
 def is_streamed(config: Any, texts: Mapping[str, Any], model_config: Any) -> bool:
-    """Whether a stage reads its text while it trains: as `stream` says, else by the size of the text.
-
-    Raises:
-        InputError: `stream` is set, and text, model or another setting does not allow it.
-    """
+    """Whether a stage reads its text while it trains: as `stream` says, or refuses, else by the size of the text."""
     if config.stream is False:
         return False
     why = _hindrance(config, texts, model_config)
@@ -64,11 +60,7 @@ def _is_large(config: Any, texts: Mapping[str, LanguageText | None]) -> bool:
 def streamed(
     config: Any, texts: Mapping[str, LanguageText], tokenizer: Any, model_config: Any, allow_lost_text: bool
 ) -> PackedText:
-    """The stage's text as a stream, with about the tokens to take of each language.
-
-    Raises:
-        InputError: see `TextStream`; the tokenizer loses much of the text; or its size is needed, but is not known.
-    """
+    """The stage's text as a stream, with about the tokens to take of each language."""
     old, new = config.known_languages(model_config, texts)
     languages = [*old, *new]
     texts = {code: texts[code] for code in languages if code in texts}

@@ -63,23 +63,15 @@ class StageTrainer(OwnDataMixin, StreamMixin, RouterLossMixin, Trainer):  # type
         language_classes: the class of each language id; by default 0 for a base language, g for one of expansion g.
         allow_lost_text: train on text of which the tokenizer loses more than 2 %, too.
 
-    Attributes:
-        packed: the packed text on which it trains, if known.
-        trained_as: the training's name in the history.
-        settings: the stage's settings as its history has them.
-        record: the training's record for the history, after the training.
-        needs_languages: whether each row must say its languages, whatever the losses.
-
     Raises:
-        InputError: an argument is of a wrong type, or of another stage; a data set has other columns or languages, or
-            lacks a language; or conditional routing is masked, but the model has none.
+        InputError: an argument, a data set or the model does not fit the stage.
         DivergedError: the loss or the gradient is not finite.
     """
 
     stage: ClassVar[type[StageConfig]]
-    needs_languages: ClassVar[bool] = False
-    packed: PackedText | None = None
-    record: StageRecord | None = None
+    needs_languages: ClassVar[bool] = False  # whether each row must say its languages, whatever the losses
+    packed: PackedText | None = None  # the text on which it trains, if known
+    record: StageRecord | None = None  # for the history, after the training
     _pieces: LogitsInPieces | bool | None = False  # False until the first batch that is large enough
     _steps_of_rows = False  # whether passes over the rows say the steps
 

@@ -60,17 +60,11 @@ def _never(key: str) -> bool:
 
 @dataclass(frozen=True)
 class WholeRecipe:
-    """A recipe with all that it inherits.
+    """A recipe with all that it inherits."""
 
-    Attributes:
-        text: the text of its own file.
-        files: its own file, then those that it inherits from.
-        mapping: the values of all of them. A null for a key that no parent has stays.
-    """
-
-    text: str
-    files: list[Path]
-    mapping: dict[str, Any]
+    text: str  # of its own file
+    files: list[Path]  # its own file, then those that it inherits from
+    mapping: dict[str, Any]  # the values of all of them; a null for a key that no parent has stays
 
     @classmethod
     def load(cls, path: str | Path, keeps_null: Callable[[str], bool] = _never) -> "WholeRecipe":

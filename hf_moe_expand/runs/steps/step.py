@@ -14,28 +14,18 @@ from ..recipe import Expansion, Recipe
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: a function that makes an output of inputs.
+    """One step of a run: a function that makes an output of inputs."""
 
-    Attributes:
-        name: its name in the run's record and on the screen.
-        output: file or folder that it writes, whole or not at all.
-        inputs: returns what it is made from besides the steps before it, as JSON.
-        work: writes `output`.
-        check: refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; returns a line
-            for each check that passed or was skipped.
-        before: the checkpoint of an earlier step that it works on.
-        every_rank: whether all ranks work, and not only the first.
-        repeatable: whether it runs again if its inputs changed, since no other step depends on it.
-    """
-
-    name: str
-    output: Path
-    inputs: Callable[[], dict[str, Any]]
-    work: Callable[[], StepResult]
+    name: str  # in the run's record and on the screen
+    output: Path  # file or folder that it writes, whole or not at all
+    inputs: Callable[[], dict[str, Any]]  # what it is made from besides the steps before it, as JSON
+    work: Callable[[], StepResult]  # writes `output`
+    # Refuses wrong settings and texts before anything runs, and writes a checkpoint's headers; returns a line for each
+    # check that passed or was skipped.
     check: Callable[[Trial], list[str]]
-    before: Path | None = None
-    every_rank: bool = False
-    repeatable: bool = False
+    before: Path | None = None  # the checkpoint of an earlier step that it works on
+    every_rank: bool = False  # whether all ranks work, and not only the first
+    repeatable: bool = False  # whether it runs again if its inputs changed, since no other step depends on it
 
 
 def digest_of(path: str | Path | None) -> dict[str, str]:
@@ -46,23 +36,15 @@ def digest_of(path: str | Path | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ExpansionRun:
-    """One expansion of a run.
-
-    Attributes:
-        number: number of the expansion, from 1.
-        folder: folder for its outputs.
-        start: the checkpoint that it expands; a folder or the base's hub id.
-        old: languages before the expansion.
-        sources: training text of the old languages and of its new ones.
-    """
+    """One expansion of a run."""
 
     recipe: Recipe
     expansion: Expansion
-    number: int
-    folder: Path
-    start: str
-    old: list[str]
-    sources: dict[str, LanguageText]
+    number: int  # from 1
+    folder: Path  # for its outputs
+    start: str  # the checkpoint that it expands; a folder or the base's hub id
+    old: list[str]  # languages before the expansion
+    sources: dict[str, LanguageText]  # training text of the old languages and of its new ones
 
     def step(self, title: str, writes: str, inputs: Any, work: Any, check: Any, **more: Any) -> Step:
         """A step of this expansion, which writes a file or folder of its folder."""

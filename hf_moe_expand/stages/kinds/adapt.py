@@ -66,21 +66,13 @@ class AdaptTrainer(StageTrainer):
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Result of `adapt_language`.
+    """Result of `adapt_language`."""
 
-    Attributes:
-        perplexity: perplexity of the new language's sample through each expert alone.
-        nearest: the copied expert, which has the lowest perplexity.
-        expert: the new expert's number.
-        record: the stage's record in the history.
-        frozen: number of tensors found byte-identical; all rows of the routers but the new one are too.
-    """
-
-    perplexity: list[float]
-    nearest: int
-    expert: int
-    record: StageRecord
-    frozen: int
+    perplexity: list[float]  # of the new language's sample through each expert alone
+    nearest: int  # the copied expert, which has the lowest perplexity
+    expert: int  # the new expert's number
+    record: StageRecord  # the stage's record in the history
+    frozen: int  # number of tensors found byte-identical; all rows of the routers but the new one are too
 
 
 @checked
