@@ -195,7 +195,7 @@ def test_data_or_model_inside_the_training_folder_is_refused(root, data, tmp_pat
         (root / "expanded", texts_in(ours, "el"), r"el\.jsonl"),
         (ours / "model", data, "model"),
     ):
-        said = rf"{named}: lies in \S+out\.training, the folder for this training's"
+        said = rf"{named}: lies in \S+out\.training, which is removed at the end"
         refused(moe.train_stage, model, tmp_path / "out", text, config(), says=said)
     assert (ours / "el.jsonl").read_bytes() == (root / "el.jsonl").read_bytes()
     assert (ours / "model" / "model.safetensors").is_file()
