@@ -231,60 +231,44 @@ def test_cases_run_in_turn_and_ratios_are_of_the_fastest_rounds(script):
     assert timing.ratio({"a": [2.0, 40.0, 6.0], "b": [4.0, 10.0, 1.0]}, "a", "b") == 2.0
 
 
+TINY = "--hidden 32 --vocabulary 64 --layers 3"
+
+
 def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
     module = script("expert_speed")
     rows = run(module, capsys, tmp_path, "--hidden 32 --experts 4 --tokens 1 16")
-    keys = [(row["hidden"], row["experts"], row["dtype"], row["tokens"], row["pass"]) for row in rows]
-    assert keys == [("32", "4", *rest) for rest in product(module.DTYPES, ("1", "16"), module.PASSES)]
+    keys = [(row["dtype"], row["tokens"], row["pass"]) for row in rows]
+    assert keys == [*product(module.DTYPES, ("1", "16"), module.PASSES)]
     for row in rows:
-        assert float(row["dense ms"]) > 0
-        assert float(row["default"]) > 0
-        for name in ("Mixtral eager", "Mixtral grouped_mm"):
-            assert (row[name] == "–") == (row["pass"] in ("expert 0 frozen", "old tokens"))
+        assert min(float(row["dense ms"]), float(row["default"])) > 0
         assert (row["loop"] == "–") == (row["pass"] == "old tokens")
-        assert row["eager"] != "–"
-        assert (row["Mixtral batched_mm"] == "–") == (row["tokens"] == "16" or row["Mixtral eager"] == "–")
-
-
-FFN = {"ffn": None, "key_value_heads": None}  # as wide, and of as many heads, as the defaults
-TINY = "--hidden 32 --vocabulary 64 --layers 3"
 
 
 def test_train_step_has_a_row_a_stage(script, capsys, tmp_path, monkeypatch):
     module = script("train_step")
     monkeypatch.setattr(module, "in_own_process", lambda *_: 1 << 20)
     rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16")
-    stages = ["post-pretrain", "review", "exclusive experts", "adapters of rank 16"]
-    assert [row["step"] for row in rows] == ["full fine-tuning of the base", *stages]
-    base, post_pretrain, review, exclusive, adapters = rows
-    assert base["trained"] == base["parameters"]
     expert, routers, classifiers = 3 * 32 * 64, 3 * 3 * 32, 2 * 32
-    assert post_pretrain["trained"] == f"{3 * 2 * expert + routers:,}"
-    assert review["trained"] == f"{routers + classifiers:,}"
-    assert exclusive["trained"] == f"{3 * expert:,}"
-    assert adapters["trained"] == f"{3 * 16 * (4 * (32 + 32) + 3 * (32 + 64)):,}"
+    assert {row["step"]: row["trained"] for row in rows} == {
+        "full fine-tuning of the base": rows[0]["parameters"], "post-pretrain": f"{3 * 2 * expert + routers:,}",
+        "review": f"{routers + classifiers:,}", "exclusive experts": f"{3 * expert:,}",
+        "adapters of rank 16": f"{3 * 16 * (4 * (32 + 32) + 3 * (32 + 64)):,}",
+    }  # fmt: skip
     for row in rows:
         assert min(float(row[name].replace(",", "")) for name in ("ms", "time", "peak MiB", "memory")) > 0
-    assert base["FLOPs"] == "1.00"
-    assert float(review["FLOPs"]) < float(post_pretrain["FLOPs"])  # no gradients of weights
+    assert rows[0]["FLOPs"] == "1.00"
+    assert float(rows[2]["FLOPs"]) < float(rows[1]["FLOPs"])  # a review has no gradients of weights
 
 
-def test_generate_has_a_row_a_model_cache_and_batch(script, capsys, tmp_path):
+def test_generation_and_expansion_have_a_row_a_way(script, capsys, tmp_path):
     module = script("generate")
     size = f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3 --cache dynamic static"
     rows = run(module, capsys, tmp_path, size)
-    names = list(module.ROWS)
-    cases = product(("dynamic", "static"), ("1", "3"), names)
+    cases = product(("dynamic", "static"), ("1", "3"), module.ROWS)
     assert [(row["cache"], row["batch"], row["model"]) for row in rows] == list(cases)
-    assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
-    assert {row["of limit"] for row in rows if row["model"] == module.WIDE} == {"1.00"}
-
-
-def test_expand_io_has_a_row_a_way_and_cleans_up(script, capsys, tmp_path):
-    base = save_dense(tmp_path / "base")
-    rows = run(script("expand_io"), capsys, tmp_path, str(base))
+    assert all(float(row["tokens/s"].replace(",", "")) > 0 for row in rows)
+    rows = run(script("expand_io"), capsys, tmp_path, str(save_dense(tmp_path / "base")))
     assert [row["way"] for row in rows] == ["expand_checkpoint", "cp"]
-    assert all(float(row["seconds"]) >= 0 for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "table.md"}
 
 
@@ -336,14 +320,6 @@ def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="A part failed"):
         gpu.main(["--device", "cpu", "--part", "correctness", "--minutes", "0"])
     assert "RuntimeError: the tests took too long" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_without_a_gpu_says_so_in_one_line(gpu, capsys, tmp_path):
-    with pytest.raises(SystemExit, match=r"^No GPU: .* nothing written\.$"):
-        gpu.main(["--out", str(tmp_path / "page.md")])
-    assert not capsys.readouterr().out
-    assert not (tmp_path / "page.md").exists()
 
 
 def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
