@@ -136,6 +136,8 @@ def static_class(cls: type) -> type:
 def expanded_config_class(static: type, backbone: str) -> type:
     """The class of `static`'s configurations for the backbone type `backbone`, created once in a process."""
     if (static, backbone) not in _CLASSES:
+        if backbone not in CONFIG_MAPPING:
+            raise ValueError(f"This transformers does not know the backbone {backbone!r}: install one that does.")
         dense = CONFIG_MAPPING[backbone]
         namespace = {
             "__module__": static.__module__,

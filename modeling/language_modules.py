@@ -109,9 +109,8 @@ class Choosing:
         for expert, names in enumerate(self.own):
             for name in names:
                 base, own = owner.get_submodule(name), self.get(expert, name)
-                stored = base.state_dict()
                 for buffer, value in [] if isinstance(own, LoraUpdate) else [*base.named_buffers()]:
-                    if buffer not in stored:
+                    if buffer not in base.state_dict():
                         place, _, inner = buffer.rpartition(".")
                         own.get_submodule(place).register_buffer(inner, value, persistent=False)  # type: ignore[union-attr]
 

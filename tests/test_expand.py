@@ -346,6 +346,7 @@ def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, base, tm
     groups = {"language_groups": [["el"], ["hu"]]} if config_class is DMoEConfig else {}
     config = config_class.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2], **groups)
     refused(model_class.from_pretrained, base, says="expand_model.*expand_checkpoint", raises=ValueError)
+    refused(config_class, backbone_model_type="later", says="does not know the backbone 'later'", raises=ValueError)
     model_class(config).save_pretrained(tmp_path / "expanded")
     assert isinstance(model_class.from_pretrained(tmp_path / "expanded", config=config), model_class)
 

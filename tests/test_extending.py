@@ -130,6 +130,7 @@ def test_what_a_script_registers(monkeypatch):
 
     monkeypatch.setitem(extensions._REGISTERED, "losses", {})
     refused(keywords, ReviewConfig, says="losses: unknown key `nothing`", losses={"nothing": 1})
+    refused(keywords, ReviewConfig, says="losses: must hold `name: weight` lines, found 3", losses=3)
     assert register_loss(Nothing) is Nothing
     assert keywords(ReviewConfig, losses={"nothing": 1}).router_losses()[-1] == Nothing(1)
     refused(keywords, ReviewConfig, says="unknown key `nothin`; did you mean `nothing`", losses={"nothin": 1})

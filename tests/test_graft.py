@@ -257,6 +257,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
     acts = [save_dense(tmp_path / act, "gpt2", activation_function=act) for act in ("gelu", "relu")]
     for message, models, *weights in (
         ("two or more checkpoints need as many weights", three[:1]),
+        ("two or more checkpoints need as many weights", []),
         ("need as many weights with the sum 1", three[:2], [0.5]),
         (r"weights is \[40, -39\]: .* with the sum 1, none below 0\.", three[:2], [40, -39]),
         ("the sum 1", three[:2], [float("nan"), 0.5]),

@@ -100,6 +100,10 @@ def test_grow_copies_what_it_is_told(made, text, tmp_path):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert origin.items() <= {int(at): old for at, old in config["expansions"][1]["copied_experts"].items()}.items()
 
+    changed(SECOND, classifier_layers=[2]).save(tmp_path / "fewer.json")
+    said = invoke("grow", first, tmp_path / "fewer", "--plan", tmp_path / "fewer.json")
+    assert "classifiers of layers 0: removed; the plan names none" in said
+
     grow = ("grow", first, tmp_path / "out", "--plan", plan)
     for said, *arguments in (
         ("nearest measures text in the plan's new languages: give tr alone", *nearest),

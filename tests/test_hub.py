@@ -259,6 +259,7 @@ def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_pa
     server.add("org/empty", {"README.md": b"x"})
     for message, options in (
         ("was expanded from mine, a local folder: give `base`", {"expansion_only": True}),
+        ("--base /: is a local folder; give the base model's hub id", {"base": "/"}),
         ("--base org/nothing: 404 Client Error. Repository Not Found for url", {"base": "org/nothing"}),
         ("^--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32", {"base": "org/wide"}),
         ("--base org/empty: .*config.json: no such file", {"base": "org/empty"}),

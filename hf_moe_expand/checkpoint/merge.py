@@ -253,7 +253,7 @@ def average_checkpoints(
         models: two or more checkpoints, or loaded models; if any is expanded, the first must be.
         weights: one weight for each model, from 0 to 1 and with the sum 1; equal by default.
     """
-    weights = [1 / len(models)] * len(models) if weights is None else list(weights)
+    weights = [1 / len(models) for _ in models] if weights is None else list(weights)
     if not 2 <= len(models) == len(weights) or not abs(sum(weights) - 1) <= 1e-6 or min(weights) < 0:
         raise InputError(
             f"weights is {[round(one, 6) for one in weights]}: two or more checkpoints need as many weights with the "

@@ -145,7 +145,8 @@ class StoredTensor(Sized):
             return
         if self.compute is not None:
             whole = tensor_bytes(self.compute())
-            yield from (whole[place : min(place + most, stop)] for place in range(start, stop, most))
+            # Bytes of their own, as views are compared one element after the other.
+            yield from (bytearray(whole[place : min(place + most, stop)]) for place in range(start, stop, most))
             return
         with open(self.file, "rb") as file:
             file.seek(self.start + start)

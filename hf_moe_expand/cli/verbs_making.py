@@ -209,18 +209,23 @@ def grow(
         raise InputError("Give --plan (plan.json of `plan ... --from MODEL`) or --tuned: what the model gets.")
     from ..checkpoint.expand import check_growth, grow_checkpoint
     from ..checkpoint.facts import Facts
-    from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+    from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
+    from ..modeling import layer_names
 
     if copy_from == "nearest":
         check_output(out, written.overwrite, resolve_checkpoint(model, weights=False))
-        check_growth(model, plan)
+    before = Facts(check_growth(model, plan))
+    if copy_from == "nearest":
         origin = _nearest_experts(model, plan.new, data or {}, seed, settings)
     else:
         origin = dict.fromkeys(range(len(plan.experts_per_layer)), _number(copy_from, given))
     grow_checkpoint(model, out, plan, copy_from=origin, seed=seed, **dict(written))
-    if Facts(load_expanded_config(resolve_checkpoint(model))).gate is not None:
+    if before.gate is not None:
         print("the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)")
+    names = layer_names(before.config)
+    if lost := [names[layer] for layer in before.classifiers if layer not in plan.classifier_layers]:
+        print(f"classifiers of layers {', '.join(lost)}: removed; the plan names none for these layers")
     print(f"wrote {out}")
 
 

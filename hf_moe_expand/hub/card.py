@@ -79,6 +79,8 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
     """The base that the hub has under `hub_id`, with its present commit; its configuration must be that of the model
     that was expanded. Where the hub is out of reach, or a model gated, nothing is compared and the commit is None."""
     where = f"--base {hub_id}"
+    if Path(hub_id).is_dir():  # without the hub, nothing else would tell it from an id
+        raise InputError(f"{where}: is a local folder; give the base model's hub id.")
     with library_errors_at(where, secrets=[token]):
         try:
             folder = Path(snapshot_download(hub_id, allow_patterns="config.json", token=token))

@@ -110,6 +110,8 @@ def mapping(cls: type[Schema]) -> Any:
 def known_losses(value: Any) -> dict[str, float]:
     """The weights of registered losses, by name."""
     weights = from_json(value or {})
+    if not isinstance(weights, Mapping):
+        raise InputError(f"must hold `name: weight` lines, found {weights!r}.")
     check_keys(weights, extensions("losses"))
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
