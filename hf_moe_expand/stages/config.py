@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from datasets import Dataset
@@ -339,6 +339,5 @@ def _check_libraries(config: StageConfig) -> None:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(config)
         optimizer = kind([{"params": [weight], "weight_decay": config.weight_decay}], **options)
     with library_errors_at("lr_scheduler_type"):
-        get_scheduler(
-            config.lr_scheduler_type, optimizer, config.get_warmup_steps(1000), 1000, config.lr_scheduler_kwargs
-        )
+        warmup, given = config.get_warmup_steps(1000), cast(dict[str, Any] | None, config.lr_scheduler_kwargs)
+        get_scheduler(config.lr_scheduler_type, optimizer, warmup, 1000, given)
