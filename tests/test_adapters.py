@@ -155,7 +155,7 @@ def test_a_map_that_was_replaced_has_its_updates_and_so_does_a_graph(el):
 
 def test_bad_input_is_refused(base, tmp_path):
     for plan, given, said in (
-        (Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]), {}, "a language has one expert and no router"),
+        (Plan("moe-lpr", [2] * 3, old=["en"], new=["el"]), {}, "a language has one expert"),
         (Plan("moe-lpr", [3] * 3, old=["en"], new=["el"], exclusive=True), {}, "take the plan"),
         (PLAN, {"target_modules": "q_porj"}, "target_modules 'q_porj': PEFT finds no maps"),
         (PLAN, {"target_modules": "lm_head"}, "which is no linear map of a layer"),

@@ -344,7 +344,7 @@ def changed(home, tmp_path, **fields):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters is .*no fine-tune of"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters is .* in base"),
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, but 1e-06 in base"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but 'silu' in base"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, BeforeValidator, Field
+from pydantic import AllowInfNan, Field
 
 from ..core.disk import DEFAULT_SHARD_SIZE
 from ..core.errors import InputError, library_errors_at
@@ -101,12 +101,6 @@ NewCodes = Annotated[Sequence[str], Kind("Codes of the new languages, e.g. el,hu
 ShardSize = Annotated[Text, Field(description="size of the largest weight file")]
 
 
-def _joined(value: Any) -> Any:
-    """PEFT's list of names, as one text."""
-    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return ",".join(value) if is_list else value
-
-
 class NewExperts(Schema):
     """Kind and initial weights of the new experts."""
 
@@ -122,7 +116,7 @@ class NewExperts(Schema):
         "the original block, which may be a mixture of experts; or `adapter`: low-rank updates of all linear layers, "
         "in attention too",
     )
-    target_modules: Annotated[Text | None, BeforeValidator(_joined)] = Field(
+    target_modules: Text | None = Field(
         None, description="the linear layers that adapters update, as PEFT names them: `q_proj,v_proj`; all by default"
     )
     lora_rank: Count = Field(8, description="rank of the updates")

@@ -3,9 +3,7 @@ expanded checkpoint gets further ones, and keeps existing weights byte for byte.
 
 import copy
 import os
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +11,13 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
 from ..core.errors import InputError, errors_at, library_errors_at
 from ..core.languages import check_named_once
 from ..core.schema import changed, checked
-from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
+from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns, stack_sizes
 from ..planning.plan import REFUSED, Plan
 from .arguments import NewExperts
 from .compare import base_hashes
@@ -30,12 +27,10 @@ from .new_experts import chosen_kind, new_weight, random_weight
 from .promises import check_architecture
 from .reader import TORCH_DTYPES
 from .records import ExpansionRecord, History
-from .source import check_base_config, load_base_config, load_expanded_config, name_and_commit, resolve_checkpoint
+from .source import check_base_config, load_base_config, load_expanded_config, resolve_checkpoint
 from .stored import LoadedModel, Place, Source, StoredModel
 from .table import Copy, Given, New, Rows, Rule, opened, rewrite
 from .writer import DEFAULT_SHARD_SIZE, check_output
-
-_SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
 
 
 @dataclass(frozen=True)
@@ -77,11 +72,11 @@ def expand_checkpoint(
     """
     folder = resolve_checkpoint(base, revision)
     check_output(out, overwrite, folder)
-    dense_config = load_base_config(folder)
-    check_architecture(dense_config, base)
-    dense, named = StoredModel(folder, dense_config), name_and_commit(base, folder)
+    config = load_base_config(folder)
+    check_architecture(config, base)
+    dense = StoredModel(base, config, revision)
     written: dict[str, Any] = {"out": out, "max_shard_size": max_shard_size, "overwrite": overwrite}
-    _, record = _expanded(dense, base, plan, NewExperts(**experts), named, seed, gate, **written)
+    _, record = _expanded(dense, plan, NewExperts(**experts), seed, gate, **written)
     return ExpansionReport(Path(out), record.base_parameters or 0, record.parameters or 0, dense.unknown)
 
 
@@ -104,28 +99,23 @@ def expand_model(dense: PreTrainedModel, plan: Plan, *, seed: int = 0, gate: Gat
     name = type(dense).__name__
     check_base_config(dense.config, name)
     check_architecture(dense.config, name)
-    source, named = LoadedModel(dense), base_of(dense)
+    source = LoadedModel(dense)
     if source.unknown:
-        raise InputError(
-            f"{name}: has tensors that the backbone does not know ({', '.join(source.unknown[:3])}): merge adapters, "
-            "and load the model with its head."
-        )
-    model, _ = _expanded(source, named[0], plan, NewExperts(**experts), named, seed, gate)
+        raise InputError(f"{name}: has tensors that the backbone does not know ({', '.join(source.unknown[:3])}).")
+    model, _ = _expanded(source, plan, NewExperts(**experts), seed, gate)
     return model
 
 
 def _expanded(
-    dense: Source, name: Any, plan: Plan, experts: NewExperts, base: tuple[str, str | None], seed: int,
-    gate: Gate | None, **written: Any,
-) -> tuple[Any, ExpansionRecord]:  # fmt: skip
-    """The folder of the expanded model, or the loaded one; and its record, with the name and commit of `base`."""
-    check_dense_plan(plan, dense.config, name)
+    dense: Source, plan: Plan, experts: NewExperts, seed: int, gate: Gate | None, **written: Any
+) -> tuple[Any, ExpansionRecord]:
+    """The folder of the expanded model, or the loaded one; and its record."""
+    check_dense_plan(plan, dense.config, dense.name)
     kind = chosen_kind(dense.network, plan, experts)
     config = planned_config(dense.config, plan, kind, gate, conditional_routing=experts.conditional_routing)
     record = planned_record(
-        plan, old_languages=plan.old, base_model=base[0], base_revision=base[1], seed=seed,
-        expert_init=experts.expert_init, base_parameters=sum(dense[key].numel for key in dense.tensors),
-        language_gate=config.language_gate, base_hashes=base_hashes(dense),
+        plan, old_languages=plan.old, seed=seed, expert_init=experts.expert_init, language_gate=config.language_gate,
+        base_hashes=base_hashes(dense), **dense.as_base,
     )  # fmt: skip
     rule = expansion_rule(dense, experts.expert_init, seed, gate)
     made = rewrite([dense], config, rule, record=History([record]), title="expand", **written)
@@ -203,29 +193,6 @@ def check_plan_of_gate(plan: Plan) -> None:
         raise InputError(f"The plan has {has}, which a gate takes the place of: leave one of them out.")
 
 
-def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
-    """A loaded model's name and commit on the hub; the folder's name and None if it came from a folder; its class's
-    name and None if it was made from a configuration."""
-    name = str(dense.config._name_or_path or "")
-    if not name:
-        return type(dense).__name__, None
-    if snapshot := _SNAPSHOT.search(name):  # a folder of the hub's cache
-        return snapshot.group(1).replace("--", "/"), snapshot.group(2)
-    path = Path(name)
-    if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2:
-        return path.resolve().name, None
-    # Since 5.23 transformers does not keep the commit: it is that of the only one in the hub's cache.
-    return name, getattr(dense.config, "_commit_hash", None) or _only_commit(name)
-
-
-def _only_commit(name: str) -> str | None:
-    with suppress(ValueError):  # no hub id
-        file = try_to_load_from_cache(name, "config.json")
-        commits = [*Path(file).parent.parent.iterdir()] if isinstance(file, str) else []
-        return commits[0].name if len(commits) == 1 else None
-    return None
-
-
 def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
     """The record of an expansion by `plan`; `facts` are the fields that the plan does not decide."""
     grouped = [code for group in plan.groups for code in group]
@@ -296,8 +263,7 @@ def grow_checkpoint(
 
 
 def _adapter_to_copy(folder: Path, config: Any, origin: Mapping[int, int]) -> dict:
-    """The maps of the next adapter: those of the one that it copies; of the last one, if it begins with zeros."""
-    known = [config.adapters[-1], *config.adapters]  # `add_experts` refuses an expert that is not there
+    known = [config.adapters[-1], *config.adapters]  # `rewrite` refuses an expert that is not there
     adapters = [known[expert] for expert in {*origin.values()} if expert < len(known)] or known
     if any(adapter != adapters[0] for adapter in adapters):
         raise InputError(f"{folder}: copy_from names adapters of different maps: copy one of them, or expert 0.")
@@ -313,10 +279,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         if not isinstance(config, LayerMoEConfig):
             raise InputError(f"{REFUSED['dmoe', 'grown']}.")
         if any("each" in (config.parts or {}).get(name, {}) for name in ("lora", "added")):
-            raise InputError(
-                "joins packs with experts of several kinds or sizes, and growth adds experts of one kind: expand the "
-                "base for the new languages and join that pack too."
-            )
+            raise InputError("joins packs with experts of several kinds or sizes: join a further pack.")
         facts = Facts(config)
         if plan.grows_from != facts.counts:
             raise InputError(f"has {facts.counts} experts, but the plan was made for {plan.grows_from or [1]}.")
@@ -355,10 +318,6 @@ def add_experts(
     """
     (stored,) = opened([model], out, overwrite)
     config, counts = copy.deepcopy(stored.config), Facts(stored.config).counts
-    for layer, experts in sources.items():
-        if missing := [expert for expert in experts if not 0 <= expert < counts[layer]]:
-            where = f"{stored.folder}: layer {layer_names(config)[layer]}"
-            raise InputError(f"{where} has no expert {missing[0]} to copy; give one of 0..{counts[layer] - 1}.")
     sources = {layer: experts for layer, experts in sources.items() if experts}
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
@@ -373,7 +332,6 @@ def add_experts(
 def _growth(
     stored: StoredModel, counts: Sequence[int], sources: Mapping[int, Sequence[int]], copy_router_rows: bool, seed: int
 ) -> Rule:
-    """Of what the tensors of a grown model are made, whose layers had `counts` experts."""
     copied = {expert for experts in sources.values() for expert in experts}
     outside = copied.pop() if len(copied) == 1 else 0
     classes = len(stored.config.counts_of_expansions) + 1

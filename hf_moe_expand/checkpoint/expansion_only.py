@@ -80,8 +80,7 @@ def save_expansion(
 def _compare(
     expanded: StoredModel, dense: StoredModel
 ) -> tuple[dict[str, dict[str, str]], set[str], list[StoredTensor]]:
-    """For each stored tensor that is byte-identical in the base its name there and its hash; the places of which all
-    tensors are; and the tensors that the base has with other values."""
+    """The record: base's name and hash of each tensor that is the same there; their places; and the changed tensors."""
     record: dict[str, dict[str, str]] = {}
     left, changed = set(), []
     ordered = sorted(expanded.tensors, key=dot_natural_key)

@@ -113,10 +113,7 @@ def experts_of(source: StoredModel, language: str) -> list[int]:
     config, number = source.config, class_of(source, language)
     experts = {layer: ffn.expert_of(number) for layer, ffn in source.network.expanded_ffns().items()}
     if mixed := [layer for layer, one in experts.items() if one is None]:
-        raise InputError(
-            f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}; exclusive ones "
-            "become one."
-        )
+        raise InputError(f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}.")
     return [experts.get(layer) or 0 for layer in range(len(config.num_experts_per_layer))]
 
 
@@ -137,8 +134,7 @@ def _names(config: Any) -> Callable[[str], str]:
 
 
 def _dense(source: StoredModel, experts: Sequence[int], number: int) -> Rule:
-    """Of what the tensors of the dense model are made that has one expert of every expanded layer as its FFN, and what
-    a class has of its own."""
+    """One expert of every expanded layer is the FFN, and what a class has of its own is in the base's place."""
     if any(experts) and source.config.expert_kind == "added":
         raise InputError(f"{source.folder}: {REFUSED['added', 'export-language']}: take expert 0.")
     own = own_places(source, experts, number)

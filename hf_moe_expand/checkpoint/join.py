@@ -142,7 +142,6 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
 
 
 def _check_packs(packs: Sequence[Pack]) -> None:
-    """Refuses packs that do not fit together."""
     first, *others = packs
     if len({any(stage.stage == "graft" for stage in pack.facts.history.stages) for pack in packs}) > 1:
         raise InputError("some packs got a graft, and some did not: join them first and graft the joined model.")
@@ -154,9 +153,7 @@ def _check_packs(packs: Sequence[Pack]) -> None:
         if len(kinds) > 1 and kinds & {"added", "adapter"}:
             raise InputError(f"{first.name}, {pack.name}: added experts and adapters are joined with their own kind.")
         for name, ours, theirs in differences(first.stored.config, pack.stored.config, _MAY_DIFFER):
-            raise InputError(
-                f"{name} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: join packs of one base."
-            )
+            raise InputError(f"{name} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}.")
     for pack, other in combinations(packs, 2):
         if twice := [code for code in other.new_languages if any(same_language(code, c) for c in pack.new_languages)]:
             raise InputError(f"{', '.join(sorted(twice))}: {pack.name} and {other.name} both add it: leave one out.")
@@ -165,14 +162,10 @@ def _check_packs(packs: Sequence[Pack]) -> None:
         raise InputError(f"{name}: two packs have this name: name one, NAME=FOLDER.")
     for pack in others:
         if (dense := differing_tensor(first.stored, pack.stored)) is not None:
-            raise InputError(
-                f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
-                "one base, of the same revision and type."
-            )
+            raise InputError(f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs.")
 
 
 def _joined_config(packs: Sequence[Pack]) -> Any:
-    """The configuration of the joined model: its history is the packs', one after the other."""
     config: Any = copy.deepcopy(packs[0].stored.config)
     cumulated = [1] * count_layers(config)
     counts, records = [], []
@@ -202,7 +195,6 @@ def _joined_config(packs: Sequence[Pack]) -> Any:
 
 
 def _joined(packs: Sequence[Pack]) -> Rule:
-    """Of what the tensors of a joined model are made: of the first pack's base, and of the experts of each."""
     base = packs[0].stored.base
 
     def rule(place: Place) -> Copy | New | None:
@@ -222,8 +214,7 @@ def _joined(packs: Sequence[Pack]) -> Rule:
 
 
 def _joined_router(added: Sequence[int], routers: Sequence[StoredTensor | None]) -> torch.Tensor:
-    """The rows of each pack's own experts as they are. Those that no choice reads are zeros: expert 0's, and those of a
-    pack that has no router in this layer."""
+    """The rows of each pack's own experts. Those that no choice reads, expert 0's or without a router, are zeros."""
     loaded = [None if router is None else router.load()[1:] for router in routers]
     like = next(rows for rows in loaded if rows is not None)
     blank = (like.new_zeros(count, like.shape[1]) for count in added)

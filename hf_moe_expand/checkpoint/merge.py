@@ -128,8 +128,6 @@ def check_fine_tune(
 
 
 def _grafted(homes: Mapping[str, str | None], scale: float) -> Rule:
-    """Of what the tensors of a grafted model are made; `homes` names the tensor of base and instruct for each."""
-
     def rule(place: Place) -> Copy | Mix | None:
         home = homes.get(place.key)
         if home is None:
@@ -146,18 +144,16 @@ def _grafted(homes: Mapping[str, str | None], scale: float) -> Rule:
 
 
 def _check_expanded_from(target: StoredModel, base: StoredModel, own: Mapping[str, str]) -> None:
-    """Refuses a base from which `target` was not expanded; `own` names the tensor of `target` that the expansion copied
-    from each tensor of the base. A model whose history has a step that changes every tensor is not checked."""
+    """`own` names the tensor of `target` that the expansion copied from each tensor of the base. A model whose history
+    has a step that changes every tensor is not checked."""
     history = History.of(target.config)
     changed = any(stage.changes_everything for stage in history.stages)
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
     for home, key in own.items():
         if not (_rounds_to(base[home], target[key]) or _rounds_to(target[key], base[home])):
-            raise InputError(
-                f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {home!r} differs "
-                "from the model's own, which the expansion copied. Give the model that was expanded as base."
-            )
+            what = f"is not the model from which {target.folder} was expanded"
+            raise InputError(f"{base.folder}: {what}: tensor {home!r} differs from the model's own.")
 
 
 def _rounds_to(one: StoredTensor, other: StoredTensor) -> bool:
@@ -255,19 +251,15 @@ def average_checkpoints(
     """
     weights = [1 / len(models) for _ in models] if weights is None else list(weights)
     if not 2 <= len(models) == len(weights) or not abs(sum(weights) - 1) <= 1e-6 or min(weights) < 0:
-        raise InputError(
-            f"weights is {[round(one, 6) for one in weights]}: two or more checkpoints need as many weights with the "
-            "sum 1, none below 0."
-        )
+        shown = [round(one, 6) for one in weights]
+        raise InputError(f"weights is {shown}: checkpoints need as many weights with the sum 1, none below 0.")
     stored = opened(models, out, overwrite)
     expanded = [model for model in stored if isinstance(model.config, ExpandedConfig)]
     for model in expanded:
         kind = kind_of(model.config)
         if kind.has_updates:
-            what, option = ("adapters", "--language") if kind.name == "adapter" else ("LoRA experts", "--expert")
-            raise InputError(
-                f"{model.folder}: has {what}, and {_FACTORS}. Average the dense models that `export {option}` writes."
-            )
+            what = "adapters" if kind.name == "adapter" else "LoRA experts"
+            raise InputError(f"{model.folder}: has {what}, and {_FACTORS}.")
         if kind.name == "added" and len(expanded) < len(stored):
             raise InputError(f"{model.folder}: has added experts, which the dense checkpoint lacks.")
     record = StageRecord(stage="average", settings={"models": [model.name for model in stored], "weights": weights})
@@ -278,7 +270,6 @@ def average_checkpoints(
 
 
 def _mean(models: Sequence[Source], expanded: Sequence[Source], weights: Sequence[float]) -> Rule:
-    """Of what the tensors of the mean are made, under the first model's names."""
     first = models[0]
     dense = [model for model in models if model not in expanded]
     for model in (expanded or dense)[1:]:
@@ -356,10 +347,7 @@ def _origins(stored: Source) -> dict[tuple[int, int | None], int]:
         )
     copied = {int(layer): expert for one in records for layer, expert in (one.copied_experts or {}).items() if expert}
     if copied and (joined or any(kind.name != "ffn" for kind in Facts(config).kinds)):
-        raise InputError(
-            f"{stored.folder}: its new experts copied other experts than expert 0 (copy_from), which packs, updates "
-            "and added experts do not say."
-        )
+        raise InputError(f"{stored.folder}: its new experts copied other experts than expert 0 (copy_from).")
     inside: dict[tuple[int, int | None], int] = {
         (layer, expert): copied.get(layer, 0)
         for layer, ffn in stored.network.expanded_ffns().items()

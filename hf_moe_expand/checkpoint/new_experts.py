@@ -139,10 +139,7 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
     if name in ("ffn", "lora") and not owns and (mixtures := [layer for layer in grown if ffns[layer].is_mixture]):
         names = layer_names(network.config)
-        raise InputError(
-            f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}: take expert_kind added with an "
-            "expert_width, or adapter, or give these layers 1 expert in the plan."
-        )
+        raise InputError(f"Layers {', '.join(names[layer] for layer in mixtures)}: {_OF_MIXTURES}.")
     if name == "ffn" and not owns:
         return ExpertKind()
     feature = "adapters" if name in ("ffn", "adapter") else name
@@ -159,10 +156,8 @@ def chosen_kind(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
 
 def _adapters(network: Any, plan: Plan, experts: NewExperts) -> ExpertKind:
     if not plan.exclusive or set(plan.experts_per_layer) - {1, 2}:
-        raise InputError(
-            f"a language has one expert and no router, but the plan has {plan.counts_in_words} experts: take the plan "
-            "`exclusive`."
-        )
+        counts = plan.counts_in_words
+        raise InputError(f"a language has one expert, but the plan has {counts}: take the plan `exclusive`.")
     by_plan = experts.expert_kind == "ffn"
     targets: Any = (plan.modules or "ffn") if by_plan else experts.target_modules or ALL_LINEAR
     named = f"{'modules' if by_plan else 'target_modules'} {targets!r}"

@@ -4,7 +4,7 @@ expansion of adapters is exported in PEFT's format."""
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, __version__
+from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +25,7 @@ from .export import StoredUpdate, class_of, dense_config, experts_of, own_places
 from .facts import kind_of
 from .new_experts import adapter_of, lora_maps
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
-from .records import History, without_folders
+from .records import ExpansionRecord, History, without_folders
 from .source import ADAPTER, load_expanded_config, own_name, resolve_adapter
 from .stored import Place, StoredModel, network_of, stored_tensors
 from .table import Given, Rule, given_tensor
@@ -81,10 +81,7 @@ class PeftAdapter:
         for key, tensor in self.tensors.items():
             match = _FACTOR.fullmatch(key)
             if match is None:
-                raise InputError(
-                    f"{self.name}: holds more than low-rank updates of linear maps ({key}): train an adapter without "
-                    "it, or merge it into its base."
-                )
+                raise InputError(f"{self.name}: holds more than low-rank updates of linear maps ({key}).")
             by_factor[match[2]][f"{match[1]}.weight"] = tensor
         return {
             f"{key.removesuffix('.weight')}.lora_{factor}.weight": tensor
@@ -96,14 +93,14 @@ class PeftAdapter:
         """The entry of `languages` in a configuration; `network` is the dense model, here and below."""
         return adapter_of(network, self.lora, self.name)
 
-    def rule(self, own: Mapping[str, Place], network: Any) -> Rule:
+    def rule(self, own: Iterable[Place], network: Any) -> Rule:
         """Of what the tensors of its language's own modules are made; refuses one that is left over or missing."""
         factors, found = self.factors(network), {}
-        for key, place in own.items():
+        for place in own:
             factor = f"{str(place.updates).rpartition('.')[0]}.{place.factor}"
             if factor not in factors:
                 raise InputError(f"{self.name}: {WEIGHTS} lacks {factor}, which {ADAPTER} names.")
-            found[key] = Given(factors.pop(factor))
+            found[place.key] = Given(factors.pop(factor))
         for factor in factors:
             raise InputError(f"{self.name}: updates {factor}, which {ADAPTER} does not name in the base.")
         return lambda place: found[place.key]
@@ -111,8 +108,9 @@ class PeftAdapter:
     def facts(self) -> dict[str, Any]:
         return {"model": self.name, ADAPTER: without_folders(self.fields)}
 
-    def warnings(self, base: str, commit: str | None) -> list[str]:
-        """What its configuration says of its base that differs from the base at hand, by name and by commit."""
+    def warnings(self, expansion: ExpansionRecord) -> list[str]:
+        """What its configuration says of its base that differs from an expansion's, by name and by commit."""
+        base, commit = expansion.base_model or "", expansion.base_revision
         own, revision = self.fields.get("base_model_name_or_path"), self.fields.get("revision")
         if isinstance(own, str) and own and own_name(own).rpartition("/")[2].lower() != base.rpartition("/")[2].lower():
             return [f"warning: {self.name} was trained on {without_folders(own)}, by its name another base than {base}"]
@@ -122,7 +120,6 @@ class PeftAdapter:
 
 
 def _check_fields(read: Mapping[str, Any], name: str | os.PathLike) -> None:
-    """Refuses what is no plain LoRA of a language model, by the fields of its configuration."""
     usual = LoraConfig().to_dict()
     wrong = [field for field, value in read.items() if field not in _TAKEN and value and value != usual.get(field)]
     plain = {
@@ -132,11 +129,8 @@ def _check_fields(read: Mapping[str, Any], name: str | os.PathLike) -> None:
         "init_lora_weights": not str(read.get("init_lora_weights")).lower().startswith(_CHANGE_BASE),
     }
     if wrong := [*wrong, *(field for field, is_plain in plain.items() if not is_plain)]:
-        raise InputError(
-            f"{name}: {ADAPTER} has {wrong[0]} {shown_value(read.get(wrong[0]))}, which is no plain low-rank update of "
-            f"linear maps, or which PEFT {__version__} does not know: train a LoRA without it, or merge it into its "
-            "base."
-        )
+        value = shown_value(read.get(wrong[0]))
+        raise InputError(f"{name}: {ADAPTER} has {wrong[0]} {value}, which is no plain low-rank update of linear maps.")
 
 
 # --- out ------------------------------------------------------------------------------------------------------------
@@ -241,10 +235,7 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
     changed = next((stage.stage for stage in history.stages if stage.changes_everything), None)
     if verdict.moved or (changed and not verdict.checked):
         moved = f"{verdict.names} moved since the expansion" if verdict.moved else f"`{changed}` trained more"
-        raise InputError(
-            f"{source.folder}: {moved}, so that its adapters are none of {history.first.base_model}: `export "
-            "--language` writes the dense model of a language."
-        )
+        raise InputError(f"{source.folder}: {moved}, so that its adapters are none of {history.first.base_model}.")
     network = network_of(dense_config(config))
     having = {code: number for code, number in history.classes.items() if number}
     if language is not None and language not in having:

@@ -49,8 +49,3 @@ def is_proven(config: Any) -> bool:
     """Whether the architecture of a dense configuration was proven to keep every promise."""
     known = PROVEN_ENCODER_DECODERS if config.is_encoder_decoder else (*PROVEN, *PROVEN_MIXTURES)
     return config.model_type in known
-
-
-def reason_left_out(config: Any) -> str | None:
-    """What a model of this architecture is that it cannot be expanded; None if it may be."""
-    return None if is_proven(config) else LEFT_OUT.get(config.model_type)

@@ -94,9 +94,7 @@ class StoredTensor(Sized):
     def torch_dtype(self) -> torch.dtype:
         """Its type, which is a floating-point type; an InputError refuses a quantised one."""
         if self.dtype not in TORCH_DTYPES:
-            raise InputError(
-                f"{self.file.parent}: tensor {self.name!r} is stored as {self.dtype}; use the unquantised checkpoint."
-            )
+            raise InputError(f"{self.file.parent}: tensor {self.name!r} is stored as {self.dtype}, a quantised type.")
         return TORCH_DTYPES[self.dtype]
 
     def load(self) -> torch.Tensor:
@@ -125,9 +123,7 @@ class StoredTensor(Sized):
         dtype = None if self._is_finite else TORCH_DTYPES.get(self.dtype)
         for chunk in self.chunks():
             if dtype is not None and not is_finite(torch.frombuffer(chunk, dtype=dtype)):
-                raise InputError(
-                    f"{self.file.parent}: tensor {self.name!r} holds NaN or infinite values; the checkpoint is damaged."
-                )
+                raise InputError(f"{self.file.parent}: tensor {self.name!r} holds NaN or infinite values.")
             yield chunk
         self._is_finite = True
 
@@ -140,7 +136,6 @@ class StoredTensor(Sized):
             yield torch.frombuffer(piece, dtype=dtype)
 
     def _read(self, start: int, stop: int, most: int) -> Iterator[Bytes]:
-        """Bytes `start` to `stop`, in pieces of `most` bytes."""
         if ALONE.get():
             return
         if self.compute is not None:
@@ -182,10 +177,8 @@ class CheckpointReader:
     def _base_tensors(self) -> dict[str, StoredTensor]:
         base = load_expanded_config(self.folder).parts.get("expansion_only") or {}
         if not base.get("base_model"):
-            raise InputError(
-                f"{self.folder}: holds only the tensors that an expansion added to a local folder's model: load it "
-                "with from_pretrained(..., base_model=FOLDER), and save the whole model with save_pretrained."
-            )
+            what = "holds only what an expansion added to a local folder's model"
+            raise InputError(f"{self.folder}: {what}: load it with from_pretrained(..., base_model=FOLDER).")
         tensors = CheckpointReader(resolve_checkpoint(base["base_model"], base["revision"])).tensors
         with library_errors_at(f"{self.folder / RECORD}: the base model has other tensors"):
             record = read_json(self.folder / RECORD, "the record of a base model").items()
@@ -200,10 +193,7 @@ class CheckpointReader:
         if index.is_file():
             where = _read_index(index)
             return [self.folder / name for name in sorted(set(where.values()))], where
-        raise InputError(
-            f"{self.folder}: no {weights.name} and no {index.name}: pickled weights are not read; save_pretrained "
-            "writes safetensors."
-        )
+        raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: pickled weights are not read.")
 
     def fingerprint(self) -> str:
         """A hash to identify the checkpoint: of config.json and tensors' names, types, shapes and first elements."""

@@ -18,7 +18,7 @@ from ..core.schema import shown_value
 from ..core.scratch import restore
 from ..modeling import ExpandedConfig, language_models
 from ..planning.plan import MOST_EXPERTS
-from .proven import reason_left_out
+from .proven import LEFT_OUT, is_proven
 from .records import History
 
 # Files of the tokenizer and the generation config.
@@ -72,8 +72,7 @@ def _check_id(name: str | os.PathLike) -> None:
 
 
 def _refuse_adapter(folder: Path, name: str | os.PathLike) -> None:
-    """Refuses an adapter of PEFT in the place of a model or beside its weights: transformers would load it too, and
-    nothing says whether the weights have it already."""
+    """Beside weights transformers would load it too, and nothing says whether the weights have it already."""
     if (folder / ADAPTER).is_file():
         raise InputError(
             f"{name}: has an adapter of PEFT ({ADAPTER}), which is not read with a model: merge it into its base, or "
@@ -186,9 +185,7 @@ def check_inside(folder: Path, file: Path) -> None:
     """Refuses what is no file of a checkpoint folder: reading a pipe would never end, and a link could lead a file of
     the user's into what is published."""
     if not lies_inside(folder, file) or not file.is_file():
-        raise InputError(
-            f"{file}: is no file in the folder, or a link that leads out of it; put the file itself there."
-        )
+        raise InputError(f"{file}: is no file in the folder, or a link that leads out of it.")
 
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
@@ -253,14 +250,12 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
     """Refuses the configuration of a model that cannot be expanded; messages use `name` for the model."""
     if isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
-    reason = reason_left_out(config)
+    reason = None if is_proven(config) else LEFT_OUT.get(config.model_type)
     if not reason and type(config) not in language_models(config):
         reason = "not a language model that transformers knows"
     if reason:
-        raise InputError(
-            f"{name}: a {config.model_type} checkpoint cannot be expanded: it is {reason}; give a dense decoder or "
-            "encoder-decoder (docs/backbones.md)."
-        )
+        what = f"a {config.model_type} checkpoint cannot be expanded"
+        raise InputError(f"{name}: {what}: it is {reason} (docs/backbones.md).")
     wrong: dict[str, Any] = {
         "has fields of expanded models": [one for one in ExpandedConfig.__annotations__ if hasattr(config, one)],
         "is quantised; expand the unquantised checkpoint": getattr(config, "quantization_config", None) is not None,
@@ -273,8 +268,7 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Checks what transformers would not refuse in config.json: numbers of layers and experts that would take for ever
-    to build, code, and another file of weights."""
+    """Checks what transformers would not refuse in config.json."""
     for mapping in [fields, *(value for value in fields.values() if isinstance(value, Mapping))]:
         for name in _LAYERS:
             value = mapping.get(name)
@@ -284,18 +278,13 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     if isinstance(experts, list) and all(type(count) is int for count in experts) and sum(experts) > MOST_EXPERTS:
         raise InputError(f"num_experts_per_layer has {sum(experts)} experts, not at most {MOST_EXPERTS:,}.")
     if fields.get("auto_map") and isinstance(kind, str) and kind not in (*CONFIG_MAPPING, *EXPANDED):
-        raise InputError(
-            f"its architecture {kind!r} is code inside the checkpoint (auto_map), which no command runs: give a model "
-            "whose architecture transformers itself has."
-        )
+        raise InputError(f"its architecture {kind!r} is code inside the checkpoint (auto_map), which no command runs.")
     if "transformers_weights" in fields:
-        raise InputError(
-            "names a file of weights (transformers_weights), which is not read: name it model.safetensors."
-        )
+        raise InputError("names a file of weights (transformers_weights): name it model.safetensors.")
 
 
 def _check_values(config: Any, history: History) -> None:
-    """Checks a configuration for contradictions that transformers does not notice."""
+    """Checks what transformers does not notice."""
     if not config.is_encoder_decoder and not isinstance(config.get_text_config(decoder=True), PreTrainedConfig):
         raise InputError(f"config.json describes a text decoder inside, but a {config.model_type} model has none.")
     if isinstance(config, ExpandedConfig):

@@ -4,13 +4,14 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -32,6 +33,7 @@ BASE_FIELDS = (
     "model_type", "layers", "tie_word_embeddings", "num_attention_heads", "num_key_value_heads", "hidden_act",
     "hidden_activation", "activation_function",
 )  # fmt: skip
+_SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
 
@@ -47,12 +49,14 @@ class Source:
 
     Attributes:
         name: the name that the user gave, without this machine's folders; a hub id with its commit.
+        origin: the name for histories, and its commit on the hub.
         folder: folder of the checkpoint, or what messages call the loaded model.
         network: the model; of a checkpoint, on the meta device.
         shapes: the shape of each tensor of the model.
     """
 
     name: str
+    origin: tuple[str, str | None]
     folder: Path
     config: Any
     network: Any
@@ -79,8 +83,13 @@ class Source:
             if place.dense is not None and not place.expert and key in self
         }
 
+    @property
+    def as_base(self) -> dict[str, Any]:
+        """What the record of an expansion says of it, its base."""
+        size = sum(self[key].numel for key in self.tensors)
+        return {"base_model": self.origin[0], "base_revision": self.origin[1], "base_parameters": size}
+
     def __contains__(self, key: str) -> bool:
-        """Whether it holds a tensor itself; of tied tensors, it may hold one alone."""
         return key in self._stored
 
     def __getitem__(self, key: str) -> StoredTensor:
@@ -133,7 +142,8 @@ class StoredModel(Source):
         load: Callable[[Path], Any] = load_any_config,
     ) -> None:  # fmt: skip
         self.folder = resolve_checkpoint(name, revision)
-        self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
+        self.origin = name_and_commit(name, self.folder)
+        self.name = "@".join(filter(None, self.origin))
         self.config = config if config is not None else load(self.folder)
         self.reader = CheckpointReader(self.folder)
         self._read()
@@ -167,10 +177,8 @@ class StoredModel(Source):
         for key in self.tensors:
             stored = self[key]
             if stored.shape != self.shapes[key]:
-                raise InputError(
-                    f"{self.folder}: tensor {stored.name!r} has shape {list(stored.shape)}, but the configuration asks "
-                    f"for {list(self.shapes[key])}."
-                )
+                has = f"tensor {stored.name!r} has shape {list(stored.shape)}"
+                raise InputError(f"{self.folder}: {has}, but its config asks for {list(self.shapes[key])}.")
             if values[key].is_floating_point():
                 _ = stored.torch_dtype  # which refuses a quantised type
 
@@ -178,6 +186,34 @@ class StoredModel(Source):
     def unknown(self) -> list[str]:
         """The names in the files of tensors that the model does not have, and names that the index alone has."""
         return sorted([*(own.name for key, own in self._stored.items() if key not in self.shapes), *self.reader.absent])
+
+
+def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
+    """A loaded model's name and commit on the hub; the folder's name and None if it came from a folder; its class's
+    name and None if it was made from a configuration."""
+    name = str(dense.config._name_or_path or "")
+    if not name:
+        return type(dense).__name__, None
+    if snapshot := _SNAPSHOT.search(name):  # a folder of the hub's cache
+        return snapshot.group(1).replace("--", "/"), snapshot.group(2)
+    path = Path(name)
+    if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2:
+        return path.resolve().name, None
+    # Since 5.23 transformers does not keep the commit: it is that of the only one in the hub's cache.
+    return name, getattr(dense.config, "_commit_hash", None) or _only_commit(name)
+
+
+def _only_commit(name: str) -> str | None:
+    with suppress(ValueError):  # no hub id
+        file = try_to_load_from_cache(name, "config.json")
+        commits = [*Path(file).parent.parent.iterdir()] if isinstance(file, str) else []
+        return commits[0].name if len(commits) == 1 else None
+    return None
+
+
+def source_of(model: Any, **how: Any) -> Source:
+    """A loaded model, or the checkpoint of a name, opened as `how` says."""
+    return LoadedModel(model) if isinstance(model, PreTrainedModel) else StoredModel(model, **how)
 
 
 class LoadedModel(Source):
@@ -188,7 +224,7 @@ class LoadedModel(Source):
         self.network = model
         self.config = copy.deepcopy(model.config)
         self.name = str(model.config.name_or_path or type(model).__name__).rstrip("/").rpartition("/")[2]
-        self.folder = Path(self.name)
+        self.origin, self.folder = base_of(model), Path(self.name)
         ties, values = self.network.get_expanded_tied_weights_keys(all_submodels=True), model.state_dict()
         self.untied = [key for key, source in ties.items() if not torch.equal(values[key], values[source])]
         if self.untied and not self.config.is_encoder_decoder:
@@ -215,11 +251,8 @@ def check_size(config: Any, reader: CheckpointReader) -> None:
     """Checks, before a model is built, that the files hold enough tensors for its layers and experts."""
     inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     needed = max(count_layers(inner), sum(getattr(inner, "num_experts_per_layer", None) or []))
-    if needed > len(reader.tensors):
-        raise InputError(
-            f"{reader.folder}: config.json asks for {needed:,} layers or experts, but the files hold only "
-            f"{len(reader.tensors)} tensors."
-        )
+    if needed > (held := len(reader.tensors)):
+        raise InputError(f"{reader.folder}: has {needed:,} layers or experts, but only {held} tensors.")
 
 
 @contextmanager
@@ -280,8 +313,7 @@ def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTe
 def _put_together(
     network: Any, key: str, parts: list[tuple[str, str, StoredTensor]], converters: list[WeightConverter]
 ) -> StoredTensor:
-    """A tensor of the model, put together from stored ones by the library's rule. Each of the `parts` has the rule's
-    pattern, and its name in the model before the rule."""
+    """By the library's rule: each of the `parts` has the rule's pattern, and its name in the model before the rule."""
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
     parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
@@ -340,8 +372,8 @@ class Place:
 
 
 def _home_in_base(block: Any, expert: int, inner: str, name: str) -> dict[str, Any]:
-    """What an expert's tensor is in the dense model, as fields of its `Place`; `name` is that of the layer's FFN there,
-    or the prefix of the names of languages' own modules."""
+    """Fields of the `Place` of an expert's tensor; `name` is that of the layer's FFN in the dense model, or the prefix
+    of the names of languages' own modules."""
     rest = inner.split(".", 2)[2]
     update = block.get_submodule(inner.rsplit(".", 2)[0])
     update = update if isinstance(update, LoraUpdate) else None

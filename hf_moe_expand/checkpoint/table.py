@@ -17,7 +17,7 @@ from ..core.errors import InputError
 from ..modeling import ExpandedConfig, auto_class
 from .reader import TORCH_DTYPES, Bytes, StoredTensor, is_finite, tensor_bytes
 from .records import History, StageRecord, add_stage
-from .stored import LoadedModel, Place, StoredModel, load_any_config, network_of, places
+from .stored import LoadedModel, Place, load_any_config, network_of, places, source_of
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES, OutputTensor, check_output, name_code, write_checkpoint
 
 _PIECE = 1 << 22  # elements
@@ -82,8 +82,7 @@ def opened(
     the configuration of a checkpoint's folder."""
     if len({isinstance(model, PreTrainedModel) for model in models}) > 1:
         raise InputError("models holds loaded models and names of checkpoints: give one kind of them.")
-    is_loaded = isinstance(models[0], PreTrainedModel)
-    sources: list = [LoadedModel(model) if is_loaded else StoredModel(model, load=load) for model in models]
+    sources: list = [source_of(model, load=load) for model in models]
     check_place(models[0], out, overwrite, *(source.folder for source in sources))
     return sources
 
@@ -92,10 +91,7 @@ def check_place(model: Any, out: str | os.PathLike | None, overwrite: bool, *inp
     """Refuses a folder to write that is missing, or is there already; a loaded model needs none. `inputs` are folders
     that are read."""
     if isinstance(model, PreTrainedModel) != (out is None):
-        raise InputError(
-            f"out is {out!r}: a loaded model gives a loaded one, without `out`; a checkpoint's name needs the folder "
-            "to write."
-        )
+        raise InputError(f"out is {out!r}: a loaded model takes none, and a checkpoint's name needs one.")
     if out is not None:
         check_output(out, overwrite, *inputs)
 
@@ -187,12 +183,10 @@ def given_tensor(name: str, tensor: torch.Tensor) -> OutputTensor:
 
 
 def _checked(tensor: OutputTensor, place: Place, stored: StoredTensor) -> OutputTensor:
-    """Refuses a tensor that does not fit its place; `stored` is the one of which it is made."""
+    """`stored` is the tensor of which it is made."""
     if tensor.shape != place.shape:
-        raise InputError(
-            f"{stored.file.parent}: tensor {stored.name!r} has shape {list(stored.shape)}, but {place.key!r} of the "
-            f"new model needs {list(place.shape)}."
-        )
+        has = f"{stored.file.parent}: tensor {stored.name!r} has shape {list(stored.shape)}"
+        raise InputError(f"{has}, but {place.key!r} of the new model needs {list(place.shape)}.")
     return tensor
 
 
@@ -247,8 +241,7 @@ def mean_of(weights: Sequence[float]) -> Callable[..., torch.Tensor]:
 
 
 def _loaded(source: LoadedModel, config: Any, tensors: Sequence[OutputTensor]) -> Any:
-    """The loaded model of these tensors, of the type, attention, mode and settings of the first source's. The first
-    place of a copied tensor shares it; other places have copies of their own."""
+    """The first place of a copied tensor shares it; other places have copies of their own."""
     like, shared = source.network, set()
     state: dict[str, torch.Tensor] = {}
     for tensor in tensors:

@@ -58,10 +58,7 @@ def keep_tokenizer(source: Path, target: Path) -> None:
     if same:
         return
     if types[1] in EXPANDED:
-        raise InputError(
-            f"{source}: its tokenizer ({before[0]}) would be another one in the new checkpoint. Save it anew with "
-            "save_pretrained."
-        )
+        raise InputError(f"{source}: its tokenizer ({before[0]}) would be another one in the new checkpoint.")
     warnings.warn(
         f"{source}: transformers loads the tokenizer of a {types[1]} model as another class than {before[0]}: the "
         "exported model may cut text in another way.",
@@ -70,8 +67,8 @@ def keep_tokenizer(source: Path, target: Path) -> None:
 
 
 def _class_is_told(folder: Path, model_type: str) -> bool:
-    """Whether a file names the tokenizer's class, and the library takes it for this model type as for an unknown one.
-    (It looks closer where a file names Llama's.) Comparing two large tokenizers takes seconds."""
+    """Whether a file names the tokenizer's class, and the library takes it for this model type as for an unknown one
+    (it looks closer where a file names Llama's)."""
     file = folder / "tokenizer_config.json"
     told = read_json(file, "a tokenizer's settings").get("tokenizer_class") if file.is_file() else None
     name = str(told).removesuffix("Fast")
@@ -88,7 +85,6 @@ def _load(folder: Path, name: str | os.PathLike) -> Any:
 
 
 def _facts(tokenizer: Any) -> tuple:
-    """All that decides how a tokenizer turns text into tokens and back."""
     backend = getattr(tokenizer, "_tokenizer", None)
     added = sorted(tokenizer.added_tokens_decoder.items())
     inside = backend.to_str() if isinstance(backend, Tokenizer) else repr(added)
@@ -104,8 +100,7 @@ def _loads_as(before: tuple, folder: Path) -> bool:
 
 
 def _checked(tokenizer: Any, folder: Path, name: str | os.PathLike) -> Any:
-    """The tokenizer, after tokens beyond the model's are refused. Special tokens that only a text that names them has
-    (Gemma 3's for images, a class's own `unk_token`) may lie there; this tokenizer reads them as text."""
+    """Refuses tokens beyond the model's; special ones that only a text that names them has are read as text."""
     rows = getattr(text_config(load_config(folder)), "vocab_size", None)
     beyond = {token: at for token, at in tokenizer.get_vocab().items() if rows is not None and at >= rows}
     backend = getattr(tokenizer, "_tokenizer", None)
@@ -137,7 +132,6 @@ def _written(tokenizer: Any, state: dict) -> set[str]:
 
 
 def _forget(tokenizer: Any, tokens: set[str], state: dict) -> None:
-    """Takes added tokens out of a tokenizer, whose own state is given: a text that names them is text."""
     left = [one for one in state["added_tokens"] if one["content"] not in tokens]
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": left}))
     for role in ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):

@@ -27,7 +27,7 @@ from ..modeling.part_languages import decoder_of
 from ..planning.plan import Plan
 from .arguments import TunedSettings
 from .compare import base_hashes, moved_tensors
-from .expand import base_of, expansion_rule, planned_config, planned_record
+from .expand import expansion_rule, planned_config, planned_record
 from .export import dense_config, generation_of
 from .facts import ExpertKind, Facts, set_part
 from .gate import Gate
@@ -36,8 +36,8 @@ from .peft import PeftAdapter
 from .promises import check_architecture
 from .reader import ALONE
 from .records import ExpansionRecord, History, StageRecord
-from .source import TEMPLATE, differences, holds_adapter, load_base_config, name_and_commit
-from .stored import LoadedModel, Place, Source, StoredModel, network_of, places
+from .source import TEMPLATE, differences, holds_adapter, load_base_config
+from .stored import LoadedModel, Place, Source, StoredModel, network_of, places, source_of
 from .table import Copy, Mix, New, Rule, check_place, rewrite
 from .tokenizer import load_tokenizer
 from .writer import DEFAULT_SHARD_SIZE, DTYPE_NAMES
@@ -58,17 +58,19 @@ _UNRELATED = 1.0  # the least relative change of weights that have nothing to do
 
 @dataclass
 class FineTune:
-    """A fine-tune of the base `home`, whole; `number` is that of its `source` in the operation."""
+    """A fine-tune of the base `home`, whole; `number` is that of its `source` in the operation, and `dtype` the type to
+    which it is converted."""
 
-    name: str
-    commit: str | None
     source: Source
     home: Source
     number: int
-    rank: int | None
-    weight: float
+    settings: TunedSettings
     dtype: str | None
     _factors: tuple[str, Any] = ("", None)
+
+    @property
+    def name(self) -> str:
+        return self.source.origin[0]
 
     @property
     def folder(self) -> Path:
@@ -139,23 +141,25 @@ class FineTune:
         """Rank, scaling and whether the bias changed, of a language's own module; None if it is whole."""
         module = network.get_submodule(name)
         is_map = isinstance(module, nn.Linear | Conv1D | nn.Embedding) and takes_hidden_states_alone(type(module))  # type: ignore[arg-type]
-        if self.rank is None or not is_map or "weight" not in tensors:
+        rank = self.settings.rank
+        if rank is None or not is_map or "weight" not in tensors:
             return None
-        if self.rank > (narrowest := min(module.weight.shape)):  # type: ignore[arg-type]
-            raise InputError(f"rank is {self.rank}: must be at most {narrowest}, the narrowest side of {name}.")
-        return [self.rank, 1.0, *([True] if "bias" in tensors else [])]
+        if rank > (narrowest := min(module.weight.shape)):  # type: ignore[arg-type]
+            raise InputError(f"rank is {rank}: must be at most {narrowest}, the narrowest side of {name}.")
+        return [rank, 1.0, *([True] if "bias" in tensors else [])]
 
-    def rule(self, own: Mapping[str, Place], network: Any) -> Rule:
+    def rule(self, own: Iterable[Place], network: Any) -> Rule:
         """Of what the tensors of its language's own modules are made; `network` is the dense model."""
+        weight = self.settings.weight
 
         def made(place: Place) -> Copy | Mix | New | None:
             dense = place.dense or place.updates or ""
             base, here = Copy(self.home.base.get(dense, dense)), Copy(dense, self.number)
             if place.update is None:
                 is_tied = dense not in self.source
-                if is_tied or (self.weight == 1 and self.source[dense].dtype == self.home[base.key].dtype):
+                if is_tied or (weight == 1 and self.source[dense].dtype == self.home[base.key].dtype):
                     return here
-                return Mix([base, here], [1 - self.weight, self.weight])
+                return Mix([base, here], [1 - weight, weight])
             if dense not in self.home.base:  # tied to another's
                 return None
             make = partial(self._difference, dense)
@@ -169,18 +173,17 @@ class FineTune:
     def facts(self) -> dict[str, Any]:
         """What a history says of it."""
         converted = {"dtype": _torch_name(self.dtype)} if self.dtype else {}
-        how = {"rank": self.rank, "weight": self.weight, **converted}
-        return {"model": self.name, "revision": self.commit, **how}
+        return {"model": self.name, "revision": self.source.origin[1], **self.settings.model_dump(), **converted}
 
     def _difference(self, dense: str) -> torch.Tensor:
         ours, theirs = (tensor.load().double() for tensor in (self.home[self.home.base[dense]], self.source[dense]))
-        return self.weight * (theirs - ours)
+        return self.settings.weight * (theirs - ours)
 
     def _factor(self, dense: str, which: str, is_conv: bool) -> torch.Tensor:
         """A or B of the truncated SVD of a difference `[out, in]`."""
         if self._factors[0] != dense:  # both are written one after the other
             difference = self._difference(dense)
-            B, A = best_update(difference.T if is_conv else difference, self.rank or 0)
+            B, A = best_update(difference.T if is_conv else difference, self.settings.rank or 0)
             self._factors = dense, {"lora_A": A, "lora_B": B}
         return self._factors[1][which]
 
@@ -202,27 +205,23 @@ def _torch_name(dtype: str) -> str:
     return next((str(own).removeprefix("torch.") for own, name in DTYPE_NAMES.items() if name == dtype), dtype)
 
 
-def _fine_tune(home: Source, tuned: Any, number: int, rank: int | None, weight: float, dtype: str | None) -> FineTune:
+def _fine_tune(home: Source, tuned: Any, number: int, settings: TunedSettings, dtype: str | None) -> FineTune:
     """A fine-tune, checked against the base's configuration, shapes and vocabulary."""
-    if isinstance(tuned, PreTrainedModel):
-        source: Source = LoadedModel(tuned)
-        name, commit = base_of(tuned)
-    else:
-        source = StoredModel(tuned, load=load_base_config)
-        name, commit = name_and_commit(tuned, source.folder)
+    source = source_of(tuned, load=load_base_config)
+    one = FineTune(source, home, number, settings, dtype)
     base = home.config if not isinstance(home.config, ExpandedConfig) else dense_config(home.config)
     for what, ours, theirs in [
         ("model_type", base.model_type, source.config.model_type), *differences(base, source.config, _MAY_DIFFER)
     ]:  # fmt: skip
         if ours != theirs:
-            raise InputError(f"{name}: {what} is {theirs!r}, but {ours!r} in {home.name}: it is no fine-tune of that.")
+            raise InputError(f"{one.name}: {what} is {theirs!r}, but {ours!r} in {home.name}.")
     for dense, key in home.base.items():
         if home.shapes[key] != source.shapes.get(dense):
             has = source.shapes.get(dense, "no such tensor")
-            raise InputError(f"{name}: tensor {dense!r}: {has}, but {home.shapes[key]} in {home.name}.")
+            raise InputError(f"{one.name}: tensor {dense!r}: {has}, but {home.shapes[key]} in {home.name}.")
     if isinstance(source, StoredModel):
         _check_vocabulary(home, source)
-    return FineTune(name, commit, source, home, number, rank, weight, dtype)
+    return one
 
 
 def _check_vocabulary(home: Source, source: Source) -> None:
@@ -237,9 +236,8 @@ def _check_vocabulary(home: Source, source: Source) -> None:
     )
     for number in sorted({*ours, *theirs}):
         if ours.get(number) != theirs.get(number):
-            raise InputError(
-                f"{source.name}: token {number} is {theirs.get(number)!r}, but {ours.get(number)!r} in {home.name}."
-            )
+            own, its = ours.get(number), theirs.get(number)
+            raise InputError(f"{source.name}: token {number} is {its!r}, but {own!r} in {home.name}.")
 
 
 @dataclass(frozen=True)
@@ -288,35 +286,31 @@ def expand_tuned(
         InputError: a fine-tune is of another base, architecture, configuration, shape, vocabulary or type (the message
             names what differs); the languages contradict each other; or `out` cannot be written.
     """
-    home = _home(base, revision)
-    rounds, history = [codes_of(languages) for languages in tuned], History.of(home.config)
-    known = _old_languages(home, rounds, old_languages)
-    network = home.network if not len(history) else network_of(dense_config(home.config))
-    loaded = _loaded(home, tuned.values(), rank, weight, dtype)
+    home, settings = _home(base, revision), TunedSettings(rank=rank, weight=weight)
+    rounds, known = [codes_of(languages) for languages in tuned], History.of(home.config)
+    old = _old_languages(home, rounds, old_languages)
+    network = network_of(dense_config(home.config)) if len(known) else home.network
+    loaded = _loaded(home, tuned.values(), settings, dtype)
     check_place(base, out, overwrite, home.folder, *(one.folder for one in loaded))
     entries, is_loaded = [one.entry(network) for one in loaded], isinstance(home, LoadedModel)
     files = {} if is_loaded else _settings_of(home.folder, rounds, loaded, entries)
-    plans, records = _expansions(home, base, rounds, known, loaded)
+    plans, records = _expansions(home, rounds, old, loaded)
     config = _config(home, entries, plans, gate)
+    history = History([*known.expansions, *records]).with_last(language_gate=config.language_gate)
     made = rewrite(
         [home, *(one.source for one in loaded if isinstance(one, FineTune))],
-        config, _rule(home, config, loaded, len(history), network, gate), out,
-        record=History([*history.expansions, *records]).with_last(language_gate=config.language_gate), title=STAGE,
-        files=files, max_shard_size=max_shard_size, overwrite=overwrite,
+        config, _rule(home, config, loaded, network, gate), out, record=history, title=STAGE, files=files,
+        max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if is_loaded:
         return made
-    first, last = History.of(config).first, History.of(config).last
-    said = _warnings(home, [one for one in loaded if isinstance(one, PeftAdapter)], first)
-    return TunedReport(Path(out or ""), first.base_parameters or 0, last.parameters or 0, said)
-
-
-def _warnings(home: Any, adapters: Sequence[PeftAdapter], first: ExpansionRecord) -> list[str]:
-    """What the result says of the bases that adapters name, and of a base that moved."""
-    said = [line for one in adapters for line in one.warnings(first.base_model or "", first.base_revision)]
-    if adapters and (verdict := moved_tensors(home)).moved:
+    adapters = [one for one in loaded if isinstance(one, PeftAdapter)]
+    said = [line for one in adapters for line in one.warnings(history.first)]
+    if adapters and (verdict := moved_tensors(home)).moved:  # type: ignore[arg-type]
         said.append(f"warning: {verdict.names} moved since the expansion: an adapter of the base computes otherwise")
-    return said
+    return TunedReport(
+        Path(out or ""), history.first.base_parameters or 0, History.of(config).last.parameters or 0, said
+    )
 
 
 def _old_languages(home: Source, rounds: Sequence[Sequence[str]], given: Sequence[str]) -> list[str]:
@@ -324,9 +318,9 @@ def _old_languages(home: Source, rounds: Sequence[Sequence[str]], given: Sequenc
     history = History.of(home.config)
     if len(history) and given:
         raise InputError(f"old_languages: {home.name} says its own already.")
-    known = history.first.old_languages if len(history) else list(given)
-    check_old_and_new([*dict.fromkeys([*known, *history.languages])], [code for codes in rounds for code in codes])
-    return known
+    old = history.first.old_languages if len(history) else list(given)
+    check_old_and_new([*dict.fromkeys([*old, *history.languages])], [code for codes in rounds for code in codes])
+    return old
 
 
 def codes_of(languages: str) -> list[str]:
@@ -335,9 +329,7 @@ def codes_of(languages: str) -> list[str]:
 
 
 def _home(base: Any, revision: str | None) -> Source:
-    """The base, or the model of languages that gets more."""
-    is_loaded = isinstance(base, PreTrainedModel)
-    source: Source = LoadedModel(base) if is_loaded else StoredModel(base, revision=revision)
+    source = source_of(base, revision=revision)
     config, name = source.config, source.name
     if not isinstance(config, ExpandedConfig):
         check_architecture(config, name)
@@ -351,22 +343,21 @@ def _home(base: Any, revision: str | None) -> Source:
 
 
 def _loaded(
-    home: Source, tuned: Iterable[Any], rank: int | None, weight: float, dtype: str | None
+    home: Source, tuned: Iterable[Any], settings: TunedSettings, dtype: str | None
 ) -> list[FineTune | PeftAdapter]:
     """The fine-tunes and the adapters of PEFT; refuses a type that the base does not have."""
-    TunedSettings(rank=rank, weight=weight)  # which refuses others
     stored_type = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
     loaded: list[FineTune | PeftAdapter] = []
     for one in tuned:
         if isinstance(one, PreTrainedModel) != isinstance(home, LoadedModel):
             raise InputError("tuned: give loaded models for a loaded base, and folders or hub ids for a checkpoint.")
         if not isinstance(one, PreTrainedModel) and holds_adapter(one):
-            if rank is not None or weight != 1:
+            if settings != TunedSettings():
                 raise InputError(f"{one}: is an adapter of PEFT, which joins as it is: leave rank and weight out.")
             loaded.append(PeftAdapter.load(one))
         else:
             number = 1 + sum(isinstance(other, FineTune) for other in loaded)
-            loaded.append(_fine_tune(home, one, number, rank, weight, stored_type))
+            loaded.append(_fine_tune(home, one, number, settings, stored_type))
     if not loaded:
         raise InputError("tuned is empty: give each language's fine-tune.")
     if stored_type and stored_type not in {home[key].dtype for key in home.tensors}:
@@ -377,8 +368,7 @@ def _loaded(
 def _settings_of(
     home: Path, rounds: Sequence[Sequence[str]], loaded: Sequence[Any], entries: Sequence[dict]
 ) -> dict[str, bytes]:
-    """The files of the fine-tunes' own chat templates, by name; their generation settings that differ from the base's
-    are written into their entries."""
+    """The files of own chat templates, by name; own generation settings are written into the entries."""
     files: dict[str, bytes] = {}
     base, template = generation_of(home), home / TEMPLATE
     for codes, one, entry in zip(rounds, loaded, entries, strict=True):
@@ -392,19 +382,16 @@ def _settings_of(
 
 
 def _expansions(
-    home: Source, base: Any, rounds: Sequence[Sequence[str]], old: Sequence[str], loaded: Sequence[Any]
+    home: Source, rounds: Sequence[Sequence[str]], old: Sequence[str], loaded: Sequence[Any]
 ) -> tuple[list[Plan], list[ExpansionRecord]]:
-    """The plan and the record of each fine-tune, an expansion of all layers."""
     facts = Facts(home.config)
-    if len(facts.history):
-        first = facts.history.first
-        of_base: dict[str, Any] = {"base_model": first.base_model, "base_revision": first.base_revision}
+    history, plans, records = facts.history, [], []
+    if len(history):
+        of_base = {"base_model": history.first.base_model, "base_revision": history.first.base_revision}
     else:
-        name, commit = base_of(base) if isinstance(base, PreTrainedModel) else name_and_commit(base, home.folder)
-        size = sum(home[key].numel for key in home.tensors)
-        of_base = {"base_model": name, "base_revision": commit, "base_parameters": size}
-    hashes = None if len(facts.history) else base_hashes(home)
-    plans, records, known = [], [], list(dict.fromkeys([*old, *facts.history.languages]))
+        of_base = home.as_base
+    hashes = None if len(history) else base_hashes(home)
+    known = list(dict.fromkeys([*old, *history.languages]))
     for number, (codes, one) in enumerate(zip(rounds, loaded, strict=True), start=1):
         counts = [count + number for count in facts.counts]
         plans.append(Plan(STAGE, counts, old=known, new=list(codes), exclusive=True))
@@ -420,7 +407,6 @@ def _expansions(
 
 
 def _config(home: Source, entries: Sequence[dict], plans: Sequence[Plan], gate: Gate | None) -> Any:
-    """The configuration of the model with these expansions."""
     config: Any
     earlier, counts = [plan.experts_per_layer for plan in plans[:-1]], plans[-1].experts_per_layer
     if not isinstance(home.config, ExpandedConfig):
@@ -439,7 +425,6 @@ def _config(home: Source, entries: Sequence[dict], plans: Sequence[Plan], gate: 
 
 
 def _license(folder: Path) -> str | None:
-    """The licence that a model's card names."""
     with suppress(Exception):  # of a card that is none
         if (folder / "README.md").is_file():
             value = ModelCard.load(folder / "README.md").data.get("license")
@@ -447,11 +432,11 @@ def _license(folder: Path) -> str | None:
     return None
 
 
-def _rule(home: Source, config: Any, loaded: Sequence[Any], expansions: int, network: Any, gate: Gate | None) -> Rule:
-    """Of what the tensors of the new model are made: of the base's, the earlier languages', and each fine-tune's."""
-    begin = (lambda place: Copy(place.key)) if expansions else expansion_rule(home, "copy", 0, gate)
-    rules: dict[int | None, Rule] = {}
-    own = places(network_of(config))
-    for number, one in enumerate(loaded, start=expansions + 1):
-        rules[number] = one.rule({key: place for key, place in own.items() if place.number == number}, network)
+def _rule(home: Source, config: Any, loaded: Sequence[Any], network: Any, gate: Gate | None) -> Rule:
+    known, own = len(History.of(home.config)), places(network_of(config)).values()
+    begin = (lambda place: Copy(place.key)) if known else expansion_rule(home, "copy", 0, gate)
+    rules: dict[int | None, Rule] = {
+        number: one.rule([place for place in own if place.number == number], network)
+        for number, one in enumerate(loaded, start=known + 1)
+    }
     return lambda place: rules.get(place.number, begin)(place)

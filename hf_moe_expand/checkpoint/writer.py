@@ -205,9 +205,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
     if any(out.iterdir()) and not any((out / name).is_file() for name in ("config.json", ADAPTER)):
         raise InputError(f"{out}: is not a checkpoint (no config.json), so it is not overwritten; delete it first.")
     if (foreign := foreign_file(out)) is not None:
-        raise InputError(
-            f"{out}: holds {foreign}, which is not part of a checkpoint, so it is not overwritten; move that file away."
-        )
+        raise InputError(f"{out}: holds {foreign}, which is not part of a checkpoint, so it is not overwritten.")
 
 
 def foreign_file(folder: Path) -> str | None:
@@ -250,15 +248,12 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         if replaced.is_dir() and not os.path.lexists(out):
             os.rename(replaced, out)
         if is_full_disk(error):
-            size = readable_size(needed)
-            raise InputError(
-                f"{out}: the disk is full; at least {size} are needed. The partial output was removed."
-            ) from error
+            raise InputError(f"{out}: the disk is full; at least {readable_size(needed)} are needed.") from error
         raise
 
 
 def _give_usual_modes(folder: Path) -> None:
-    """Gives files that a library made for their owner alone the mode that any new file has."""
+    """Of files that a library made for their owner alone."""
     probe = folder / ".mode"
     probe.touch()
     usual = probe.stat().st_mode & 0o777

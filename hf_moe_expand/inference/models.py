@@ -9,11 +9,10 @@ import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from ..checkpoint.expand import base_of
 from ..checkpoint.proven import is_proven
 from ..checkpoint.reader import TORCH_DTYPES, CheckpointReader
 from ..checkpoint.source import load_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, check_size
+from ..checkpoint.stored import StoredModel, base_of, check_size
 from ..checkpoint.tokenizer import load_tokenizer
 from ..core.errors import InputError, library_errors_at
 from ..core.schema import checked
