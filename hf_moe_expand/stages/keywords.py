@@ -268,9 +268,11 @@ class CheckedArguments(TrainingArguments):
             value = flat(value)
             if name := next((name for name in _SET if name in value), None):
                 raise InputError(f"`{name}` is set by hf-moe-expand; leave it out.")
-            known = cls.keyword_types()  # before transformers 5.23, of one name of checkpointing alone
-            value = {key if key in known else _CHECKPOINTING.sub(CHECKPOINTING, str(key)): value[key] for key in value}
-            check_keys(value, known, len(own_fields(cls)), " and those of transformers.TrainingArguments")
+            names = {key: _CHECKPOINTING.sub(CHECKPOINTING, str(key)) for key in value}
+            if both := [key for key, name in names.items() if name != key and name in value]:
+                raise InputError(f"`{both[0]}` is another name of `{names[both[0]]}`, which is given too.")
+            value = {name: value[key] for key, name in names.items()}
+            check_keys(value, cls.keyword_types(), len(own_fields(cls)), " and those of transformers.TrainingArguments")
         made = cls(**handler(value))
         made.check_alone()
         return made
