@@ -125,7 +125,7 @@ def test_a_group_step_is_the_equation(expanded, tmp_path, cut):
 
 
 def test_what_group_training_and_adaptation_refuse(base, expanded, text, tmp_path):
-    said = r"languages of 2 groups \(\[0, 1\]\)"
+    said = r"2 groups of languages \(\[0, 1\]\)"
     refused(group_step, expanded, blocks([0] * 3 + [2] * 5), tmp_path, says=said, raises=ValueError)
     expand_checkpoint(base, tmp_path / "uniform", changed(PLAN, method="moe-lpr", groups=[], new=["el"]))
     refused(adapt_language, tmp_path / "uniform", tmp_path / "out", text["hi"], says="has no language groups")

@@ -313,7 +313,7 @@ def test_branches_that_make_no_sense(three, tmp_path):
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
     for message, branches, *plan in (
         ("2 branches were given, but the plan has 3 groups", three[:2]),
-        ("is a moe-lpr plan", three, UNIFORM),
+        ("but the plan has 0 groups", three, UNIFORM),
         ("plan is for 2 layers, but .* has 3", three, Plan("dmoe", [3, 1], groups=GROUPS.groups)),
         ("x: has experts of its own in layers of the plan", mixtures),
         ("'model.embed_tokens.weight' has shape", [*three[:2], save_dense(tmp_path / "more", vocab_size=300)]),

@@ -191,7 +191,7 @@ def test_the_text_decoder_inside_a_model_of_images_is_taken(name, tmp_path, caps
     byte_tokenizer().save_pretrained(tmp_path / "whole")
     Plan("own", [2, 1, 2], old=["en"], new=["el"]).save(tmp_path / "plan.json")
     said = invoke("expand", tmp_path / "whole", tmp_path / "out", "--plan", tmp_path / "plan.json")
-    assert re.search(r"left out, since the backbone does not use them: \d+ tensors, such as .*vis\w+", said)
+    assert re.search(r"left out, since the backbone does not use them: \d+ tensors, such as \S+", said)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert model.config.backbone_model_type == config.get_text_config().model_type
