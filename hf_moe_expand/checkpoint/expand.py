@@ -35,12 +35,13 @@ from .writer import DEFAULT_SHARD_SIZE, check_output
 
 @dataclass(frozen=True)
 class ExpansionReport:
-    """Result of `expand_checkpoint`: parameters before and after, and tensors unknown to the backbone, left out."""
+    """Result of an expansion: parameters before and after; tensors unknown to the backbone, left out; and warnings."""
 
     out: Path
     base_parameters: int
     parameters: int
-    left_out: list[str]
+    left_out: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 @partial(checked, keywords=NewExperts)

@@ -66,7 +66,7 @@ def export_dense(
     (source,) = opened([model], out, overwrite, load_expanded_config)
     if language is not None:
         own: dict[str, Any] = {"language": language}
-        chosen, number = experts_of(source, language), class_of(source, language)
+        chosen, number = experts_of(source, language)
     else:
         own, number = {"expert": expert}, expert or 0
         chosen = _experts_of_number(source, number)
@@ -101,20 +101,14 @@ def generation_of(folder: Path) -> dict[str, Any]:
     return read_json(file, "a generation configuration") if file.is_file() else {}
 
 
-def class_of(source: StoredModel, language: str) -> int:
-    """The class of a language."""
+def experts_of(source: StoredModel, language: str) -> tuple[list[int], int]:
+    """The expert of each layer in the dense model of a language, and its class."""
     with library_errors_at(source.folder, ValueError):
-        (number,) = classes_of(source.config, language)
-    return number or 0
-
-
-def experts_of(source: StoredModel, language: str) -> list[int]:
-    """The expert of each layer in the dense model of a language."""
-    config, number = source.config, class_of(source, language)
+        number = classes_of(source.config, language)[0] or 0
     experts = {layer: ffn.expert_of(number) for layer, ffn in source.network.expanded_ffns().items()}
     if mixed := [layer for layer, one in experts.items() if one is None]:
         raise InputError(f"{source.folder}: {language}, layer {mixed[0]}: {REFUSED['several', 'export-language']}.")
-    return [experts.get(layer) or 0 for layer in range(len(config.num_experts_per_layer))]
+    return [experts.get(layer) or 0 for layer in range(len(source.config.num_experts_per_layer))], number
 
 
 def _experts_of_number(source: StoredModel, expert: int) -> list[int]:

@@ -21,7 +21,7 @@ from ..core.jsonfile import read_json, write_json
 from ..core.progress import Bar
 from ..core.schema import checked, shown_value
 from .compare import moved_tensors
-from .export import StoredUpdate, class_of, dense_config, experts_of, own_places, updates_of
+from .export import StoredUpdate, dense_config, experts_of, own_places, updates_of
 from .facts import kind_of
 from .new_experts import adapter_of, lora_maps
 from .reader import TORCH_DTYPES, StoredTensor, tensors_of_file
@@ -245,7 +245,7 @@ def language_adapters(source: StoredModel, language: str | None) -> Iterator[Lan
             continue
         code = record.new_languages[0]
         kept = next((stage.settings for stage in record.stages if ADAPTER in (stage.settings or {})), None) or {}
-        own = own_places(source, experts_of(source, code), class_of(source, code))
+        own = own_places(source, *experts_of(source, code))
         updates, whole = updates_of(source, own), {place.dense: place.key for place in own if place.dense}
         tied = [str(one.updates) for one in own if one.factor == "lora_A.weight" and one.key not in source]
         updates |= {key: updates[network.all_tied_weights_keys[key]] for key in tied}

@@ -27,7 +27,7 @@ from ..modeling.part_languages import decoder_of
 from ..planning.plan import Plan
 from .arguments import TunedSettings
 from .compare import base_hashes, moved_tensors
-from .expand import expansion_rule, planned_config, planned_record
+from .expand import ExpansionReport, expansion_rule, planned_config, planned_record
 from .export import dense_config, generation_of
 from .facts import ExpertKind, Facts, set_part
 from .gate import Gate
@@ -240,16 +240,6 @@ def _check_vocabulary(home: Source, source: Source) -> None:
             raise InputError(f"{source.name}: token {number} is {its!r}, but {own!r} in {home.name}.")
 
 
-@dataclass(frozen=True)
-class TunedReport:
-    """Result of `expand_tuned`: parameters before and after, and what a user should know."""
-
-    out: Path
-    base_parameters: int
-    parameters: int
-    warnings: list[str]
-
-
 @checked
 def expand_tuned(
     base: Any,
@@ -280,7 +270,7 @@ def expand_tuned(
         dtype: the base's type, to which a fine-tune in another one is converted.
         gate: the language gate of this base, for these languages (`gate_from_file`).
 
-    Returns a `TunedReport`, or the loaded model.
+    Returns an `ExpansionReport`, or the loaded model.
 
     Raises:
         InputError: a fine-tune is of another base, architecture, configuration, shape, vocabulary or type (the message
@@ -308,9 +298,8 @@ def expand_tuned(
     said = [line for one in adapters for line in one.warnings(history.first)]
     if adapters and (verdict := moved_tensors(home)).moved:  # type: ignore[arg-type]
         said.append(f"warning: {verdict.names} moved since the expansion: an adapter of the base computes otherwise")
-    return TunedReport(
-        Path(out or ""), history.first.base_parameters or 0, History.of(config).last.parameters or 0, said
-    )
+    parameters = History.of(config).last.parameters or 0
+    return ExpansionReport(Path(out or ""), history.first.base_parameters or 0, parameters, warnings=said)
 
 
 def _old_languages(home: Source, rounds: Sequence[Sequence[str]], given: Sequence[str]) -> list[str]:
