@@ -310,11 +310,12 @@ def test_two_ranks_score_what_one_does_and_one_writes(scored):
 
 
 def test_replayed_text_may_be_less_than_is_asked_of_each_language(root, tmp_path):
-    files = {"en": ["A cat sleeps."] * 6, "el": ["Η γάτα κοιμάται."] * 40}
-    texts = {
-        code: moe.LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", of))) for code, of in files.items()
-    }
     model = load_expanded_config(root / "expanded")
-    check_enough(config(replay=True, replay_share=0.05, tokens_per_language=900), model, texts, byte_tokenizer())
-    with pytest.raises(InputError, match=r"Language 'en' has .* but 900"):
-        check_enough(config(replay=True, tokens_per_language=900), model, texts, byte_tokenizer())
+    for greek in (40, 100_000):  # of a long text, a beginning is read
+        texts = {
+            code: moe.LanguageText(code, str(write_texts(tmp_path / f"{code}-{greek}.jsonl", [text] * number)))
+            for code, text, number in (("en", "A cat sleeps.", 6), ("el", "Η γάτα κοιμάται.", greek))
+        }
+        check_enough(config(replay=True, replay_share=0.05, tokens_per_language=900), model, texts, byte_tokenizer())
+        with pytest.raises(InputError, match=r"Language 'en' has .* but 900"):
+            check_enough(config(replay=True, tokens_per_language=900), model, texts, byte_tokenizer())

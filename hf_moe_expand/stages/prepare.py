@@ -7,10 +7,10 @@ from typing import Any
 from datasets import Dataset
 
 from ..data.lost import check_lost
-from ..data.packing import PackedText, amounts_of
+from ..data.packing import PackedText, amounts_of, first_tokens
 from ..data.pairs import lost_of_each
 from ..data.sources import LanguageText
-from ..data.tokens import tokens_at_hand
+from ..data.tokens import encode_documents, tokens_at_hand
 from .config import StageConfig
 from .streaming import BY_DOCUMENTS, is_streamed, streamed
 
@@ -32,14 +32,23 @@ def packed_text(
 
 
 def check_enough(config: StageConfig, model: Any, texts: Mapping[str, LanguageText], tokenizer: Any) -> None:
-    """Refuses local text, of which the beginnings are all, that is too little for one block, or has fewer tokens than
-    asked for: packs it as training does. Longer text is taken to be enough."""
+    """Refuses local text, of which the beginnings are all, that has fewer tokens than asked for or, where that is so of
+    all languages, is too little for one block: packs it as training does. Longer text is taken to be enough."""
+    pairs = model.is_encoder_decoder
     if is_streamed(config, texts, model) or not all(text.files() for text in texts.values()):
         return
-    beginnings = {code: list(text.beginnings(model.is_encoder_decoder)) for code, text in texts.items()}
-    if all(one.read == 1 for of in beginnings.values() for one in of):
-        rows = {code: [row for one in of for row in one.rows] for code, of in beginnings.items()}
-        config.pack({code: Dataset.from_list(of) for code, of in rows.items()}, tokenizer, model)
+    beginnings = {code: list(text.beginnings(pairs)) for code, text in texts.items()}
+    whole = {
+        code: [row for one in of for row in one.rows]
+        for code, of in beginnings.items()
+        if all(one.read == 1 for one in of)
+    }
+    if len(whole) == len(texts):
+        config.pack({code: Dataset.from_list(rows) for code, rows in whole.items()}, tokenizer, model)
+    elif not pairs and (wanted := getattr(config, "tokens_per_language", None)):
+        replayed = config.amounts(texts, model).get("replay", ((), 0))[0]  # a share of the others' tokens
+        for code in whole.keys() - {*replayed}:
+            first_tokens(code, map(len, encode_documents([row["text"] for row in whole[code]], tokenizer)), wanted)
 
 
 def length(config: StageConfig, model: Any, texts: Mapping[str, Any], name: str, tokenizer: Any = None) -> list[str]:
