@@ -242,7 +242,6 @@ def test_bad_input(root, tmp_path, monkeypatch):
     for arguments, options, message in [
         (["pick_eu"], here, r"'pick_eu' is not a task of lm_eval \S+ or of --include-path"),
         (["pick_el", "pick_el@2"], here, "pick_el: given twice"),
-        (["pick", "pick_hu@1"], here, "pick_hu: given twice"),
         (["pick_el@few"], here, "'pick_el@few' is not TASK@EXAMPLES"),
         (["pick_el"], {"include_path": tmp_path / "none"}, "none: no such folder"),
     ]:
@@ -259,10 +258,8 @@ def test_bad_input(root, tmp_path, monkeypatch):
     for message, *options in (
         ("give text with --data, tasks with --tasks",),
         ("--limit belongs to --tasks, which", "--data", f"en={root / 'el.test.jsonl'}", "--limit", 3),
-        ("--ensemble belongs to --data", "--tasks", "pick_el", "--ensemble", 1),
         ("is not a task", "--tasks", "nothing"),
         ("--unnamed: el is an old or a new", "--tasks", "dmoe", "--old", "en", "--new", "el", "--unnamed", "el"),
-        ("--unnamed: means of a task list have them", "--tasks", "pick_el", "--unnamed", "fr"),
         ("The task list has no task in la; it has ar, bg, ", "--tasks", "dmoe", "--old", "la"),
         ("wrong.yaml: .*xyzzy", "--tasks", "wrong.yaml"),
     ):

@@ -333,14 +333,6 @@ def beginning(steps=9):
     return SimpleNamespace(global_step=0, max_steps=steps, is_world_process_zero=True)
 
 
-def test_an_evaluation_before_any_training(capsys):
-    state, lines = beginning(0), LogLines()
-    lines.on_prediction_step(SHOWN, state, None, eval_dataloader=[1])
-    lines.on_log(SHOWN, state, None, logs={"eval_loss": 3.0})
-    lines.on_evaluate(SHOWN, state, None)
-    assert capsys.readouterr().out == "eval_loss 3\n"
-
-
 def test_an_evaluation_during_a_training_is_told_of_by_the_trainings_bar():
     lines, state = LogLines(), beginning()
     lines.on_train_begin(SHOWN, state, None)

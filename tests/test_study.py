@@ -316,14 +316,3 @@ def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="A part failed"):
         gpu.main(["--device", "cpu", "--part", "correctness"])
     assert "| it is right | 0 | 1 | 0 |" in capsys.readouterr().out
-    (tmp_path / "test_small.py").write_text("import time\ndef test_it(): time.sleep(60)")
-    with pytest.raises(SystemExit, match="A part failed"):
-        gpu.main(["--device", "cpu", "--part", "correctness", "--minutes", "0"])
-    assert "RuntimeError: the tests took too long" in capsys.readouterr().out
-
-
-def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
-    gpu = script("gpu")
-    for module, lines in ((gpu.expert_speed, [gpu.FFN]), (gpu.train_step, gpu.TRAIN), (gpu.generate, gpu.DECODE)):
-        for line in lines:
-            module.options_parser().parse_args([*line.split(), "--device", "cuda"])
