@@ -395,6 +395,7 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
 def _run_rank(rank: int, script: str, arguments: tuple, count: int, port: int, environment: dict[str, str]) -> None:
     """Runs a script of this folder, or a module, as one of the ranks, which meet at the store on this port."""
     gc.freeze()  # what was imported before the fork
+    multiprocessing.set_start_method("fork", force=True)  # as in a launched process; else workers import all anew
     os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
