@@ -156,6 +156,10 @@ def test_what_cannot_be_sent_is_said(home, tmp_path):
     shutil.copy(home / "el" / "config.json", tmp_path / "el")
     for models in ([tmp_path / "el"], [home / "el", "--base", tmp_path / "el"]):
         refused(invoke, "chat", *models, "--prompt", "a", "--languages", "de", says=r"el: .*'de'")
+    dense = save_dense(tmp_path / "dense")
+    refused(invoke, "chat", dense, "--prompt", "a", "--languages", "de", says="dense: is a dense model, which knows no")
+    (dense / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    refused(invoke, "chat", dense, "--prompt", "a", says="eos_token_id is 'x': must be a token's number")
 
 
 def test_an_unknown_command_is_not_sent(home):

@@ -107,13 +107,10 @@ def test_a_deep_chain_and_what_show_prints(load):
          "child.yaml (inherits parent.yaml): plan: unknown key `total_expert`; did you"),
         ("new: {hu: hu.txt}", GOOD.replace("{el:", "{greek:"),
          "child.yaml (inherits parent.yaml): new.greek: 'greek' is not a language code"),
-        ("new: {hu: hu.txt}", GOOD.replace("el.txt", "$NOT_SET"),
-         "child.yaml (inherits parent.yaml): new.el: the environment variable $NOT_SET"),
         ("", "- a", "parent.yaml: must hold `key: value` lines, found list"),
         ("", "plan: 1\nplan: 2", "parent.yaml: not YAML: line 2: found duplicate key"),
         # in the child
         ("plan: {top_k: x}", GOOD, "child.yaml (inherits parent.yaml): plan: top_k: Input should be a valid integer"),
-        ("plan: null", GOOD, "child.yaml (inherits parent.yaml): `plan` is missing"),
         # nulls that take nothing out
         ("new: {hu: null}", GOOD,
          "child.yaml (inherits parent.yaml): new.hu: None is not a file, a folder or hub:NAME."),
@@ -224,7 +221,6 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         (BOMB, "aliases that stand for over 1,000,000 values"),
         ("b: 1\na: &a [*a]\n", "aliases that stand for over 1,000,000 values"),
         ("a:\n" + "".join(" " * n + f"b{n}:\n" for n in range(1, 3000)), "recursion depth exceeded"),
-        ("x: 1\na: " + "9" * 5000 + "\n", "5000 digits"),
         ("a: !!python/object/apply:os.system [ls]\n", "line 1: could not determine a constructor"),
         ("x: 1\na: \x07\n", "line 2: .*#x0007"),
         ('a: "\\ud800"\n', "surrogates not allowed"),

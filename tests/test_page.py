@@ -247,6 +247,9 @@ def test_what_has_no_page(made, run, tmp_path):
         refused(make_page, *(tmp_path / folder for folder in folders), says=says)
     (run / "recipe.yaml").write_text(f"base: org/tiny  # hf_{'a' * 30}\n")
     refused(make_page, run, says="holds an access token")
+    for wrong in ([0.1, [None], 0.2], [0.1], 3):
+        Plan("layer-moe", [3, 2, 2], [1], old=OLD, new=NEW, settings={"similarity": wrong}).save(run / "plan.json")
+        refused(make_page, run, says=r"plan\.json: settings: ")
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):

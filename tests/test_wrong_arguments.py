@@ -57,8 +57,6 @@ DATA = {
     "a file": ("el.jsonl", "{name} is 'el.jsonl': give a datasets.Dataset"),
     "a source": (EL, "{name} is of type LanguageText: .*load"),
     "a list": (["a"], r"{name} is \['a'\]"),
-    "a model": (DENSE, "{name} is of type Qwen2ForCausalLM"),
-    "rows in a list": ([{"text": "a"}], r"{name} is \[.*Dataset.from_list"),
     "a stream": (ROWS.to_iterable_dataset(), "{name} is of type IterableDataset"),
     "a column content": (of_rows(content=["a"]), "{name} has the columns content"),
     "no rows": (of_rows(input_ids=[]), "{name}"),

@@ -121,10 +121,12 @@ def _not_told(config: Any, language: str) -> str | None:
     return None
 
 
-def check_told(name: str, revision: str | None, language: str) -> None:
-    """Refuses a language that an expanded model does not know; reads its config.json alone."""
+def check_told(name: str, revision: str | None, language: str, beside: bool = False) -> None:
+    """Refuses a language that a model does not know, unless it is a dense one `beside` another; reads its config.json
+    alone."""
     config = load_config(resolve_checkpoint(name, revision, weights=False))
-    if isinstance(config, ExpandedConfig) and (why := _not_told(config, language)) is not None:
+    is_expanded = isinstance(config, ExpandedConfig)
+    if (is_expanded or not beside) and (why := _not_told(config, language)) is not None:
         raise InputError(f"{name_in_results(name)}: {why}")
 
 

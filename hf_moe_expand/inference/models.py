@@ -77,6 +77,8 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end a text: the tokenizer's, and those of the model's generation settings."""
     own = model.generation_config.eos_token_id
     ends = own if isinstance(own, list) else [own]
+    if not all(isinstance(token, int | None) for token in ends):
+        raise InputError(f"generation_config.json: eos_token_id is {own!r}: must be a token's number, or a list.")
     return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
 
 

@@ -49,7 +49,7 @@ def chat(
     if languages is not None:
         for name, at in ((model, revision), (base, None)):
             if name not in (None, "inside"):
-                check_told(str(name), at, languages)
+                check_told(str(name), at, languages, beside=base not in (None, "inside"))
     models = [ChatModel.load(model, revision)]
     if base == "inside":
         _warn_of_moved(model, revision)

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from ..checkpoint.records import History, StageRecord
 from ..checkpoint.source import check_expanded, load_expanded_config
 from ..checkpoint.stored import network_of
-from ..core.errors import InputError
+from ..core.errors import InputError, library_errors_at
 from ..core.jsonfile import read_json, read_text
 from ..core.languages import in_words
 from ..core.private import refuse_private
@@ -113,10 +113,11 @@ def _layers(plan: Plan) -> tuple[list[str], list[tuple]]:
     columns: dict[str, Sequence[Any]] = {"layer": list(map(plan.name_of, layers)), "experts": plan.experts_per_layer}
     if plan.classifier_layers:
         columns["classifier"] = ["yes" if layer in plan.classifier_layers else "" for layer in layers]
-    columns |= {name: [f"{value:.4g}" for value in plan.settings[name]]
-                for name in ("similarity", "deviation") if plan.settings.get(name)}  # fmt: skip
-    alike = len(columns) == 2 and len(set(plan.experts_per_layer)) == 1
-    return list(columns), [] if alike else list(zip(*columns.values(), strict=True))
+    with library_errors_at("plan.json: settings", TypeError, ValueError):
+        columns |= {name: [f"{value:.4g}" for value in plan.settings[name]]
+                    for name in ("similarity", "deviation") if plan.settings.get(name)}  # fmt: skip
+        alike = len(columns) == 2 and len(set(plan.experts_per_layer)) == 1
+        return list(columns), [] if alike else list(zip(*columns.values(), strict=True))
 
 
 def _stage(title: str, folder: Path) -> dict[str, Any]:
